@@ -106,7 +106,7 @@ struct Avx512 {
       const __mmask32 is_below = _mm512_movepi16_mask(value);
       const Vector pulled = _mm512_mask_sub_epi16(pull, is_below, zero, pull);
       const __mmask32 has_magnitude = _mm512_cmpneq_epi16_mask(value, least);
-      _mm512_storeu_si512(out + i, _mm512_maskz_sub_epi16(has_magnitude, _mm512_slli_epi16(value, tide_step_bits - 1), pulled));
+      _mm512_storeu_si512(out + i, _mm512_maskz_add_epi16(has_magnitude, _mm512_slli_epi16(value, tide_step_bits - 1), _mm512_sub_epi16(zero, pulled)));
     }
     kvtide::pull_half_part(from + i, count - i, pulls, out + i);
   }

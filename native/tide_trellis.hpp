@@ -10,7 +10,7 @@
 namespace kvtide {
 namespace {
 
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) || defined(KVTIDE_SIMDE)
 constexpr std::size_t word_lanes = 32;
 #elif defined(__AVX2__)
 constexpr std::size_t word_lanes = 16;

@@ -72,7 +72,7 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
 
     took = seconds(kernels, decode)
     _check_pages(layers, layout, codec, coded, per_block)
-    encoder = DeviceTideEncoder(device, target, codec.steps)
+    encoder = DeviceTideEncoder(device, target, codec.rounded().steps)
     encode_s = seconds(
         kernels, lambda: encoder.encode([PagedBlock(coded[i % len(coded)][0], start) for i, start in enumerate(starts)])
     )

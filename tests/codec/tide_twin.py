@@ -129,3 +129,84 @@ def restore_stages(
     out = np.empty((tokens, count), dtype=np.float32)
     out[places] = sums.astype(np.float32) * scale + mean
     return out
+
+
+# The state after an even and after an odd level; a state's quantiser is its lowest bit.
+NEXT = ((0, 1), (3, 2), (5, 4), (6, 7), (1, 0), (2, 3), (4, 5), (7, 6))
+
+
+def find_path(
+    exact: NDArray[np.int16], classes: NDArray[np.uint16], rates: NDArray[np.int16], pulls: NDArray[np.int16]
+) -> NDArray[np.int16]:
+    """Return the levels of the cheapest path of each token, one token after the other. exact: 16ths of a step."""
+    rows, tokens = exact.shape
+    levels = np.zeros_like(exact)
+    for part in range(PARTS):
+        for token in range(part * tokens // PARTS, (part + 1) * tokens // PARTS):
+            costs, ways = {0: 0}, []
+            for row in range(rows):
+                magnitude, known = abs(int(exact[row, token])), int(classes[row, part])
+                after: dict[int, tuple[int, int, int]] = {}
+                # Of equals the way from the lower state counts, and of levels the higher one.
+                for state in sorted(costs):
+                    for parity in (0, 1):
+                        cost, level = _cheapest(magnitude, state % 2, parity, rates[known], pulls[known])
+                        found, to = costs[state] + cost, NEXT[state][parity]
+                        if to not in after or found < after[to][0]:
+                            after[to] = (found, state, level)
+                ways.append(after)
+                costs = {state: way[0] for state, way in after.items()}
+            state = min(costs, key=lambda each: (costs[each], each))
+            for row in range(rows - 1, -1, -1):
+                _, before, level = ways[row][state]
+                levels[row, token] = -level if exact[row, token] < 0 else level
+                state = before
+    return levels
+
+
+def _cheapest(
+    magnitude: int, quantiser: int, parity: int, rates: NDArray[np.int16], pulls: NDArray[np.int16]
+) -> tuple[int, int]:
+    near = 2 * ((magnitude + 8 * quantiser - 16 * parity + 16) // 32) + parity
+    found = []
+    for level in (near, max(near - 2, parity)):
+        entry = 16 * quantiser + min(level, 15)
+        off = magnitude - (16 * level - 8 * quantiser - int(pulls[entry]))
+        found.append((off * off + int(rates[entry]), level))
+    return found[1] if found[1][0] < found[0][0] else found[0]
+
+
+def walk(levels: NDArray[np.int16]) -> NDArray[np.int64]:
+    """Return the quantiser of each level: (rows, tokens)."""
+    found = np.zeros(levels.shape, dtype=np.int64)
+    for token in range(levels.shape[1]):
+        state = 0
+        for row in range(len(levels)):
+            found[row, token] = state % 2
+            state = NEXT[state][int(levels[row, token]) & 1]
+    return found
+
+
+def put_states(
+    levels: NDArray[np.int16],
+    parents: NDArray[np.int16],
+    modes: NDArray[np.uint8],
+    tables: NDArray[np.uint16],
+    twins: tuple[int, int],
+) -> dict[int, list[int]]:
+    """Return each table's list, of levels along a path."""
+    lists: dict[int, list[int]] = {}
+    quantisers = walk(levels)
+    for row, token, table in _walk(levels, np.arange(len(levels), dtype=np.uint32), tables):
+        level, parent, quantiser = int(levels[row, token]), int(parents[row, token]), int(quantisers[row, token])
+        if modes[row] == TOP:
+            lists.setdefault(table + quantiser * twins[0], []).append(level)
+        elif modes[row] == CONTEXT:
+            digit = (level - 3 * parent) * (-1 if parent < 0 else 1)
+            lists.setdefault(table + min(abs(parent), 2) + quantiser * twins[1], []).append(digit)
+    return lists
+
+
+def half_steps(levels: NDArray[np.int16]) -> NDArray[np.int16]:
+    """Return what levels along a path stand for, in half steps."""
+    return (2 * levels.astype(np.int64) - walk(levels) * np.sign(levels)).astype(np.int16)

@@ -36,11 +36,11 @@ LAYOUT = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.
 # Heads of 12 bytes: no whole 16 in them.
 ODD = BlockLayout(layers=2, tokens=16, kv_heads=3, head_dim=6, dtype=KVDtype.FLOAT16)
 WIDE = BlockLayout(layers=2, tokens=16, kv_heads=1, head_dim=4, dtype=KVDtype.FLOAT32)
-CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2)
+CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2).rounded()
 # As little as takes every device call: emulation is slow.
 SMALL = BlockLayout(layers=2, tokens=24, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
 SMALL_PROFILE = fitted(SMALL, "light", 1)
-SMALL_CODEC = TideCodec(SMALL_PROFILE, 8e-2, 1)
+SMALL_CODEC = TideCodec(SMALL_PROFILE, 8e-2, 1).rounded()
 GROUPS_PROFILE = fitted_groups("cachegen", SMALL)
 GROUPS_CODEC = CachegenCodec(2, 0, GROUPS_PROFILE)
 TORCH = {KVDtype.BFLOAT16: torch.bfloat16, KVDtype.FLOAT16: torch.float16, KVDtype.FLOAT32: torch.float32}

@@ -78,7 +78,7 @@ def test_values_beyond_the_range_become_its_largest_as_on_the_processor(kernels:
     values = smooth_bits(wide, 5).view(np.float32).copy()
     # Two loud tokens, kept apart, and what of the others turns with them; both signs.
     values[:, :, 3], values[:, :, 9] = 1e5, -3e5
-    codec = TideCodec(fitted(wide, "layer", 1), 1e-3, 1)
+    codec = TideCodec(fitted(wide, "layer", 1), 1e-3, 1).rounded()
     sections = codec.encode(block_meta(wide, 0, 1), values.view(np.uint32))
     layout = BlockLayout(*wide.shape[:1], *wide.shape[2:], KVDtype.FLOAT16)
     meta, block = block_meta(layout, 0, 1), empty_block(layout, kernels.device)
@@ -110,7 +110,7 @@ def test_golden_object_decodes_to_its_bits(kernels: Kernels) -> None:
 
 
 LAYOUT = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
-CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2)
+CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2).rounded()
 
 
 def pages(count: int, device: torch.device) -> tuple[list[torch.Tensor], PageTarget]:

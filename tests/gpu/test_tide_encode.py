@@ -58,7 +58,7 @@ def test_objects_are_those_of_the_processor(kernels: Kernels, case: TideCase) ->
 
 
 def test_loud_tokens_stand_apart_as_on_the_processor(kernels: Kernels) -> None:
-    codec = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2)
+    codec = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2).rounded()
     meta, bits = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 5)
     bits[2, 1, 7, 1, 3] = 0x6000  # 2^65
     bits[0, 0, 9] = 0x4480  # 1024
@@ -70,7 +70,7 @@ def test_profile_is_judged_by_what_it_is_on_the_processor(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, cost: str
 ) -> None:
     layout = BlockLayout(5, 40, 2, 8, KVDtype.FLOAT32)
-    codec, meta, bits = TideCodec(fitted(layout, cost, 1), 1e-3, 1), block_meta(layout), smooth_bits(layout, 5)
+    codec, meta, bits = TideCodec(fitted(layout, cost, 1), 1e-3, 1).rounded(), block_meta(layout), smooth_bits(layout, 5)
     # One token is halved to fit, one is too loud in a group that comes last.
     values = bits.view(np.float32)
     values[:, :, 20] *= 30
@@ -90,7 +90,7 @@ def test_profile_is_judged_by_what_it_is_on_the_processor(
 
 def test_blocks_that_the_profile_does_not_fit_are_refused(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.engines.gpu.tide_encode.check_promise", check_promise)
-    codec, bits = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1), smooth_bits(LAYOUT, 5)
+    codec, bits = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1).rounded(), smooth_bits(LAYOUT, 5)
     noise = np.random.default_rng(3).permutation(bits.reshape(-1)).reshape(bits.shape)
     for other in (np.full_like(bits, 0x3F80), noise):
         found = encoded(kernels, codec, "layer", block_meta(LAYOUT), other)
@@ -99,7 +99,7 @@ def test_blocks_that_the_profile_does_not_fit_are_refused(kernels: Kernels, monk
 
 
 def test_many_blocks_are_read_from_their_pages(kernels: Kernels) -> None:
-    codec = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1)
+    codec = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1).rounded()
     storage = torch.zeros((LAYOUT.layers, 9, 2, 8, 16), dtype=torch.int16, device=kernels.device)
     pool = DevicePages([layer.view(torch.bfloat16) for layer in storage], LAYOUT)
     source = page_target(list(storage), LAYOUT)
@@ -115,7 +115,7 @@ def test_many_blocks_are_read_from_their_pages(kernels: Kernels) -> None:
 
 
 def test_values_that_are_not_finite_are_refused(kernels: Kernels) -> None:
-    codec = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1)
+    codec = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1).rounded()
     bits = smooth_bits(LAYOUT, 5)
     bits[1, 0, 3, 1, 2] = 0x7F80
     found = encoded(kernels, codec, "layer", block_meta(LAYOUT), bits)
@@ -127,7 +127,7 @@ def test_bad_input_is_refused(kernels: Kernels) -> None:
     block = on_device(smooth_bits(LAYOUT, 1), kernels.device)
     source = block_target(block, LAYOUT)
     model = DeviceModel(kernels, TideModel(fitted(LAYOUT, "layer", 1)))
-    steps = TideCodec(fitted(LAYOUT, "layer", 1)).steps
+    steps = TideCodec(fitted(LAYOUT, "layer", 1)).rounded().steps
     encoder = DeviceTideEncoder(model, source, steps)
     assert encoder.encode([]) == []
     with pytest.raises(ValueError, match="a place for each"):

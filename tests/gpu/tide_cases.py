@@ -26,7 +26,7 @@ def _case(
 ) -> TideCase:
     layout = BlockLayout(5 if cost == "deep" else 2, *shape, dtype)
     position, seed = where
-    codec = TideCodec(fitted(layout, cost, 1), *steps)
+    codec = TideCodec(fitted(layout, cost, 1), *steps).rounded()
     return TideCase(cost, codec, block_meta(layout, seed, position), smooth_bits(layout, seed))
 
 

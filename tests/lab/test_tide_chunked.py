@@ -17,7 +17,7 @@ from kvtide_lab.judge.tide_chunked import ChunkedRange, ChunkedTide, decode_chun
 
 PROFILE = fitted(LAYOUT)
 MODEL, PATH = TideModel(PROFILE), _native.tide_paths()[0]
-TIDE = TideCodec(PROFILE, 1e-3, 2)
+TIDE = TideCodec(PROFILE, 1e-3, 2).rounded()
 META, BITS = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 77)
 LAYERS = MODEL.section_layers
 ORDER = np.random.default_rng(3).permutation(LAYOUT.tokens)
@@ -68,7 +68,7 @@ def test_finer_is_nearer() -> None:
 
 def test_sections_that_do_not_fit_are_refused() -> None:
     other = TideCodec(PROFILE, 1e-2, 1)
-    foreign = encode_chunked(MODEL, PATH, other.steps, META, STORED, CHUNKS)
+    foreign = encode_chunked(MODEL, PATH, other.rounded().steps, META, STORED, CHUNKS)
     run = list(CODED.chunks[0])
     refused: tuple[Runs, ...] = ({0: [*run, run[0]]}, {0: [foreign.chunks[0][0]]}, {0: [run[0][:-1]]}, {0: [b""]})
     for bad in refused:

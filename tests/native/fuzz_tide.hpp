@@ -74,6 +74,66 @@ inline void lists(Rng& rng) {
   });
 }
 
+// Rows along a trellis, and the cheapest path of coefficients.
+inline void trellis(Rng& rng) {
+  const std::size_t rows = 1 + rng() % 40, tokens = 1 + rng() % 300, tops = 4, tables = 2 * tops + 6 * tops;
+  const bool is_small = rng() % 2;
+  const auto parents = random_numbers<std::int16_t>(rng, rows * tokens, is_small ? -2 : -32768, is_small ? 2 : 32767);
+  const auto levels = random_numbers<std::int16_t>(rng, rows * tokens, is_small ? -6 : -32768, is_small ? 6 : 32767);
+  std::vector<kvtide::TideMode> modes(rows);
+  std::vector<std::uint16_t> of_parts(rows * 4);
+  for (std::size_t row = 0; row < rows; ++row) {
+    modes[row] = static_cast<kvtide::TideMode>(rng() % 3);
+    for (std::size_t part = 0; part < 4; ++part) {
+      const std::size_t number = rng() % tops;
+      of_parts[4 * row + part] = static_cast<std::uint16_t>(modes[row] == kvtide::TideMode::top ? number : 2 * tops + 3 * number);
+    }
+  }
+  auto given = levels;
+  const kvtide::TideStates job = {given, modes, of_parts, tokens, {tops, 3 * tops}};
+  std::vector<std::int64_t> counts(tables), starts(tables), stops(tables);
+  kvtide::tide_paths().back().count_states(job, parents, counts);
+  std::int64_t end = 0;
+  for (std::size_t i = 0; i < tables; ++i) {
+    starts[i] = end;
+    stops[i] = end += rng() % 16 ? counts[i] : counts[i] / 2 + static_cast<std::int64_t>(rng() % 9);
+  }
+  const auto size = static_cast<std::size_t>(end);
+  const auto items = random_numbers<std::int16_t>(rng, size + kvtide::tide_slack, is_small ? -1 : -32768, is_small ? 1 : 32767);
+  on_all_paths([&](const TidePath& path) {
+    std::vector<std::int64_t> counted(tables), cursors = starts;
+    path.count_states(job, parents, counted);
+    auto put = std::vector<std::int16_t>(size);
+    const bool has_put = path.put_states(job, parents, {put, cursors, stops});
+    // What was put is taken as it was; any items are taken alike.
+    auto taken = parents, back = parents;
+    for (std::size_t i = 0; i < back.size(); ++i) {
+      if (modes[i / tokens] == kvtide::TideMode::digit) back[i] = levels[i];
+    }
+    cursors = starts;
+    const bool fits = path.take_states({taken, modes, of_parts, tokens, job.twins}, {std::span(items).first(size), cursors, stops});
+    if (has_put) {
+      put.resize(size + kvtide::tide_slack);
+      cursors = starts;
+      if (!path.take_states({back, modes, of_parts, tokens, job.twins}, {std::span(put).first(size), cursors, stops})) std::abort();
+    }
+    return std::tuple(counted, has_put, has_put ? put : levels, fits, fits ? taken : parents, back);
+  });
+
+  const auto exact = random_numbers<std::int16_t>(rng, rows * tokens, is_small ? -40 : -32600, is_small ? 40 : 32600);
+  const auto classes = random_numbers<std::uint16_t>(rng, rows * 4, 0, 2);
+  std::vector<kvtide::TidePrices> rates(3), pulls(3);
+  for (std::size_t i = 0; i < 3; ++i) {
+    std::ranges::copy(random_numbers<std::int16_t>(rng, 32, 0, kvtide::tide_rate_max), rates[i].begin());
+    std::ranges::copy(random_numbers<std::int16_t>(rng, 32, -16, 16), pulls[i].begin());
+  }
+  on_all_paths([&](const TidePath& path) {
+    std::vector<std::int16_t> found(exact.size());
+    path.find_path({exact, classes, rates, pulls, tokens, found});
+    return found;
+  });
+}
+
 inline std::vector<std::int16_t> panels_of(Rng& rng, std::size_t rows, std::size_t columns) {
   // Now and then any numbers: sums wrap.
   const int most = rng() % 4 ? 900 : 32767;
@@ -100,12 +160,13 @@ inline void blocks(Rng& rng) {
   const auto bytes = random_numbers<std::int8_t>(rng, shape.streams() * apart_count * shape.channels(), -128, 127);
   const auto coefficients = random_numbers<std::int16_t>(rng, used * shape.tokens, rng() % 2 ? -1 : -32768, 40);
   const auto classes = random_numbers<std::uint16_t>(rng, used * 4, 0, 2);
-  const auto pulls = random_numbers<std::int8_t>(rng, 12, -128, 127);
+  const std::size_t pulled = rng() % 2 ? 4 : 8;
+  const auto pulls = random_numbers<std::int8_t>(rng, 3 * pulled, -128, 127);
   const auto to_values = has_matrix ? panels_of(rng, used, values) : std::vector<std::int16_t>();
   on_all_paths([&](const TidePath& path) {
     std::vector<std::uint8_t> bits(shape.streams() * shape.tokens * shape.row_bytes());
     const std::span<const std::uint16_t> no_matrix = has_matrix ? std::span<const std::uint16_t>() : std::span(order);
-    path.restore({shape, coefficients, classes, pulls, places, mean, scale, {to_values, used, values, used, values}, no_matrix, {},
+    path.restore({shape, coefficients, classes, pulls, pulled, places, mean, scale, {to_values, used, values, used, values}, no_matrix, {},
                   {std::span(places).first(apart_count), scales, bytes, scaled_values}, turns, bits});
     return bits;
   });
@@ -118,13 +179,14 @@ inline void blocks(Rng& rng) {
   const std::size_t columns = has_matrix ? used : values;
   const auto rows = shuffled<std::uint16_t>(rng, columns);
   const auto weights = random_numbers<float>(rng, columns, 0, 3);
+  const int fraction_bits = rng() % 2 ? kvtide::tide_step_bits : 0;
   on_all_paths([&](const TidePath& path) {
     std::vector<std::int16_t> steps(shape.tokens * columns), sorted(used * shape.tokens), thirds(steps.size());
     std::vector<std::uint8_t> apart(shape.tokens), symbols(steps.size());
     std::vector<float> loud(shape.tokens);
     kvtide::TideSeen seen;
     const bool is_finite =
-        path.project({shape, bits, turns, mean, scale, {to_columns, values, used, values, used}, {}, is_coded, apart, steps, seen});
+        path.project({shape, bits, turns, mean, scale, {to_columns, values, used, values, used}, {}, is_coded, apart, steps, seen, fraction_bits});
     if (is_finite) {
       path.arrange({steps, columns, places, rows, sorted, used});
       path.third(steps, thirds);
@@ -155,10 +217,11 @@ inline void stages(Rng& rng) {
   const kvtide::TideStage stage = {panels, block, std::span(strongest).first(mixed), places};
   const auto coefficients = random_numbers<std::int16_t>(rng, used * shape.tokens, rng() % 2 ? -1 : -32768, 40);
   const auto classes = random_numbers<std::uint16_t>(rng, used * 4, 0, 2);
-  const auto pulls = random_numbers<std::int8_t>(rng, 12, -128, 127);
+  const std::size_t pulled = rng() % 2 ? 4 : 8;
+  const auto pulls = random_numbers<std::int8_t>(rng, 3 * pulled, -128, 127);
   on_all_paths([&](const TidePath& path) {
     std::vector<std::uint8_t> bits(shape.streams() * shape.tokens * shape.row_bytes());
-    path.restore({shape, coefficients, classes, pulls, order, mean, scale, {mix, mixed, mixed, coded, mixed}, {}, stage, {}, turns, bits});
+    path.restore({shape, coefficients, classes, pulls, pulled, order, mean, scale, {mix, mixed, mixed, coded, mixed}, {}, stage, {}, turns, bits});
     return bits;
   });
   auto bits = random_numbers<std::uint8_t>(rng, shape.streams() * shape.tokens * shape.row_bytes(), 0, 255);
@@ -174,6 +237,7 @@ inline void stages(Rng& rng) {
 
 inline void run(Rng& rng) {
   lists(rng);
+  trellis(rng);
   blocks(rng);
   stages(rng);
 }

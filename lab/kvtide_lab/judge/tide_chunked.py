@@ -94,7 +94,7 @@ def encode_chunked(
     """Return base and refinements of some layers. UnencodableBlock if a value is not finite."""
     apart = first_apart(meta)
     levels = levels_of(model, steps, stored, apart, path)
-    base = SectionBytes(steps, list_section(levels, steps, 0, path).encode(model.tables))
+    base = SectionBytes(steps, list_section(levels, steps, 0, path)[0].encode(model.tables))
     kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16), model.octaves_of(stored.layers))
     refined = {}
     for number, tokens in enumerate(chunks):
@@ -104,8 +104,9 @@ def encode_chunked(
             _loudness_of(levels.loudness, columns),
             [np.ascontiguousarray(items[:, columns]) for items in levels.values],
             levels.fit,
+            levels.exact,
         )
-        lists = [list_section(part, steps, refinement, path) for refinement in range(1, steps.refinements + 1)]
+        lists = [list_section(part, steps, refinement, path)[0] for refinement in range(1, steps.refinements + 1)]
         refined[number] = [join_refinement(SectionBytes(steps, each.encode(model.tables))) for each in lists]
     return ChunkedRange(join_base(base, Base(levels.loudness, kept)), refined)
 
@@ -141,17 +142,17 @@ def decode_chunked(model: TideModel, path: str, found: ChunkedRange, chunks: Chu
     rows = place_groups(model, target.layer_start, steps.final_units + THIRD * steps.refinements)
     # Every row gets a top value before anything reads it.
     coarse = Decoding(rows, base.loudness, np.empty((len(rows.scales), target.bits.shape[2]), dtype=np.int16))
-    refine(model, path, coarse, steps, 0, section.lists)
+    refine(model, path, coarse, 0, section)
     refined = [
         _refined(model, path, steps, coarse, chunks[number], run, target.layer_start)
         for number, run in found.chunks.items()
         if run
     ]
     if sum(len(each.tokens) for each in refined) < target.bits.shape[2]:
-        restore(model, path, coarse, (steps.final_units, steps.refinements), base.apart, target)
+        restore(model, path, coarse, (steps, steps.refinements), base.apart, target)
     for tokens, work, thirds in refined:
         piece = target.at(tokens)
-        restore(model, path, work, (steps.final_units, thirds), base.apart.at(tokens), piece)
+        restore(model, path, work, (steps, thirds), base.apart.at(tokens), piece)
         target.bits[:, :, tokens] = piece.bits
 
 
@@ -177,5 +178,5 @@ def _refined(
         said = split_refinement(memoryview(data))
         if said.steps != steps:
             raise CorruptPayload(f"tide: a chunk's refinement has {said.steps}, its base {steps}")
-        refine(model, path, work, steps, refinement, said.lists)
+        refine(model, path, work, refinement, said)
     return _Refined(coarse.loudness.places[columns].astype(np.int64), work, thirds)

@@ -55,6 +55,8 @@ JUDGED_TOKENS = 128
 # Final steps, in units of the mean scale, and refinements of the objects whose prefixes make the curve.
 _CURVE_UNITS = (-64, -55)
 _CURVE_REFINEMENTS = 4
+# Steps of the objects whose levels lie on a trellis.
+_TRELLIS_UNITS = range(-60, 21, 13)
 # Fitted texts whose bits held-out ones are compared with: bits differ by 4 % from text to text.
 _COMPARED_TEXTS = 2
 # Held-out texts that take this much more than fitted ones: more text is wanted.
@@ -62,7 +64,7 @@ OVERFIT_RATIO = 1.25
 # Below this, more texts bring less than they cost.
 WORTH_MORE_TEXTS = 1.02
 _SEED = 1
-_STATE_VERSION = 7
+_STATE_VERSION = 8
 _Item = TypeVar("_Item")
 Progress = Callable[[str, int, int], None]
 State = dict[str, NDArray[Any]]
@@ -77,9 +79,9 @@ class CurvePoint(msgspec.Struct, frozen=True):
 
 
 class CalibrationReport(msgspec.Struct, frozen=True):
-    """The curve, and how much more bits held-out texts take than fitted ones; None if all texts were fitted on.
+    """The curve that a quality is looked up in, and how much more bits held-out texts take than fitted ones.
 
-    texts_wanted: more of them would halve that, 0 if it is small already.
+    held_out_over_fitted: None if all texts were fitted on. texts_wanted: more of them would halve that, 0 if it is small already.
     """
 
     points: list[CurvePoint]
@@ -87,6 +89,13 @@ class CalibrationReport(msgspec.Struct, frozen=True):
     held_out_over_fitted: float | None
     is_overfitted: bool
     texts_wanted: int
+
+
+class _Curves(NamedTuple):
+    """The curves of rounded levels, and of levels along a trellis, as profiles have them."""
+
+    rounded: NDArray[np.float32]
+    trellis: NDArray[np.float32]
 
 
 class _Job(NamedTuple):
@@ -138,11 +147,12 @@ class TideCalibration:
             finer = finer_weights(self._shares(drafts, done, progress))
             drafts = self._drafts([state | {"finer": each} for state, each in zip(moments, finer, strict=True)])
         counts = self._counts(drafts, done, progress)
-        middle = self._finished(drafts, counts, drafts[0].arrays["curve"])
-        points, ratio = self._curve(middle, done, progress)
-        rising = _rising(points)
-        curve = np.array([[p.step_units, p.bits_per_element, p.kl] for p in rising], dtype=np.float32)
-        profiles = [*self._finished(drafts, counts, curve), *self._joined(drafts, counts, curve)]
+        placeholder = drafts[0].arrays["curve"]
+        middle = self._finished(drafts, counts, _Curves(placeholder, placeholder))
+        by_levels, ratio = self._curve(middle, done, progress)
+        rising = by_levels[-1]
+        curves = _Curves(*(_curve_array(points) for points in (by_levels[0], by_levels[-1])))
+        profiles = [*self._finished(drafts, counts, curves), *self._joined(drafts, counts, curves)]
         if profiles[0].group:
             together = hashlib.sha256(b"".join(each.digest for each in profiles)).digest()
             profiles = [each.with_arrays({"calibration": np.frombuffer(together, dtype=np.uint8)}) for each in profiles]
@@ -167,19 +177,17 @@ class TideCalibration:
             for shape, draft in zip(shapes, drafts, strict=True)
         ]
 
-    def _finished(
-        self, drafts: Sequence[Profile], counts: Sequence[State], curve: NDArray[np.float32]
-    ) -> list[Profile]:
+    def _finished(self, drafts: Sequence[Profile], counts: Sequence[State], curves: _Curves) -> list[Profile]:
         layouts = [shape.layout for shape in self._job.shapes]
-        return [finished_profile(*each, curve) for each in zip(drafts, layouts, counts, strict=True)]
+        return [finished_profile(*each, *curves) for each in zip(drafts, layouts, counts, strict=True)]
 
-    def _joined(self, drafts: Sequence[Profile], counts: Sequence[State], curve: NDArray[np.float32]) -> list[Profile]:
+    def _joined(self, drafts: Sequence[Profile], counts: Sequence[State], curves: _Curves) -> list[Profile]:
         """Return the profile of all rows, for engines that keep them together; none where there can't be one."""
         draft = joined_draft(self._all_rows, drafts) if self._all_rows is not None else None
         if draft is None or self._all_rows is None:
             return []
         summed = {name: np.sum([each[name] for each in counts], axis=0) for name in counts[0]}
-        return [finished_profile(draft, self._all_rows.layout, summed, curve)]
+        return [finished_profile(draft, self._all_rows.layout, summed, *curves)]
 
     def _moments(self, done: State, progress: Progress) -> list[State]:
         fitted = self._texts.fitted
@@ -249,11 +257,16 @@ class TideCalibration:
 
     def _curve(
         self, profiles: Sequence[Profile], done: State, progress: Progress
-    ) -> tuple[list[CurvePoint], float | None]:
-        """Judge prefixes of objects on held-out texts, and compare the coarsest with that of fitted ones."""
+    ) -> tuple[list[list[CurvePoint]], float | None]:
+        """Judge objects on held-out texts, and compare the coarsest with that of fitted ones.
+
+        Returns the rising points of rounded levels, then those of levels along a trellis, if the profiles have one.
+        """
         fitted, held_out = self._texts
         judged, codecs = held_out or fitted, [TideCodec(profile) for profile in profiles]
-        rows = len(_CURVE_UNITS) * (_CURVE_REFINEMENTS + 1)
+        has_trellis = codecs[0].steps.is_trellis
+        all_units = [*_curve_units(), *(_TRELLIS_UNITS if has_trellis else ())]
+        rows, rounded = len(all_units), len(_curve_units())
         state: State = {"sums": np.zeros((rows, 3)), "squares": np.zeros(rows), "fitted": np.zeros(2)}
         _restore(done, "curve", state)
         for position in range(_texts_done(done, "curve"), len(judged)):
@@ -268,11 +281,12 @@ class TideCalibration:
         sums, kls = state["sums"], upper_means(state["sums"][:, 1], state["squares"], len(judged))
         points = [
             CurvePoint(units, float(bits / blocks), kl)
-            for units, (bits, _, blocks), kl in zip(_curve_units(), sums, kls, strict=True)
+            for units, (bits, _, blocks), kl in zip(all_units, sums, kls, strict=True)
         ]
-        points.sort(key=lambda point: point.step_units)
+        by_levels = [_rising(each) for each in (points[:rounded], points[rounded:]) if each]
+        coarsest = max(points[:rounded], key=lambda point: point.step_units)
         bits, blocks = state["fitted"]
-        return points, float(points[-1].bits_per_element / (bits / blocks)) if held_out else None
+        return by_levels, float(coarsest.bits_per_element / (bits / blocks)) if held_out else None
 
     def _judged(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
         """Return a row for each point of the curve: bits an element times blocks; KL; blocks."""
@@ -283,6 +297,10 @@ class TideCalibration:
             at_steps = [codec.with_steps(Steps(units, _CURVE_REFINEMENTS)) for codec in codecs]
             for coded in coded_prefixes(at_steps, judge.context):
                 rows.append((coded.bits_per_element * blocks, judge.kl(coded.decoded), blocks))
+        for units in _TRELLIS_UNITS if codecs[0].steps.is_trellis else ():
+            at_steps = [codec.with_steps(Steps(units, 0, is_trellis=True)) for codec in codecs]
+            (coded,) = coded_prefixes(at_steps, judge.context)
+            rows.append((coded.bits_per_element * blocks, judge.kl(coded.decoded), blocks))
         return np.array(rows, dtype=np.float64)
 
     def _coarsest(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
@@ -322,6 +340,10 @@ class TideCalibration:
         aside.rename(self._partial)
 
 
+def _curve_array(points: Sequence[CurvePoint]) -> NDArray[np.float32]:
+    return np.array([[p.step_units, p.bits_per_element, p.kl] for p in points], dtype=np.float32)
+
+
 def _curve_units() -> list[int]:
     return [units + THIRD * (_CURVE_REFINEMENTS - r) for units in _CURVE_UNITS for r in range(_CURVE_REFINEMENTS + 1)]
 
@@ -349,7 +371,7 @@ def _restore(done: State, stage: str, state: State) -> None:
 def _rising(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     """Return the points at which KL is larger than at all finer steps: noise at the fine end must not count."""
     found: list[CurvePoint] = []
-    for point in points:
+    for point in sorted(points, key=lambda point: point.step_units):
         if point.kl > max((other.kl for other in found), default=0.0):
             found.append(point)
     return found

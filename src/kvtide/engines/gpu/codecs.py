@@ -161,7 +161,7 @@ class BlockEncoder:
         with self._kernels.queue():
             block = torch.from_numpy(signed).to(self._kernels.device)
             target = block_target(block, meta.layout)
-            encoder = DeviceTideEncoder(self._models[digest], target, codec.steps)
+            encoder = DeviceTideEncoder(self._models[digest], target, codec.rounded().steps)
             (found,) = encoder.encode([PagedBlock(meta, target.token_starts([0]))])
         if isinstance(found, UnencodableBlock):
             raise found
