@@ -79,7 +79,8 @@ def up_to(refinement: int) -> list[Section]:
 def test_each_refinement_thirds_the_error() -> None:
     errors = [error(BITS, decoded(up_to(refinement))) for refinement in range(4)]
     for coarse, fine in pairwise(errors[1:]):
-        assert 2.4 < coarse / fine < 3.6
+        # The last one has a trellis' gain besides.
+        assert 2.4 < coarse / fine < 3.9
     assert errors[0] > errors[1]
 
 
@@ -144,13 +145,19 @@ def test_without_its_profile_nothing_is_encoded_or_decoded() -> None:
         CODEC.encode(block_meta(other), smooth_bits(other, 1))
 
 
-def test_first_tokens_of_a_prompt_are_kept_finer() -> None:
+@pytest.mark.parametrize("is_trellis", [False, True])
+def test_first_tokens_of_a_prompt_are_kept_finer(is_trellis: bool) -> None:
     meta, coarse = block_meta(LAYOUT, 0, 0), TideCodec(fitted(LAYOUT), 0.5, 0)
-    out = np.empty_like(BITS)
-    coarse.decode(meta, coarse.encode(meta, BITS), out)
-    off = np.abs(floats(out) - floats(BITS)).max(axis=(0, 1, 3, 4))
-    assert off[:4].max() < 0.03
-    assert off[4:].min() > 0.3
+    coarse = coarse if is_trellis else coarse.rounded()
+    bits = BITS.copy()
+    floats(bits)[:, :, 2] *= 5
+    out = np.empty_like(bits)
+    coarse.decode(meta, coarse.encode(meta, bits), out)
+    off = np.abs(floats(out) - floats(bits)).max(axis=(0, 1, 3, 4))
+    # Along a trellis those behind the first one that are as loud as others are coded as these are.
+    kept = [0, 2] if is_trellis else [0, 1, 2, 3]
+    assert off[kept].max() < 0.15
+    assert np.delete(off, kept).min() > 0.3
 
 
 def test_values_far_beyond_the_calibration_are_kept_apart() -> None:
@@ -226,7 +233,7 @@ def test_dims_out_of_line_cost_nothing_and_lose_nothing(cost: str, number: int) 
 def test_two_stages_lose_what_the_profile_promises_and_keep_most_of_the_gain() -> None:
     sizes = {}
     for profile in (of_alike(STAGED_LAYOUT, "light"), STAGED, of_alike(STAGED_LAYOUT, "layer")):
-        codec = TideCodec(profile, 1e-2, 1)
+        codec = TideCodec(profile, 1e-2, 1).rounded()
         sections = codec.encode(STAGED_META, STAGED_BITS)
         codec.check_decoded(STAGED_META, STAGED_BITS, sections)
         sizes["place" in profile.arrays, "order" in profile.arrays] = sum(len(s.data) for s in sections)

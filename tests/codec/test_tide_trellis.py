@@ -96,24 +96,14 @@ def test_lists_that_states_ask_too_much_of_are_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken",
-    [
-        {"rates": np.full((3, 32), 1001, dtype=np.int16)},
-        {"pulls": np.full((3, 32), 17, dtype=np.int16)},
-        {"exact": np.full((2, 8), 32601, dtype=np.int16)},
-        {"classes": np.full((2, 4), 3, dtype=np.uint16)},
-        {"rates": np.zeros((3, 31), dtype=np.int16)},
-    ],
+    ("exact", "number", "rate", "pull"),
+    [(0, 0, 1001, 0), (0, 0, -1, 0), (0, 0, 0, 17), (0, 0, 0, -17), (32601, 0, 0, 0), (0, 3, 0, 0)],
 )
-def test_prices_that_would_overflow_are_refused(broken: dict[str, Any]) -> None:
-    arrays = {
-        "exact": np.zeros((2, 8), dtype=np.int16),
-        "classes": np.zeros((2, 4), dtype=np.uint16),
-        "rates": np.zeros((3, 32), dtype=np.int16),
-        "pulls": np.zeros((3, 32), dtype=np.int16),
-    }
+def test_prices_that_would_overflow_are_refused(exact: int, number: int, rate: int, pull: int) -> None:
+    values, classes = np.full((2, 8), exact, dtype=np.int16), np.full((2, 4), number, dtype=np.uint16)
+    rates, pulls = np.full((3, 32), rate, dtype=np.int16), np.full((3, 32), pull, dtype=np.int16)
     with pytest.raises(ValueError, match="tide"):
-        _native.tide_find_path(PATHS[0], *(arrays | broken).values(), np.zeros((2, 8), dtype=np.int16))
+        _native.tide_find_path(PATHS[0], values, classes, rates, pulls, np.zeros((2, 8), dtype=np.int16))
 
 
 def decoded(codec: TideCodec, sections: list[Section]) -> np.ndarray:
@@ -159,9 +149,7 @@ def test_less_than_all_refinements_are_thirds_of_the_path() -> None:
 def test_rounded_levels_are_those_of_a_profile_that_knows_no_trellis() -> None:
     arrays = {name: each for name, each in fitted(LAYOUT).arrays.items() if not name.startswith("trellis")}
     old = fitted(LAYOUT)
-    plain = TideCodec(
-        Profile.make(old.kind, old.model, LAYOUT, (old.texts, old.tokens), arrays), CODEC.quality, 2
-    )
+    plain = TideCodec(Profile.make(old.kind, old.model, LAYOUT, (old.texts, old.tokens), arrays), CODEC.quality, 2)
     assert not plain.steps.is_trellis
     assert plain.encode(META, BITS) == CODEC.rounded().encode(META, BITS)
     assert plain.losses == CODEC.rounded().losses
@@ -200,22 +188,21 @@ def test_sections_that_are_not_right_are_corrupt_or_wrong_numbers(data: st.DataO
 def test_what_states_share_out_must_add_up(change: str) -> None:
     codec = CODEC.with_steps(Steps(-20, 1, is_trellis=True))
     sections = codec.encode(META, BITS)
-    last = next(i for i, each in enumerate(sections) if each.id == SectionId(SectionKind.DATA, 1, 0, LAYERS))
-    data = sections[last].data
-    found = split_refinement(memoryview(data))
-    assert found.state_counts
-    start = data.index(found.state_counts, 20)
+    last = [each.id for each in sections].index(SectionId(SectionKind.DATA, 1, 0, LAYERS))
+    data = bytes(sections[last].data)
+    counts = split_refinement(memoryview(data)).state_counts
+    before, _, after = data.partition(counts)
+    assert counts
+    changed = {
+        "one more": bytes([counts[0] + 1]) + counts[1:],
+        "one less": bytes([counts[0] - 1]) + counts[1:],
+        "a byte more": counts + bytes(1),
+        "a byte less": counts[:-1],
+        "of a rounded section": counts,
+    }
     if change == "of a rounded section":
-        sections[last] = Section(sections[last].id, data[:3] + b"\0" + data[4:])
-    else:
-        counts = {
-            "one more": bytes([found.state_counts[0] + 1]) + found.state_counts[1:],
-            "one less": bytes([found.state_counts[0] - 1]) + found.state_counts[1:],
-            "a byte more": found.state_counts + b"\0",
-            "a byte less": found.state_counts[:-1],
-        }[change]
-        rest = data[start + len(found.state_counts) :]
-        sections[last] = Section(sections[last].id, data[:start] + counts + rest)
+        before = before[:3] + bytes(1) + before[4:]
+    sections[last] = Section(sections[last].id, before + changed[change] + after)
     with pytest.raises(CorruptPayload):
         decoded(codec, sections)
 

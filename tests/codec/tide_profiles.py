@@ -13,7 +13,8 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary.rotary import Rotary
 from kvtide.codec.tide import fit
-from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
+from kvtide.codec.tide.counts import TideCounts, finished_profile
+from kvtide.codec.tide.fit import COSTS, Moments, draft_profile
 from kvtide.testing import block_meta, smooth_bits
 
 # Three ranges of five layers.

@@ -70,7 +70,8 @@ def test_profile_is_judged_by_what_it_is_on_the_processor(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, cost: str
 ) -> None:
     layout = BlockLayout(5, 40, 2, 8, KVDtype.FLOAT32)
-    codec, meta, bits = TideCodec(fitted(layout, cost, 1), 1e-3, 1).rounded(), block_meta(layout), smooth_bits(layout, 5)
+    codec = TideCodec(fitted(layout, cost, 1), 1e-3, 1).rounded()
+    meta, bits = block_meta(layout), smooth_bits(layout, 5)
     # One token is halved to fit, one is too loud in a group that comes last.
     values = bits.view(np.float32)
     values[:, :, 20] *= 30

@@ -65,7 +65,7 @@ class QualityRow(msgspec.Struct, frozen=True):
 
     Of a codec with refinements a row may be of objects that end at one of them. Of tide `quality` is what the whole
     object was asked for, `over_single` by how much the row's bits exceed those of an object of the same step without
-    refinements.
+    refinements; None for less than all refinements of levels along a trellis, which no other object has.
     """
 
     codec: str
@@ -242,9 +242,12 @@ class _Judging:
             return [self._measured(self._judge.code(0, case.codec, case.refinements))]
         found, steps = [], case.codec.steps
         for coded in self._judge.code_prefixes(0, case.codec):
-            units = steps.final_units + THIRD * (steps.refinements - coded.refinements)
-            single = self._judge.stored_bytes(0, case.codec.with_steps(Steps(units, 0)))
-            found.append(self._measured(coded, single))
+            missing = steps.refinements - coded.refinements
+            single = Steps(steps.final_units + THIRD * missing, 0, steps.is_trellis)
+            # A path's levels cut to thirds are those of no other object.
+            is_alone = steps.is_trellis and missing > 0
+            singles = None if is_alone else self._judge.stored_bytes(0, case.codec.with_steps(single))
+            found.append(self._measured(coded, singles))
         return found
 
     def _measured(self, coded: CodedContext, single_bytes: int | None = None) -> Measured:

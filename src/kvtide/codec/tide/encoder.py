@@ -39,11 +39,14 @@ from kvtide.codec.tide.section import (
     join_refinement,
     join_state_counts,
     keep_apart,
+    load_values,
 )
 from kvtide.errors import UnencodableBlock
 
 # The first tokens of a prompt take a share of all later attention, and their keys and values are unlike all others.
 APART_TOKENS = 4
+# Behind the first one, a token whose values have no more than so many times the variance of others is like them.
+_USUAL_ENERGY_MAX = 4.0
 
 # Loudness is measured on components of at least a step's scale, or on the so many largest: others are all zeros.
 _LOUD_COMPONENTS_MIN = 8
@@ -83,12 +86,13 @@ class EncodedRange(NamedTuple):
 def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: StoredLayers) -> EncodedRange:
     """Encode some layers, whether the profile fits or not. UnencodableBlock if a value is not finite."""
     apart = first_apart(meta)
+    if steps.is_trellis:
+        apart[_usual_tokens(model, stored, np.flatnonzero(apart)[1:])] = 0
     levels = levels_of(model, steps, stored, apart, path)
     sections = []
     for refinement in range(steps.refinements + 1):
         lists, state_counts = list_section(levels, steps, refinement, path)
-        has_states = is_last(steps, refinement) and model.trellis is not None
-        tables = model.trellis.tables if has_states else model.tables
+        tables = model.trellis.tables if model.trellis and is_last(steps, refinement) else model.tables
         sections.append(SectionBytes(steps, lists.encode(tables), state_counts))
     kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16), model.octaves_of(stored.layers))
     joined = [join_base(sections[0], Base(levels.loudness, kept)), *map(join_refinement, sections[1:])]
@@ -101,6 +105,25 @@ def first_apart(meta: BlockMeta) -> NDArray[np.uint8]:
     if meta.start == 0:
         apart[:APART_TOKENS] = 1
     return apart
+
+
+def _usual_tokens(model: TideModel, stored: StoredLayers, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return those of some tokens that are no louder than the profile's, in any group of layers.
+
+    UnencodableBlock if a value is not finite.
+    """
+    if not len(tokens):
+        return tokens
+    here = stored.at(tokens)
+    here.bits[:] = stored.bits[:, :, tokens]
+    values, usual = load_values(here), np.ones(len(tokens), dtype=bool)
+    for group in model.groups_of(stored.layer_start):
+        mean, weight = model.mean_and_weight(group)
+        mine = values[group.layer_start - stored.layer_start : group.layer_stop - stored.layer_start]
+        rows = mine.transpose(2, 0, 1, 3, 4).reshape(len(tokens), -1)
+        energy = np.square((rows - mean) * weight).sum(axis=1)
+        usual &= energy <= _USUAL_ENERGY_MAX * float(np.exp2(group.scales / (UNITS / 2)).sum())
+    return tokens[usual]
 
 
 def coded_tokens(meta: BlockMeta) -> int:
@@ -197,8 +220,9 @@ def _projected(
     out = np.empty((len(apart), coded.columns), dtype=np.int16)
     path, fraction_bits = how
     block = (here.as_bytes, here.bits.shape, here.dtype.code, here.native_turns)
-    rows = (coded.mean, coded.scale, *coded.matrix, coded.is_coded)
-    seen = _native.tide_project(path, *block, *rows, apart, out, fraction_bits)
+    seen = _native.tide_project(
+        path, *block, coded.mean, coded.scale, *coded.matrix, coded.is_coded, apart, out, fraction_bits
+    )
     if seen is None:
         raise UnencodableBlock("a value is not finite")
     return out, Seen._make(seen)

@@ -22,7 +22,7 @@ from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, Units
 from kvtide.codec.tide.law import read_law_table
 from kvtide.codec.tide.section import KeyRotation, Octaves, Steps
 from kvtide.codec.tide.stages import check_places, whole_rows
-from kvtide.codec.tide.trellis import CUT_UNITS, Trellis, read_trellis
+from kvtide.codec.tide.trellis import Trellis, read_trellis
 from kvtide.errors import CorruptPayload
 
 _Made = TypeVar("_Made")
@@ -245,9 +245,8 @@ class TideModel:
         return self.trellis.curve if is_trellis and self.trellis is not None else self.curve
 
     def _measured(self, steps: Steps, missing: int) -> tuple[NDArray[np.float32], int]:
-        has_path = steps.is_trellis and missing == 0
-        cut = CUT_UNITS if steps.is_trellis and missing else 0
-        return self._curve(has_path), steps.final_units + THIRD * missing + cut
+        # A path's levels, cut to thirds, lose no more than rounded ones at that step.
+        return self._curve(steps.is_trellis and missing == 0), steps.final_units + THIRD * missing
 
     def remembered(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """Return what was made for a key, which is made if need be. The last REMEMBERED_MAX are kept."""

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.codec.entropy import RansCoder, RansTables
+from kvtide.codec.entropy import SYMBOLS, RansCoder, RansTables
 from kvtide.codec.tide.grid import (
     CLASS_UNITS,
     STATE_TABLES,
-    SYMBOLS,
     TOP_CENTRE,
     TOP_UNITS_MIN,
     TOPS,
@@ -28,12 +27,11 @@ from kvtide.errors import CorruptPayload
 
 # Magnitudes, in half steps, whose values are fitted; the last stands for all beyond.
 HALF_PULLS = 8
-# A truncated object's levels are thirds of a path's, which lie less evenly than rounded ones: so many units of a step.
-CUT_UNITS = 1
 
 _SIXTEENTHS_OF_HALF = 8
-# What a bit is worth at the error of this quantiser at many bits, 2 ln 2 times that: .35 half steps squared.
-_PRICE = 0.35 * _SIXTEENTHS_OF_HALF**2
+# What a bit is worth, in half steps squared. Least error at equal bits takes .35, 2 ln 2 times the error at many bits;
+# the model minds zeros in weak components more than their error says, and loses least at .1 to .2 (docs/codec.md).
+_PRICE = 0.2 * _SIXTEENTHS_OF_HALF**2
 _PRICED_LEVELS, _RATE_MAX = 16, 1000
 _TOTAL = 4096
 # Bits that a magnitude costs which has no symbol.
@@ -112,7 +110,6 @@ def _nearer(pulls: NDArray[np.int8]) -> _Prices:
     # Zero is zero in both, where the others of quantiser 1 are half a step less than twice as many halves.
     by_quantiser[0][:, 0], by_quantiser[1][:, 0] = 0, -_SIXTEENTHS_OF_HALF
     return np.ascontiguousarray(np.concatenate(by_quantiser, axis=1), dtype=np.int16)
-
 
 
 def quantisers_of(levels: NDArray[np.int16]) -> NDArray[np.int8]:

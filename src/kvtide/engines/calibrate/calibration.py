@@ -81,7 +81,8 @@ class CurvePoint(msgspec.Struct, frozen=True):
 class CalibrationReport(msgspec.Struct, frozen=True):
     """The curve that a quality is looked up in, and how much more bits held-out texts take than fitted ones.
 
-    held_out_over_fitted: None if all texts were fitted on. texts_wanted: more of them would halve that, 0 if it is small already.
+    held_out_over_fitted: None if all texts were fitted on. texts_wanted: more of them would halve that, 0 if it is
+    small already.
     """
 
     points: list[CurvePoint]

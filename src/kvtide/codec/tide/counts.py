@@ -1,0 +1,147 @@
+"""Counts what a drafted profile's blocks code: the second pass of a fit, after which only its curves are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide import _native
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.codec.profile import Profile
+from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
+from kvtide.codec.tide.fit import COSTS
+from kvtide.codec.tide.grid import STATE_TABLES, TABLES, THIRD, TOPS, part_sizes, top_tables
+from kvtide.codec.tide.model import TideModel
+from kvtide.codec.tide.section import KeyRotation, Steps, StoredLayers
+from kvtide.codec.tide.tables import rounded_tables, table_bytes, trellis_tables
+from kvtide.codec.tide.trellis import HALF_PULLS, Trellis, first_trellis, make_trellis, quantisers_of
+
+# Steps that counts are taken at, in units around the mean scale: they fill the tables of all classes.
+_COUNT_UNITS = (-36, -24, -12, 0, 12, 24, 36)
+_COUNT_REFINEMENTS = 3
+# A block counts twice as much as one so many blocks before it, until it counts 2 to that power times the first.
+_BLOCKS_TO_DOUBLE, _DOUBLINGS_MAX = 3, 6
+_PULLS_SEEN_MIN = 100
+
+
+class TideCounts:
+    """Counts what a draft's tables would code, and how far magnitudes lie from the middle. `state` is all there is.
+
+    Levels along a trellis follow from the tables, which follow from levels: blocks are taken with what those before
+    them say, and the first ones count little.
+    """
+
+    def __init__(self, draft: Profile) -> None:
+        self._model = TideModel(draft)
+        self._path = _native.tide_paths()[0]
+        self.state: dict[str, NDArray[Any]] = {
+            "symbols": np.zeros((TABLES, 32), dtype=np.uint64),
+            "pulled": np.zeros((TOPS, 4)),
+            "magnitudes": np.zeros((TOPS, 4)),
+        }
+        if COSTS[draft.kind.removeprefix("tide-")].has_trellis:
+            self.state |= {
+                "trellis_blocks": np.zeros(1),
+                "trellis_symbols": np.zeros((STATE_TABLES, 32)),
+                "trellis_pulled": np.zeros((TOPS, HALF_PULLS)),
+                "trellis_magnitudes": np.zeros((TOPS, HALF_PULLS)),
+            }
+
+    def add(self, meta: BlockMeta, bits: BlockBits, number: int) -> None:
+        """Take a block; `number` is that of the block, so that blocks take turns with steps."""
+        model = self._model
+        turns = KeyRotation(meta, model.rotary, is_back=True)
+        has_trellis = "trellis_blocks" in self.state
+        if has_trellis:
+            model.trellis = self._trellis()
+        for start in range(0, meta.layout.layers, model.section_layers):
+            stored = StoredLayers(bits[start : start + model.section_layers], meta.layout.dtype, start, turns)
+            for refinements in (0, _COUNT_REFINEMENTS):
+                units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
+                self._count(Steps(units, refinements), stored, first_apart(meta))
+                if has_trellis:
+                    self._count(Steps(units, refinements, is_trellis=True), stored, first_apart(meta))
+        if has_trellis:
+            self.state["trellis_blocks"] += 1
+
+    def _count(self, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8]) -> None:
+        levels = levels_of(self._model, steps, stored, apart, self._path)
+        base_units, last = steps.final_units + THIRD * steps.refinements, steps.refinements
+        if steps.is_trellis:
+            lists, _ = list_section(levels, steps, last, self._path)
+            self.state["trellis_symbols"] += self._weight * lists.symbol_counts()[TABLES:]
+            tables = top_tables(levels.rows.scales, levels.loudness.gains, steps.final_units)
+            self._pull_half(tables, levels.values[-1], levels.exact)
+            return
+        for refinement in range(last + 1):
+            self.state["symbols"] += list_section(levels, steps, refinement, self._path)[0].symbol_counts()
+        tables = top_tables(levels.rows.scales, levels.loudness.gains, base_units)
+        exact = levels.values[-1] / 3.0**last
+        self._pull("", tables, (np.abs(levels.values[0]), np.sign(levels.values[0]) * exact), 1.0)
+
+    @property
+    def _weight(self) -> float:
+        return float(2.0 ** min(float(self.state["trellis_blocks"][0]) / _BLOCKS_TO_DOUBLE, _DOUBLINGS_MAX))
+
+    def _trellis(self) -> Trellis:
+        """Return the trellis of the blocks so far."""
+        if not self.state["trellis_blocks"][0]:
+            return first_trellis(self._model.tables)
+        frequencies, curve = trellis_tables(self.state["trellis_symbols"]), np.empty((0, 3), dtype=np.float32)
+        return make_trellis(self._model.tables, frequencies, trellis_pulls(self.state), curve)
+
+    def _pull_half(self, tables: NDArray[np.uint16], levels: NDArray[np.int16], exact: NDArray[np.int16]) -> None:
+        """As `_pull`, of levels in half steps and coefficients in 16ths of a step."""
+        quantisers = quantisers_of(levels)
+        halves = 2 * np.abs(levels) - quantisers * (levels != 0)
+        self._pull("trellis_", tables, (halves, np.sign(levels) * exact / 8.0), self._weight)
+
+    def _pull(self, prefix: str, tables: NDArray[np.uint16], pair: tuple[Any, Any], weight: float) -> None:
+        """Add by how much magnitudes, of which pair has those of levels and of what these stand for, differ."""
+        whole, exact = pair
+        pulled, seen = self.state[f"{prefix}pulled"], self.state[f"{prefix}magnitudes"]
+        last = pulled.shape[1] - 1
+        magnitude = np.minimum(whole, last)
+        place = np.repeat(tables.astype(np.int64), part_sizes(whole.shape[1]), axis=1) * (last + 1) + magnitude
+        lies_off = (whole - exact) * (magnitude > 0)
+        pulled += weight * np.bincount(place.reshape(-1), lies_off.reshape(-1), pulled.size).reshape(pulled.shape)
+        seen += weight * np.bincount(place.reshape(-1), minlength=seen.size).reshape(seen.shape)
+
+
+def finished_profile(
+    draft: Profile,
+    layout: BlockLayout,
+    counts: Mapping[str, NDArray[Any]],
+    curve: NDArray[np.float32],
+    trellis_curve: NDArray[np.float32] | None = None,
+) -> Profile:
+    """Return the draft with tables of what was counted, and measured curves: rows of step units, bits, KL, rising.
+
+    trellis_curve: of levels along a trellis, `curve` if it was not measured.
+    """
+    arrays = dict(draft.arrays) | {
+        "tables": table_bytes(rounded_tables(counts["symbols"])),
+        "pulls": _pulls(counts["pulled"], counts["magnitudes"], 16),
+        "curve": curve.astype(np.float32),
+    }
+    if "trellis_symbols" in counts:
+        measured = curve if trellis_curve is None else trellis_curve
+        arrays |= {
+            "trellis_tables": table_bytes(trellis_tables(counts["trellis_symbols"])),
+            "trellis_pulls": trellis_pulls(counts).astype(np.int16),
+            "trellis_curve": measured.astype(np.float32),
+        }
+    return Profile.make(draft.kind, draft.model, layout, (draft.texts, draft.tokens), arrays)
+
+
+def trellis_pulls(counts: Mapping[str, NDArray[Any]]) -> NDArray[np.int8]:
+    """Return the pulls of half steps, in 16ths of a step."""
+    return _pulls(counts["trellis_pulled"], counts["trellis_magnitudes"], 8).astype(np.int8)
+
+
+def _pulls(pulled: NDArray[np.float64], magnitudes: NDArray[np.float64], units: int) -> NDArray[np.int16]:
+    found = np.clip(np.rint(units * pulled / np.maximum(magnitudes, 1)), -8, 8) * (magnitudes >= _PULLS_SEEN_MIN)
+    return found.astype(np.int16)
