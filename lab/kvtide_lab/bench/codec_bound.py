@@ -250,7 +250,8 @@ def _through_channel(
 
 def _row(model: TideModel, case: BoundCase, judged: Sequence[JudgedPoint]) -> BoundRow:
     kls = [each.kl for each in judged]
-    units = units_of_quality(model.curve, case.quality) + THIRD * ((case.of or 0) - case.refinements)
+    has_trellis = model.trellis is not None and case.of is not None
+    units = model.final_units(case.quality, has_trellis) + THIRD * ((case.of or 0) - case.refinements)
     return BoundRow(
         profile=case.profile,
         coder=case.coder,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.codec.tide.encoder import first_apart, loudness_weights
+from kvtide.codec.tide.encoder import first_apart, loudness_weights, tokens_apart
 from kvtide.codec.tide.grid import PARTS, part_bounds, step_of
 from kvtide.codec.tide.model import ONE, Group, TideModel
 from kvtide.codec.tide.section import KeyRotation, StoredLayers, load_values
@@ -87,8 +87,8 @@ class TestChannel:
 
     def add(self, meta: BlockMeta, bits: BlockBits) -> None:
         """Take a block of the texts that are judged."""
-        coefficients = self.coefficients(meta, bits)
-        parts, is_coded = self._parts(meta, coefficients), first_apart(meta) == 0
+        coefficients, is_coded = self.coefficients(meta, bits), ~self.apart(meta, bits)
+        parts = self._parts(~is_coded, coefficients)
         for group, found in enumerate(coefficients):
             for part in range(PARTS):
                 here = found[is_coded & (parts == part)]
@@ -119,8 +119,8 @@ class TestChannel:
         shapes = np.zeros((len(powers), CLASSES, BINS + 2))
         found: list[list[BlockBits]] = [[] for _ in errors]
         for meta, bits in blocks:
-            coefficients = self.coefficients(meta, bits)
-            parts, is_coded = self._parts(meta, coefficients), first_apart(meta) == 0
+            coefficients, is_coded = self.coefficients(meta, bits), ~self.apart(meta, bits)
+            parts = self._parts(~is_coded, coefficients)
             for group, exact in enumerate(coefficients):
                 shapes[group] += _shape_of(powers[group], exact[is_coded], parts[is_coded])
             for error, decoded in zip(errors, found, strict=True):
@@ -133,6 +133,18 @@ class TestChannel:
         entropies = np.stack([_entropies(shape).take(_classes(power)) for shape, power in pairs])
         bounds = [self._bits(shannon_bound(powers, error, entropies)) for error in errors]
         return [Reproduced(*pair) for pair in zip(found, bounds, strict=True)]
+
+    def apart(self, meta: BlockMeta, bits: BlockBits) -> NDArray[np.bool_]:
+        """Tell of each token whether tide keeps it apart in all layers."""
+        found: NDArray[np.bool_] = first_apart(meta) == 1
+        if self._model.trellis is None:
+            return found
+        whole = StoredLayers(bits, meta.layout.dtype, 0, KeyRotation(meta, self._model.rotary, is_back=True))
+        step = self._model.section_layers
+        ranges = [slice(start, start + step) for start in range(0, meta.layout.layers, step)]
+        for each in ranges:
+            found &= tokens_apart(self._model, meta, whole.of(each)) == 1
+        return found
 
     def coefficients(self, meta: BlockMeta, bits: BlockBits) -> list[_Floats32]:
         """Return the weighted components of each group: (tokens, components)."""
@@ -162,17 +174,17 @@ class TestChannel:
             values = (rows / weight + mean).reshape(tokens, layers, two, *heads).transpose(1, 2, 0, 3, 4)
             store_values(np.ascontiguousarray(values), here)
 
-    def loudness(self, meta: BlockMeta, coefficients: list[_Floats32]) -> _Floats:
+    def loudness(self, is_apart: NDArray[np.bool_], coefficients: list[_Floats32]) -> _Floats:
         """Return how loud each token of a block is, of all layers; zeros for those that are kept apart."""
-        loud = np.zeros(meta.layout.tokens)
+        loud = np.zeros(len(is_apart))
         for group, found in zip(self._model.groups, coefficients, strict=True):
             loud += np.abs(found) @ loudness_weights(group.scales, self.loud_units)
-        loud[first_apart(meta) == 1] = 0
+        loud[is_apart] = 0
         return loud
 
-    def _parts(self, meta: BlockMeta, coefficients: list[_Floats32]) -> NDArray[np.int64]:
+    def _parts(self, is_apart: NDArray[np.bool_], coefficients: list[_Floats32]) -> NDArray[np.int64]:
         """Return the quarter of a block that each token is in by loudness, as the encoder has it of all layers."""
-        loud = self.loudness(meta, coefficients)
+        loud = self.loudness(is_apart, coefficients)
         parts = np.empty(len(loud), dtype=np.int64)
         parts[np.argsort(loud, kind="stable")] = np.repeat(np.arange(PARTS), np.diff(part_bounds(len(loud))))
         return parts

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.codec.tide.encoder import first_apart
 from kvtide.codec.tide.grid import CLASS_UNITS, ENTER_UNITS, PARTS, TOP_UNITS_MIN, UNITS, part_bounds, step_of
 from kvtide_lab.bench.codec_bound_channel import TestChannel
 
@@ -60,9 +59,9 @@ class BlockCoefficients(NamedTuple):
 
 def coefficients_of(channel: TestChannel, meta: BlockMeta, bits: BlockBits) -> BlockCoefficients:
     """Return a block's coefficients."""
-    found, is_apart = channel.coefficients(meta, bits), first_apart(meta) == 1
+    found, is_apart = channel.coefficients(meta, bits), channel.apart(meta, bits)
     scales = np.stack([group.scales for group in channel.groups])
-    loud = channel.loudness(meta, found) / (step_of(channel.loud_units, 0) * len(scales))
+    loud = channel.loudness(is_apart, found) / (step_of(channel.loud_units, 0) * len(scales))
     order, bounds = np.argsort(loud, kind="stable"), part_bounds(len(loud))
     means = [loud[order[bounds[part] : bounds[part + 1]]].mean() for part in range(PARTS)]
     gains = np.rint(UNITS * np.log2(np.maximum(means, 1e-9))).astype(np.int64)

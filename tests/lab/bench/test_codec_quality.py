@@ -133,7 +133,8 @@ def test_tide_is_judged_text_by_text(tiny_model: Any, tmp_path: Path) -> None:
     profile = fitted_on(tiny_model, subject.layout, torch.tensor([subject.ids[0]]))
     result = run(subject, [profile], ["tide-layer"], partial_of(subject, [profile], None), lambda *_: None)
     assert [(row.codec, row.text) for row in result.by_text] == [("tide-layer", "a"), ("tide-layer", "b")]
-    whole = [row.kl / (row.quality or 0) for row in result.rows if row.refinements == (3 if row.quality == 9e-4 else 1)]
+    last = dict(TIDE_QUALITIES)
+    whole = [row.kl / row.quality for row in result.rows if row.quality and row.refinements == last[row.quality]]
     for number, mean in enumerate(whole):
         assert np.mean([row.kls_over_asked[number] for row in result.by_text]) == pytest.approx(mean)
     assert "text by text" in str(quality_report.render(result).renderables[-1].title)

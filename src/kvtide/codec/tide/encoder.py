@@ -85,9 +85,7 @@ class EncodedRange(NamedTuple):
 
 def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: StoredLayers) -> EncodedRange:
     """Encode some layers, whether the profile fits or not. UnencodableBlock if a value is not finite."""
-    apart = first_apart(meta)
-    if steps.is_trellis:
-        apart[_usual_tokens(model, stored, np.flatnonzero(apart)[1:])] = 0
+    apart = tokens_apart(model, meta, stored) if steps.is_trellis else first_apart(meta)
     levels = levels_of(model, steps, stored, apart, path)
     sections = []
     for refinement in range(steps.refinements + 1):
@@ -104,6 +102,16 @@ def first_apart(meta: BlockMeta) -> NDArray[np.uint8]:
     apart = np.zeros(meta.layout.tokens, dtype=np.uint8)
     if meta.start == 0:
         apart[:APART_TOKENS] = 1
+    return apart
+
+
+def tokens_apart(model: TideModel, meta: BlockMeta, stored: StoredLayers) -> NDArray[np.uint8]:
+    """Return 1 for each token of some layers that is kept apart along a trellis, before any is found too loud.
+
+    Of the first ones behind the very first those that are like others are not. UnencodableBlock as of `levels_of`.
+    """
+    apart = first_apart(meta)
+    apart[_usual_tokens(model, stored, np.flatnonzero(apart)[1:])] = 0
     return apart
 
 
