@@ -197,8 +197,9 @@ def test_every_path_writes_and_reads_the_same_bytes(profile: Profile) -> None:
         ("tide", META, BITS),
         ("tide-staged", STAGED_META, STAGED_BITS),
         ("tide-octaves", block_meta(LAYOUT, 0, 0), LOUD_BITS),
+        ("tide-trellis", block_meta(LAYOUT, 0, 0), BITS),
     ],
-    ids=["one stage", "two stages", "out of line"],
+    ids=["one stage", "two stages", "out of line", "along a trellis"],
 )
 def test_golden_bytes_are_still_written_and_read(name: str, meta: BlockMeta, bits: BlockBits) -> None:
     profile = Profile.parse((GOLDEN / f"{name}.kvprofile").read_bytes())

@@ -125,6 +125,19 @@ def test_what_can_not_be_decoded_is_left_to_the_processor(kernels: Kernels) -> N
     assert not any(layer.any() for layer in layers)
 
 
+def test_paths_along_a_trellis_are_the_processors(kernels: Kernels) -> None:
+    layers, codec = engine_layers(kernels, LAYOUT), TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2)
+    assert codec.steps.is_trellis
+    meta, sections, _ = coded(0, codec=codec)
+    rounded, bits = [coded(0)[1], smooth_bits(LAYOUT, 40)]
+    with pages_of(kernels, layers) as pool:
+        assert not pool.decode(codec, meta, sections, [0, 1, 2, 3], 0)
+        assert not any(layer.any() for layer in layers)
+        assert pool.encoder(codec).encode(meta, bits) == rounded
+        # What is asked for is rounded levels' quality, too.
+        assert pool.decode(codec, meta, rounded, [0, 1, 2, 3], 0)
+
+
 class MissingKernels(CudaKernels):
     """A device that does not take the kernels, for a reason."""
 
