@@ -13,7 +13,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.profile import Profile
 from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
 from kvtide.codec.tide.fit import COSTS
-from kvtide.codec.tide.grid import STATE_TABLES, TABLES, THIRD, TOPS, part_sizes, top_tables
+from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, TRELLIS_TABLES, part_sizes, top_tables
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import KeyRotation, Steps, StoredLayers
 from kvtide.codec.tide.tables import rounded_tables, table_bytes, trellis_tables
@@ -45,7 +45,7 @@ class TideCounts:
         if COSTS[draft.kind.removeprefix("tide-")].has_trellis:
             self.state |= {
                 "trellis_blocks": np.zeros(1),
-                "trellis_symbols": np.zeros((STATE_TABLES, 32)),
+                "trellis_symbols": np.zeros((TRELLIS_TABLES, 32)),
                 "trellis_pulled": np.zeros((TOPS, HALF_PULLS)),
                 "trellis_magnitudes": np.zeros((TOPS, HALF_PULLS)),
             }
@@ -70,14 +70,15 @@ class TideCounts:
     def _count(self, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8]) -> None:
         levels = levels_of(self._model, steps, stored, apart, self._path)
         base_units, last = steps.final_units + THIRD * steps.refinements, steps.refinements
+        sections = [list_section(levels, steps, refinement, self._path)[0] for refinement in range(last + 1)]
         if steps.is_trellis:
-            lists, _ = list_section(levels, steps, last, self._path)
-            self.state["trellis_symbols"] += self._weight * lists.symbol_counts()[TABLES:]
+            for lists in sections:
+                self.state["trellis_symbols"] += self._weight * lists.symbol_counts()
             tables = top_tables(levels.rows.scales, levels.loudness.gains, steps.final_units)
             self._pull_half(tables, levels.values[-1], levels.exact)
             return
-        for refinement in range(last + 1):
-            self.state["symbols"] += list_section(levels, steps, refinement, self._path)[0].symbol_counts()
+        for lists in sections:
+            self.state["symbols"] += lists.symbol_counts()
         tables = top_tables(levels.rows.scales, levels.loudness.gains, base_units)
         exact = levels.values[-1] / 3.0**last
         self._pull("", tables, (np.abs(levels.values[0]), np.sign(levels.values[0]) * exact), 1.0)
@@ -89,9 +90,9 @@ class TideCounts:
     def _trellis(self) -> Trellis:
         """Return the trellis of the blocks so far."""
         if not self.state["trellis_blocks"][0]:
-            return first_trellis(self._model.tables)
+            return first_trellis()
         frequencies, curve = trellis_tables(self.state["trellis_symbols"]), np.empty((0, 3), dtype=np.float32)
-        return make_trellis(self._model.tables, frequencies, trellis_pulls(self.state), curve)
+        return make_trellis(frequencies, trellis_pulls(self.state), curve)
 
     def _pull_half(self, tables: NDArray[np.uint16], levels: NDArray[np.int16], exact: NDArray[np.int16]) -> None:
         """As `_pull`, of levels in half steps and coefficients in 16ths of a step."""

@@ -12,9 +12,9 @@ from kvtide import _native
 from kvtide.block import BlockMeta
 from kvtide.codec.tide.grid import (
     STATE_PAIRS,
-    STATE_TABLES,
     TABLES,
     THIRD,
+    TRELLIS_TABLES,
     UNITS,
     Items,
     Lists,
@@ -90,8 +90,7 @@ def encode_range(model: TideModel, path: str, steps: Steps, meta: BlockMeta, sto
     sections = []
     for refinement in range(steps.refinements + 1):
         lists, state_counts = list_section(levels, steps, refinement, path)
-        tables = model.trellis.tables if model.trellis and is_last(steps, refinement) else model.tables
-        sections.append(SectionBytes(steps, lists.encode(tables), state_counts))
+        sections.append(SectionBytes(steps, lists.encode(model.tables_of(steps)), state_counts))
     kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16), model.octaves_of(stored.layers))
     joined = [join_base(sections[0], Base(levels.loudness, kept)), *map(join_refinement, sections[1:])]
     return EncodedRange(joined, levels.fit)
@@ -286,7 +285,7 @@ def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> tu
         after.insert(0, _third_of(after[0], plane.digits, path))
     before = [values[refinement - 1] if refinement else after[0], *after]
     has_states = is_last(steps, refinement)
-    counts = np.zeros(TABLES + STATE_TABLES if has_states else TABLES, dtype=np.int64)
+    counts = np.zeros(TRELLIS_TABLES if steps.is_trellis else TABLES, dtype=np.int64)
     jobs = []
     for plane, parents, items in zip(found, before, after, strict=False):
         digits, tops = digit_rows(gains, plane, items), top_rows(gains, plane, items)

@@ -31,12 +31,12 @@ DIGITS, DIGIT_UNITS_MIN = 24, -36
 CONTEXTS = 4
 ANY = 3
 TABLES = TOPS + CONTEXTS * DIGITS
-# Behind them the tables of levels along a trellis, for its quantiser 0, and so many further for 1: top values by class,
-# digits by class and context.
+# Along a trellis these are of the thirds of levels. Behind them come those of the levels themselves, for quantiser 0
+# and so many further for 1: top values by class, digits by class and context.
 STATE_CONTEXTS = 3
 TOPS_TWIN, DIGITS_TWIN = TOPS, STATE_CONTEXTS * DIGITS
 STATE_TOPS, STATE_DIGITS = TABLES, TABLES + 2 * TOPS_TWIN
-STATE_TABLES = 2 * (TOPS_TWIN + DIGITS_TWIN)
+TRELLIS_TABLES = STATE_DIGITS + 2 * DIGITS_TWIN
 _FIRSTS = np.concatenate([STATE_TOPS + np.arange(TOPS_TWIN), STATE_DIGITS + np.arange(DIGITS_TWIN)])
 # The tables of quantiser 0 and 1: (pairs, 2).
 STATE_PAIRS = np.stack([_FIRSTS, _FIRSTS + np.repeat([TOPS_TWIN, DIGITS_TWIN], [TOPS_TWIN, DIGITS_TWIN])], axis=1)
@@ -196,8 +196,8 @@ class Lists:
     """Lists of known lengths, being filled or being read."""
 
     def __init__(self, counts: NDArray[np.int64], path: str) -> None:
-        """counts: items of each table, those of a trellis counted or not."""
-        assert counts.shape in {(TABLES,), (TABLES + STATE_TABLES,)}
+        """counts: items of each table; along a trellis it has more of them."""
+        assert counts.shape in {(TABLES,), (TRELLIS_TABLES,)}
         self._path = path
         self._counts = counts
         self._runs = -(-counts // RUN_SYMBOLS)
@@ -274,7 +274,7 @@ class Lists:
 
 def _is_top() -> NDArray[np.bool_]:
     """Tell of each table whether it is one of top values."""
-    tables = np.arange(TABLES + STATE_TABLES)
+    tables = np.arange(TRELLIS_TABLES)
     return (tables < TOPS) | ((tables >= STATE_TOPS) & (tables < STATE_DIGITS))
 
 

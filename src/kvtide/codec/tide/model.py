@@ -211,7 +211,7 @@ class TideModel:
         self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
         self.tables: RansTables = RansCoder().parse(arrays["tables"].tobytes(), TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
-        self.trellis: Trellis | None = read_trellis(arrays, self.tables)
+        self.trellis: Trellis | None = read_trellis(arrays)
         self.positions = read_law_table(arrays.get("law"))
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
 
@@ -228,6 +228,14 @@ class TideModel:
         """Return the groups of the section that begins at a layer."""
         stop = layer_start + self.section_layers
         return [group for group in self.groups if layer_start <= group.layer_start < stop]
+
+    def tables_of(self, steps: Steps) -> RansTables:
+        """Return the tables of levels of a kind. CorruptPayload along a trellis of which the profile says nothing."""
+        if not steps.is_trellis:
+            return self.tables
+        if self.trellis is None:
+            raise CorruptPayload("tide: levels lie on a trellis, of which the profile says nothing")
+        return self.trellis.tables
 
     def final_units(self, quality: float, is_trellis: bool) -> int:
         """Return the step at which levels have a quality; see `units_of_quality`."""

@@ -16,8 +16,6 @@ from kvtide import _native
 from kvtide.codec.tide.grid import (
     PARTS,
     STATE_PAIRS,
-    STATE_TABLES,
-    TABLES,
     THIRD,
     Items,
     Lists,
@@ -205,13 +203,10 @@ def refine(model: TideModel, path: str, work: Decoding, refinement: int, section
     rows, (_, gains), items = work
     steps, coded, state_counts = section
     planes_here = rows.planes(steps.final_units + THIRD * steps.refinements, refinement)
-    states, trellis = None, model.trellis
-    counts = np.zeros(TABLES, dtype=np.int64)
+    tables, states = model.tables_of(steps), None
+    counts = np.zeros(tables.count, dtype=np.int64)
     if is_last(steps, refinement):
-        if trellis is None:
-            raise CorruptPayload("tide: levels lie on a trellis, of which the profile says nothing")
         states, counted = state_lists(rows, gains, planes_here[-1], items)
-        counts = np.zeros(TABLES + STATE_TABLES, dtype=np.int64)
         for each in counted:
             each.count_into(counts, path)
         # Counts so far are of both quantisers.
@@ -220,7 +215,7 @@ def refine(model: TideModel, path: str, work: Decoding, refinement: int, section
     for job in jobs:
         job.count_into(counts, path)
     lists = Lists(counts, path)
-    lists.decode(model.tables if trellis is None or states is None else trellis.tables, coded)
+    lists.decode(tables, coded)
     for job in jobs:
         lists.take(job)
     if states is not None:

@@ -16,7 +16,7 @@ from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta, KVDtype
 from kvtide.codec.entropy import Streams
 from kvtide.codec.rotary import Frequencies, Rotary, RotaryTables
-from kvtide.codec.tide.grid import PARTS, STATE_TABLES, STREAMS, CodedLists, part_sizes
+from kvtide.codec.tide.grid import PARTS, STATE_PAIRS, STREAMS, CodedLists, part_sizes
 from kvtide.errors import CorruptPayload, UnencodableBlock
 
 REFINEMENTS_MAX = 7
@@ -25,7 +25,7 @@ GAIN_UNITS_MAX = 60
 
 _PREFIX = struct.Struct("<hBB4I")
 # Of each pair of lists, in as many bytes as a section's values could need.
-_STATE_COUNTS_BYTES_MAX = STATE_TABLES // 2 * 8
+_STATE_COUNTS_BYTES_MAX = 8 * len(STATE_PAIRS)
 _PART_BITS = np.arange(0, 2 * PARTS, 2, dtype=np.uint8)
 # The parts of the four tokens that a byte stands for.
 _UNPACKED = (np.arange(256)[:, None] >> _PART_BITS & 3).astype(np.uint8)

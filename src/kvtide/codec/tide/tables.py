@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.codec.entropy import RansCoder, RansTables
-from kvtide.codec.tide.grid import CONTEXTS, STATE_CONTEXTS, TOPS, TOPS_TWIN
+from kvtide.codec.tide.grid import CONTEXTS, STATE_CONTEXTS, STATE_DIGITS, STATE_TOPS, TOPS
 
 _COUNT_MAX = 1 << 40
 
 
-def rounded_tables(symbols: NDArray[np.uint64]) -> NDArray[np.uint16]:
-    """Return the frequencies of rounded levels' tables."""
+def rounded_tables(symbols: NDArray[Any]) -> NDArray[np.uint16]:
+    """Return the frequencies of rounded levels' tables, or those of thirds."""
     counts = symbols.astype(np.float64)
     tops, digits = _leaning(counts[:TOPS]), _leaning(counts[TOPS:].reshape(-1, CONTEXTS, 32))
     return _frequencies(tops, digits)
 
 
 def trellis_tables(symbols: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Return the frequencies of the tables of levels along a trellis."""
-    tops, digits = np.split(symbols, [2 * TOPS_TWIN])
+    """Return the frequencies of all tables of levels along a trellis."""
+    thirds, tops, digits = np.split(symbols, [STATE_TOPS, STATE_DIGITS])
     by_quantiser = [_leaning(each) for each in np.split(tops, 2)]
     by_context = [_leaning(each.reshape(-1, STATE_CONTEXTS, 32)) for each in np.split(digits, 2)]
-    return _frequencies(np.concatenate(by_quantiser), np.concatenate(by_context))
+    states = _frequencies(np.concatenate(by_quantiser), np.concatenate(by_context))
+    return np.concatenate([rounded_tables(thirds), states])
 
 
 def table_bytes(frequencies: NDArray[np.uint16]) -> NDArray[np.uint8]:

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from kvtide.codec.entropy import SYMBOLS, RansCoder, RansTables
 from kvtide.codec.tide.grid import (
     CLASS_UNITS,
-    STATE_TABLES,
+    STATE_DIGITS,
+    STATE_TOPS,
     TOP_CENTRE,
     TOP_UNITS_MIN,
     TOPS,
     TOPS_TWIN,
+    TRELLIS_TABLES,
     UNITS,
 )
 from kvtide.errors import CorruptPayload
@@ -46,7 +48,7 @@ _Prices = NDArray[np.int16]
 class Trellis(NamedTuple):
     """The part of a profile that belongs to levels along a trellis.
 
-    tables: all of the grid, the trellis' own last. pulls: in 16ths of a step, (TOPS, HALF_PULLS). curve: as a
+    tables: of thirds, then of levels by state. pulls: in 16ths of a step, (TOPS, HALF_PULLS). curve: as a
     profile's. rates, nearer: what the path's search takes of each class, quantiser and magnitude, (TOPS, 32).
     """
 
@@ -57,44 +59,40 @@ class Trellis(NamedTuple):
     nearer: _Prices
 
 
-def make_trellis(
-    plain: RansTables, frequencies: NDArray[np.uint16], pulls: NDArray[np.int8], curve: NDArray[np.float32]
-) -> Trellis:
-    """Return a trellis of these tables, (STATE_TABLES, 32), behind those that rounded levels have."""
-    tables = RansTables(np.concatenate([plain.frequencies, frequencies]))
-    return Trellis(tables, pulls, curve, _rates(frequencies), _nearer(pulls))
+def make_trellis(frequencies: NDArray[np.uint16], pulls: NDArray[np.int8], curve: NDArray[np.float32]) -> Trellis:
+    """Return a trellis of these tables, (TRELLIS_TABLES, 32)."""
+    return Trellis(RansTables(frequencies), pulls, curve, _rates(frequencies), _nearer(pulls))
 
 
-def read_trellis(arrays: Mapping[str, NDArray[Any]], plain: RansTables) -> Trellis | None:
+def read_trellis(arrays: Mapping[str, NDArray[Any]]) -> Trellis | None:
     """Return what a profile says of a trellis, None if nothing. CorruptPayload for arrays that are none; KeyError."""
     if "trellis_tables" not in arrays:
         return None
-    parsed = RansCoder().parse(arrays["trellis_tables"].tobytes(), STATE_TABLES)
+    parsed = RansCoder().parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES)
     pulls = arrays["trellis_pulls"]
     if pulls.shape != (TOPS, HALF_PULLS) or int(np.abs(pulls.astype(np.int64)).max()) > _SIXTEENTHS_OF_HALF:
         raise CorruptPayload(f"a trellis' pulls are ({TOPS}, {HALF_PULLS}) of up to half a step, got {pulls.shape}")
     curve = arrays["trellis_curve"].astype(np.float32)
-    return make_trellis(plain, parsed.frequencies, np.ascontiguousarray(pulls, dtype=np.int8), curve)
+    return make_trellis(parsed.frequencies, np.ascontiguousarray(pulls, dtype=np.int8), curve)
 
 
-def first_trellis(plain: RansTables) -> Trellis:
+def first_trellis() -> Trellis:
     """Return a trellis for Laplace-distributed values of each class' scale, to begin a fit with."""
     scales = np.exp2((TOP_UNITS_MIN + CLASS_UNITS * (np.arange(TOPS) + 0.5)) / UNITS)
-    counts = np.ones((STATE_TABLES, SYMBOLS))
+    counts = np.ones((TRELLIS_TABLES, SYMBOLS))
     levels = np.arange(TOP_CENTRE + 1)
     for quantiser in (0, 1):
         upper = np.maximum(levels + 0.5 * (1 - quantiser), 0.25 + 0.25 * (1 - quantiser))
         below = np.exp(-np.sqrt(2) * upper / scales[:, None])
         shares = np.concatenate([1 - below[:, :1], -np.diff(below, axis=1) / 2], axis=1)
-        here = counts[quantiser * TOPS_TWIN :][:TOPS]
+        here = counts[STATE_TOPS + quantiser * TOPS_TWIN :][:TOPS]
         here[:, TOP_CENTRE - levels] = here[:, TOP_CENTRE + levels] = 1 + 1e6 * shares
     whole = RansCoder().build(counts.astype(np.uint64)).frequencies
-    pulls = np.zeros((TOPS, HALF_PULLS), dtype=np.int8)
-    return make_trellis(plain, whole, pulls, np.empty((0, 3), dtype=np.float32))
+    return make_trellis(whole, np.zeros((TOPS, HALF_PULLS), dtype=np.int8), np.empty((0, 3), dtype=np.float32))
 
 
 def _rates(frequencies: NDArray[np.uint16]) -> _Prices:
-    tops = frequencies[: 2 * TOPS_TWIN].astype(np.float64)
+    tops = frequencies[STATE_TOPS:STATE_DIGITS].astype(np.float64)
     levels = np.arange(1, _PRICED_LEVELS)
     either = np.maximum(tops[:, TOP_CENTRE + levels] + tops[:, TOP_CENTRE - levels], 0.5) / 2
     zero = np.maximum(tops[:, TOP_CENTRE, None], 0.5)

@@ -139,7 +139,7 @@ class DeviceTide:
             coded = split_refinement(data)
             if coded.steps != known.steps or refinement > known.steps.refinements:
                 raise CorruptPayload(f"tide: refinement {refinement} has {coded.steps}, its base {known.steps}")
-        if coded.steps.is_trellis and refinement == coded.steps.refinements:
+        if coded.steps.is_trellis:
             raise CorruptPayload("tide: levels along a trellis are the processor's")
         known.sections += 1
         return _Ready(block, known, refinement, coded)
