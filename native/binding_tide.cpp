@@ -128,20 +128,16 @@ bool put_states(const std::string& path_name, const Values& values, const Values
 }
 
 void find_path(const std::string& path_name, const ConstValues& exact, const Tables& classes, const ConstValues& rates,
-               const ConstValues& pulls, const Values& levels) {
+               const Values& levels) {
   const TidePath& path = path_named(path_name);
   const std::size_t rows = exact.shape(0), tokens = exact.shape(1);
   want(levels.size() == exact.size() && tokens > 0, "tide: want a level for each coefficient");
   want(classes.shape(0) == rows && classes.shape(1) == tide_parts, "tide: want classes of (rows, 4)");
-  want(rates.shape(1) == 2 * tide_priced_levels && pulls.shape(1) == rates.shape(1) && pulls.shape(0) == rates.shape(0),
-       "tide: want 32 rates and pulls for each class");
+  want(rates.shape(1) == 2 * tide_priced_levels, "tide: want 32 rates for each class");
   want(std::ranges::all_of(flat(classes), [&](std::size_t name) { return name < rates.shape(0); }), "tide: no such class");
   want(std::ranges::all_of(flat(rates), [](int rate) { return rate >= 0 && rate <= tide_rate_max; }), "tide: a rate is too large");
-  want(std::ranges::all_of(flat(pulls), [](int pull) { return pull >= -16 && pull <= 16; }), "tide: a pull is too large");
-  const auto prices = [](const ConstValues& values) {
-    return std::span(reinterpret_cast<const TidePrices*>(values.data()), values.shape(0));
-  };
-  const TideTrellis job{flat(exact), flat(classes), prices(rates), prices(pulls), tokens, flat(levels)};
+  const std::span prices(reinterpret_cast<const TidePrices*>(rates.data()), rates.shape(0));
+  const TideTrellis job{flat(exact), flat(classes), prices, tokens, flat(levels)};
   want(std::ranges::all_of(job.exact, [](int value) { return value >= -32600 && value <= 32600; }), "tide: a coefficient is too large");
   unlocked([&] { path.find_path(job); });
 }
@@ -280,9 +276,9 @@ void restore(const std::string& path_name, const ConstValues& coefficients, cons
   want(coefficients.shape(1) == found.tokens && places.size() == found.tokens, "tide: want a place for each token");
   want(std::ranges::all_of(span_of(places), [&](std::size_t place) { return place < found.tokens; }), "tide: bad place");
   want(classes.shape(0) == coefficients.shape(0) && classes.shape(1) == tide_parts, "tide: want classes of (rows, 4)");
-  want(pulls.shape(1) == 4 || pulls.shape(1) == 8, "tide: want four or eight pulls for each class");
-  want(std::ranges::all_of(flat(classes), [&](std::size_t name) { return name < pulls.shape(0); }), "tide: no such class");
-  const TideRestore job{found, flat(coefficients), flat(classes), flat(pulls), pulls.shape(1), span_of(places), span_of(mean), span_of(scale),
+  want(pulls.shape(1) == 4, "tide: want four pulls for each class");
+  want(pulls.size() == 0 || std::ranges::all_of(flat(classes), [&](std::size_t name) { return name < pulls.shape(0); }), "tide: no such class");
+  const TideRestore job{found, flat(coefficients), flat(classes), flat(pulls), span_of(places), span_of(mean), span_of(scale),
                         matrix, span_of(order), blocks, apart_of(apart, found), turns_of(turns, found), span_of(bits)};
   unlocked([&] { path.restore(job); });
 }
@@ -325,7 +321,7 @@ void bind_tide(nb::module_& module) {
              nb::arg("modes").noconvert(), nb::arg("tables").noconvert(), nb::arg("twins"), nb::arg("items").noconvert(),
              nb::arg("cursors").noconvert(), nb::arg("stops").noconvert());
   module.def("tide_find_path", &find_path, nb::arg("path"), nb::arg("exact").noconvert(), nb::arg("classes").noconvert(),
-             nb::arg("rates").noconvert(), nb::arg("pulls").noconvert(), nb::arg("levels").noconvert());
+             nb::arg("rates").noconvert(), nb::arg("levels").noconvert());
   module.def("tide_pack", &pack, nb::arg("matrix").noconvert(), nb::arg("panels").noconvert());
   module.def("tide_project", &project, nb::arg("path"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"),
              nb::arg("turns"), nb::arg("mean").noconvert(), nb::arg("scale").noconvert(), nb::arg("panels").noconvert(),

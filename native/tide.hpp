@@ -57,14 +57,14 @@ struct TideStates {
 };
 
 // Exact coefficients (rows, tokens) in 16ths of a step, and what a level costs: for each class the rate of magnitudes 0 to 14, and of
-// more, in quantiser 0, then in quantiser 1, in squares of a 16th, of up to tide_rate_max; and how far each is pulled to zero, up to 16.
+// more, in quantiser 0, then in quantiser 1, in squares of a 16th, of up to tide_rate_max.
 inline constexpr int tide_priced_levels = 16;
 inline constexpr int tide_rate_max = 1000;
 using TidePrices = std::array<std::int16_t, 2 * tide_priced_levels>;
 struct TideTrellis {
   std::span<const std::int16_t> exact;
   std::span<const std::uint16_t> classes;
-  std::span<const TidePrices> rates, pulls;
+  std::span<const TidePrices> rates;
   std::size_t tokens;
   std::span<std::int16_t> levels;
 };
@@ -151,13 +151,12 @@ struct TideApart {
 };
 
 // The way back: coefficients in 16ths of a step, each magnitude pulled to the middle of what it stands for, times the
-// matrix, times scale, plus mean, turned, stored. With eight pulls for each class coefficients are half steps.
+// matrix, times scale, plus mean, turned, stored. Half steps are pulled nowhere.
 struct TideRestore {
   TideShape shape;
   std::span<const std::int16_t> coefficients;  // (matrix.used_rows, tokens), tokens in the order of `places`
   std::span<const std::uint16_t> classes;      // (matrix.used_rows, tide_parts): rows of `pulls`
-  std::span<const std::int8_t> pulls;          // (classes, 4 or 8): how far magnitudes 0, 1, 2, … and above are pulled to zero
-  std::size_t pulled;                          // 4 or 8
+  std::span<const std::int8_t> pulls;          // (classes, 4): how far magnitudes 0, 1, 2 and above are pulled to zero; none for half steps
   std::span<const std::uint16_t> places;       // where each token belongs
   std::span<const float> mean, scale;
   TideMatrix matrix;  // rows are coefficients, columns values

@@ -117,11 +117,25 @@ struct Avx2 {
     kvtide::pull_part(from, count, pulls, out);
   }
 
-  static void pull_half_part(const std::int16_t* from, std::size_t count, const std::int8_t* pulls, std::int16_t* out) {
-    kvtide::pull_half_part(from, count, pulls, out);
+  // Bytes are looked up in tables of 16: low and high halves of the first 16 entries, then of the others.
+  static Words look_up(const Lookup& table, Words index) {
+    const __m128i byte = _mm_set1_epi16(255);
+    Vector halves[2][2];
+    for (std::size_t which = 0; which < 2; ++which) {
+      const __m128i left = load8(table.data() + 16 * which), right = load8(table.data() + 16 * which + 8);
+      const __m128i low = _mm_packus_epi16(_mm_and_si128(left, byte), _mm_and_si128(right, byte));
+      const __m128i high = _mm_packus_epi16(_mm_srli_epi16(left, 8), _mm_srli_epi16(right, 8));
+      halves[which][0] = _mm256_broadcastsi128_si256(low);
+      halves[which][1] = _mm256_broadcastsi128_si256(high);
+    }
+    const Vector at = reinterpret_cast<Vector>(index), low_bytes = _mm256_set1_epi16(255);
+    const Vector within = _mm256_and_si256(at, _mm256_set1_epi16(15));
+    const Vector both = _mm256_or_si256(within, _mm256_slli_epi16(within, 8));
+    const auto found = [&](std::size_t which) {
+      return _mm256_blendv_epi8(_mm256_shuffle_epi8(halves[which][1], both), _mm256_shuffle_epi8(halves[which][0], both), low_bytes);
+    };
+    return reinterpret_cast<Words>(_mm256_blendv_epi8(found(0), found(1), _mm256_cmpgt_epi16(at, _mm256_set1_epi16(15))));
   }
-
-  static Words look_up(const Lookup& table, Words index) { return look_up_each(table, index); }
 
   template <std::size_t lists_count>
   static Words take_words(std::array<const std::int16_t*, lists_count>& lists, Words which) {

@@ -93,24 +93,6 @@ struct Avx512 {
     kvtide::pull_part(from + i, count - i, pulls, out + i);
   }
 
-  // The same of half steps, with eight pulls.
-  static void pull_half_part(const std::int16_t* from, std::size_t count, const std::int8_t* pulls, std::int16_t* out) {
-    std::int16_t eight[8];
-    for (std::size_t i = 0; i < 8; ++i) eight[i] = pulls[i];
-    const Vector each = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(eight)));
-    const Vector least = _mm512_set1_epi16(-32768), most = _mm512_set1_epi16(7), zero = _mm512_setzero_si512();
-    std::size_t i = 0;
-    for (; i + 32 <= count; i += 32) {
-      const Vector value = load64(from + i);
-      const Vector pull = _mm512_permutexvar_epi16(_mm512_min_epu16(_mm512_abs_epi16(value), most), each);
-      const __mmask32 is_below = _mm512_movepi16_mask(value);
-      const Vector pulled = _mm512_mask_sub_epi16(pull, is_below, zero, pull);
-      const __mmask32 has_magnitude = _mm512_cmpneq_epi16_mask(value, least);
-      _mm512_storeu_si512(out + i, _mm512_maskz_add_epi16(has_magnitude, _mm512_slli_epi16(value, tide_step_bits - 1), _mm512_sub_epi16(zero, pulled)));
-    }
-    kvtide::pull_half_part(from + i, count - i, pulls, out + i);
-  }
-
   static Words look_up(const Lookup& table, Words index) {
     return reinterpret_cast<Words>(_mm512_permutexvar_epi16(reinterpret_cast<Vector>(index), load64(table.data())));
   }

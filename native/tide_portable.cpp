@@ -21,10 +21,6 @@ struct Portable {
     kvtide::pull_part(from, count, pulls, out);
   }
 
-  static void pull_half_part(const std::int16_t* from, std::size_t count, const std::int8_t* pulls, std::int16_t* out) {
-    kvtide::pull_half_part(from, count, pulls, out);
-  }
-
   static Words look_up(const Lookup& table, Words index) { return look_up_each(table, index); }
 
   template <std::size_t lists_count>

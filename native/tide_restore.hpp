@@ -22,13 +22,9 @@ inline void pull_part(const std::int16_t* __restrict from, std::size_t count, co
   }
 }
 
-// The same of half steps. pulls: for magnitudes 0 to 6, and 7 and above.
-inline void pull_half_part(const std::int16_t* __restrict from, std::size_t count, const std::int8_t* pulls, std::int16_t* __restrict out) {
-  for (std::size_t t = 0; t < count; ++t) {
-    const int value = from[t], magnitude = value < 0 ? -value : value;
-    const int pull = value == -32768 ? 0 : pulls[magnitude < 7 ? magnitude : 7];
-    out[t] = static_cast<std::int16_t>(value * (1 << (tide_step_bits - 1)) - (value < 0 ? -pull : pull));
-  }
+// The same of half steps, which stand for themselves.
+inline void widen_part(const std::int16_t* __restrict from, std::size_t count, std::int16_t* __restrict out) {
+  for (std::size_t t = 0; t < count; ++t) out[t] = static_cast<std::int16_t>(from[t] * (1 << (tide_step_bits - 1)));
 }
 
 // One row of coefficients as 16ths.
@@ -36,11 +32,11 @@ template <class Isa>
 void pull_row(const TideRestore& job, std::size_t row, std::int16_t* out) {
   const std::size_t tokens = job.shape.tokens;
   const std::int16_t* from = job.coefficients.data() + row * tokens;
+  if (job.pulls.empty()) return widen_part(from, tokens, out);
   for (std::size_t part = 0; part < tide_parts; ++part) {
-    const std::int8_t* pulls = job.pulls.data() + job.pulled * job.classes[row * tide_parts + part];
+    const std::int8_t* pulls = job.pulls.data() + 4 * std::size_t{job.classes[row * tide_parts + part]};
     const std::size_t start = tide_part_start(part, tokens), stop = tide_part_start(part + 1, tokens);
-    const auto pull = job.pulled == 4 ? Isa::pull_part : Isa::pull_half_part;
-    pull(from + start, stop - start, pulls, out + start);
+    Isa::pull_part(from + start, stop - start, pulls, out + start);
   }
 }
 

@@ -305,11 +305,11 @@ inline Words level_below(Words level, Words parity) {
 
 // What a level costs: the square of its distance and its rate.
 template <class Isa>
-Words level_cost(Words magnitude, Words level, int quantiser, const Lookup& rates, const Lookup& pulls) {
+Words level_cost(Words magnitude, Words level, int quantiser, const Lookup& rates) {
   constexpr int known = tide_priced_levels - 1;
   const Words entry = (level < all(known) ? level : all(known)) + static_cast<std::int16_t>(quantiser * tide_priced_levels);
-  const Words stands_for = level * 16 - static_cast<std::int16_t>(8 * quantiser) - Isa::look_up(pulls, entry);
-  const Words off = magnitude - stands_for;
+  const Words stands_for = level * 16 - static_cast<std::int16_t>(8 * quantiser);
+  const Words off = magnitude - (level == 0 ? all(0) : stands_for);
   return off * off + Isa::look_up(rates, entry);
 }
 
@@ -344,14 +344,13 @@ class TrellisPath {
  private:
   void go_on(Words magnitude, std::size_t class_number, Words& decision) {
     const Lookup& rates = job_.rates[class_number];
-    const Lookup& pulls = job_.pulls[class_number];
     decision = Words{};
     Words added[2][2];
     for (int quantiser = 0; quantiser < 2; ++quantiser) {
       for (int parity = 0; parity < 2; ++parity) {
         const Words near = nearest_level(magnitude, all(quantiser), all(parity)), below = level_below(near, all(parity));
-        const Words cost = level_cost<Isa>(magnitude, near, quantiser, rates, pulls);
-        const Words other = level_cost<Isa>(magnitude, below, quantiser, rates, pulls);
+        const Words cost = level_cost<Isa>(magnitude, near, quantiser, rates);
+        const Words other = level_cost<Isa>(magnitude, below, quantiser, rates);
         const Words is_below = other < cost;
         added[quantiser][parity] = is_below ? other : cost;
         decision |= is_below & all(1 << (trellis_states + static_cast<std::size_t>(2 * quantiser + parity)));

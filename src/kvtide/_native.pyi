@@ -134,7 +134,6 @@ def tide_find_path(
     exact: NDArray[np.int16],
     classes: NDArray[np.uint16],
     rates: NDArray[np.int16],
-    pulls: NDArray[np.int16],
     levels: NDArray[np.int16],
 ) -> None: ...
 def tide_pack(matrix: NDArray[np.int16], panels: NDArray[np.int16]) -> None: ...

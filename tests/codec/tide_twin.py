@@ -77,8 +77,9 @@ def restore(
     rows, tokens = coefficients.shape
     part = np.repeat(np.arange(PARTS), np.diff(np.arange(PARTS + 1) * tokens // PARTS))
     magnitude = np.abs(coefficients.astype(np.int64))
-    pulled = pulls[classes[:, part], np.minimum(magnitude, 3)] * np.sign(coefficients)
-    sums = (16 * coefficients.astype(np.int64) - pulled).T @ matrix[:rows].astype(np.int64)
+    # Without pulls coefficients are half steps.
+    pulled = pulls[classes[:, part], np.minimum(magnitude, 3)] * np.sign(coefficients) if len(pulls) else 0
+    sums = ((16 if len(pulls) else 8) * coefficients.astype(np.int64) - pulled).T @ matrix[:rows].astype(np.int64)
     out = np.empty((tokens, matrix.shape[1]), dtype=np.float32)
     out[places] = sums.astype(np.float32) * scale + mean
     return out
@@ -135,9 +136,7 @@ def restore_stages(
 NEXT = ((0, 1), (3, 2), (5, 4), (6, 7), (1, 0), (2, 3), (4, 5), (7, 6))
 
 
-def find_path(
-    exact: NDArray[np.int16], classes: NDArray[np.uint16], rates: NDArray[np.int16], pulls: NDArray[np.int16]
-) -> NDArray[np.int16]:
+def find_path(exact: NDArray[np.int16], classes: NDArray[np.uint16], rates: NDArray[np.int16]) -> NDArray[np.int16]:
     """Return the levels of the cheapest path of each token, one token after the other. exact: 16ths of a step."""
     rows, tokens = exact.shape
     levels = np.zeros_like(exact)
@@ -150,7 +149,7 @@ def find_path(
                 # Of equals the way from the lower state counts, and of levels the higher one.
                 for state in sorted(costs):
                     for parity in (0, 1):
-                        cost, level = _cheapest(magnitude, state % 2, parity, rates[known], pulls[known])
+                        cost, level = _cheapest(magnitude, state % 2, parity, rates[known])
                         found, to = costs[state] + cost, NEXT[state][parity]
                         if to not in after or found < after[to][0]:
                             after[to] = (found, state, level)
@@ -164,15 +163,12 @@ def find_path(
     return levels
 
 
-def _cheapest(
-    magnitude: int, quantiser: int, parity: int, rates: NDArray[np.int16], pulls: NDArray[np.int16]
-) -> tuple[int, int]:
+def _cheapest(magnitude: int, quantiser: int, parity: int, rates: NDArray[np.int16]) -> tuple[int, int]:
     near = 2 * ((magnitude + 8 * quantiser - 16 * parity + 16) // 32) + parity
     found = []
     for level in (near, max(near - 2, parity)):
-        entry = 16 * quantiser + min(level, 15)
-        off = magnitude - (16 * level - 8 * quantiser - int(pulls[entry]))
-        found.append((off * off + int(rates[entry]), level))
+        off = magnitude - (16 * level - 8 * quantiser if level else 0)
+        found.append((off * off + int(rates[16 * quantiser + min(level, 15)]), level))
     return found[1] if found[1][0] < found[0][0] else found[0]
 
 

@@ -122,14 +122,11 @@ inline void trellis(Rng& rng) {
 
   const auto exact = random_numbers<std::int16_t>(rng, rows * tokens, is_small ? -40 : -32600, is_small ? 40 : 32600);
   const auto classes = random_numbers<std::uint16_t>(rng, rows * 4, 0, 2);
-  std::vector<kvtide::TidePrices> rates(3), pulls(3);
-  for (std::size_t i = 0; i < 3; ++i) {
-    std::ranges::copy(random_numbers<std::int16_t>(rng, 32, 0, kvtide::tide_rate_max), rates[i].begin());
-    std::ranges::copy(random_numbers<std::int16_t>(rng, 32, -16, 16), pulls[i].begin());
-  }
+  std::vector<kvtide::TidePrices> rates(3);
+  for (auto& each : rates) std::ranges::copy(random_numbers<std::int16_t>(rng, 32, 0, kvtide::tide_rate_max), each.begin());
   on_all_paths([&](const TidePath& path) {
     std::vector<std::int16_t> found(exact.size());
-    path.find_path({exact, classes, rates, pulls, tokens, found});
+    path.find_path({exact, classes, rates, tokens, found});
     return found;
   });
 }
@@ -160,13 +157,12 @@ inline void blocks(Rng& rng) {
   const auto bytes = random_numbers<std::int8_t>(rng, shape.streams() * apart_count * shape.channels(), -128, 127);
   const auto coefficients = random_numbers<std::int16_t>(rng, used * shape.tokens, rng() % 2 ? -1 : -32768, 40);
   const auto classes = random_numbers<std::uint16_t>(rng, used * 4, 0, 2);
-  const std::size_t pulled = rng() % 2 ? 4 : 8;
-  const auto pulls = random_numbers<std::int8_t>(rng, 3 * pulled, -128, 127);
+  const auto pulls = random_numbers<std::int8_t>(rng, rng() % 2 ? 12 : 0, -128, 127);
   const auto to_values = has_matrix ? panels_of(rng, used, values) : std::vector<std::int16_t>();
   on_all_paths([&](const TidePath& path) {
     std::vector<std::uint8_t> bits(shape.streams() * shape.tokens * shape.row_bytes());
     const std::span<const std::uint16_t> no_matrix = has_matrix ? std::span<const std::uint16_t>() : std::span(order);
-    path.restore({shape, coefficients, classes, pulls, pulled, places, mean, scale, {to_values, used, values, used, values}, no_matrix, {},
+    path.restore({shape, coefficients, classes, pulls, places, mean, scale, {to_values, used, values, used, values}, no_matrix, {},
                   {std::span(places).first(apart_count), scales, bytes, scaled_values}, turns, bits});
     return bits;
   });
@@ -217,11 +213,10 @@ inline void stages(Rng& rng) {
   const kvtide::TideStage stage = {panels, block, std::span(strongest).first(mixed), places};
   const auto coefficients = random_numbers<std::int16_t>(rng, used * shape.tokens, rng() % 2 ? -1 : -32768, 40);
   const auto classes = random_numbers<std::uint16_t>(rng, used * 4, 0, 2);
-  const std::size_t pulled = rng() % 2 ? 4 : 8;
-  const auto pulls = random_numbers<std::int8_t>(rng, 3 * pulled, -128, 127);
+  const auto pulls = random_numbers<std::int8_t>(rng, rng() % 2 ? 12 : 0, -128, 127);
   on_all_paths([&](const TidePath& path) {
     std::vector<std::uint8_t> bits(shape.streams() * shape.tokens * shape.row_bytes());
-    path.restore({shape, coefficients, classes, pulls, pulled, order, mean, scale, {mix, mixed, mixed, coded, mixed}, {}, stage, {}, turns, bits});
+    path.restore({shape, coefficients, classes, pulls, order, mean, scale, {mix, mixed, mixed, coded, mixed}, {}, stage, {}, turns, bits});
     return bits;
   });
   auto bits = random_numbers<std::uint8_t>(rng, shape.streams() * shape.tokens * shape.row_bytes(), 0, 255);

@@ -104,7 +104,6 @@ def encode_chunked(
             _loudness_of(levels.loudness, columns),
             [np.ascontiguousarray(items[:, columns]) for items in levels.values],
             levels.fit,
-            levels.exact,
         )
         lists = [list_section(part, steps, refinement, path)[0] for refinement in range(1, steps.refinements + 1)]
         refined[number] = [join_refinement(SectionBytes(steps, each.encode(model.tables))) for each in lists]

@@ -17,7 +17,7 @@ from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, TRELLIS_TABLES, part_siz
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.section import KeyRotation, Steps, StoredLayers
 from kvtide.codec.tide.tables import rounded_tables, table_bytes, trellis_tables
-from kvtide.codec.tide.trellis import HALF_PULLS, Trellis, first_trellis, make_trellis, quantisers_of
+from kvtide.codec.tide.trellis import Trellis, first_trellis, make_trellis
 
 # Steps that counts are taken at, in units around the mean scale: they fill the tables of all classes.
 _COUNT_UNITS = (-36, -24, -12, 0, 12, 24, 36)
@@ -46,8 +46,6 @@ class TideCounts:
             self.state |= {
                 "trellis_blocks": np.zeros(1),
                 "trellis_symbols": np.zeros((TRELLIS_TABLES, 32)),
-                "trellis_pulled": np.zeros((TOPS, HALF_PULLS)),
-                "trellis_magnitudes": np.zeros((TOPS, HALF_PULLS)),
             }
 
     def add(self, meta: BlockMeta, bits: BlockBits, number: int) -> None:
@@ -69,19 +67,15 @@ class TideCounts:
 
     def _count(self, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8]) -> None:
         levels = levels_of(self._model, steps, stored, apart, self._path)
-        base_units, last = steps.final_units + THIRD * steps.refinements, steps.refinements
-        sections = [list_section(levels, steps, refinement, self._path)[0] for refinement in range(last + 1)]
+        refinements = range(steps.refinements + 1)
+        counts = [list_section(levels, steps, each, self._path)[0].symbol_counts() for each in refinements]
         if steps.is_trellis:
-            for lists in sections:
-                self.state["trellis_symbols"] += self._weight * lists.symbol_counts()
-            tables = top_tables(levels.rows.scales, levels.loudness.gains, steps.final_units)
-            self._pull_half(tables, levels.values[-1], levels.exact)
+            self.state["trellis_symbols"] += self._weight * np.sum(counts, axis=0)
             return
-        for lists in sections:
-            self.state["symbols"] += lists.symbol_counts()
+        self.state["symbols"] += np.sum(counts, axis=0)
+        base_units = steps.final_units + THIRD * steps.refinements
         tables = top_tables(levels.rows.scales, levels.loudness.gains, base_units)
-        exact = levels.values[-1] / 3.0**last
-        self._pull("", tables, (np.abs(levels.values[0]), np.sign(levels.values[0]) * exact), 1.0)
+        self._pull(tables, levels.values[0], levels.values[-1] / 3.0**steps.refinements)
 
     @property
     def _weight(self) -> float:
@@ -91,25 +85,15 @@ class TideCounts:
         """Return the trellis of the blocks so far."""
         if not self.state["trellis_blocks"][0]:
             return first_trellis()
-        frequencies, curve = trellis_tables(self.state["trellis_symbols"]), np.empty((0, 3), dtype=np.float32)
-        return make_trellis(frequencies, trellis_pulls(self.state), curve)
+        return make_trellis(trellis_tables(self.state["trellis_symbols"]), np.empty((0, 3), dtype=np.float32))
 
-    def _pull_half(self, tables: NDArray[np.uint16], levels: NDArray[np.int16], exact: NDArray[np.int16]) -> None:
-        """As `_pull`, of levels in half steps and coefficients in 16ths of a step."""
-        quantisers = quantisers_of(levels)
-        halves = 2 * np.abs(levels) - quantisers * (levels != 0)
-        self._pull("trellis_", tables, (halves, np.sign(levels) * exact / 8.0), self._weight)
-
-    def _pull(self, prefix: str, tables: NDArray[np.uint16], pair: tuple[Any, Any], weight: float) -> None:
-        """Add by how much magnitudes, of which pair has those of levels and of what these stand for, differ."""
-        whole, exact = pair
-        pulled, seen = self.state[f"{prefix}pulled"], self.state[f"{prefix}magnitudes"]
-        last = pulled.shape[1] - 1
-        magnitude = np.minimum(whole, last)
-        place = np.repeat(tables.astype(np.int64), part_sizes(whole.shape[1]), axis=1) * (last + 1) + magnitude
-        lies_off = (whole - exact) * (magnitude > 0)
-        pulled += weight * np.bincount(place.reshape(-1), lies_off.reshape(-1), pulled.size).reshape(pulled.shape)
-        seen += weight * np.bincount(place.reshape(-1), minlength=seen.size).reshape(seen.shape)
+    def _pull(self, tables: NDArray[np.uint16], steps: NDArray[np.int16], exact: NDArray[np.float64]) -> None:
+        magnitude = np.minimum(np.abs(steps), 3)
+        place = np.repeat(tables.astype(np.int64), part_sizes(steps.shape[1]), axis=1) * 4 + magnitude
+        pulled = (np.abs(steps) - np.sign(steps) * exact) * (magnitude > 0)
+        shape = (TOPS, 4)
+        self.state["pulled"] += np.bincount(place.reshape(-1), pulled.reshape(-1), TOPS * 4).reshape(shape)
+        self.state["magnitudes"] += np.bincount(place.reshape(-1), minlength=TOPS * 4).reshape(shape)
 
 
 def finished_profile(
@@ -123,26 +107,17 @@ def finished_profile(
 
     trellis_curve: of levels along a trellis, `curve` if it was not measured.
     """
+    seen = np.maximum(counts["magnitudes"], 1)
+    pulls = np.clip(np.rint(16 * counts["pulled"] / seen), -8, 8) * (counts["magnitudes"] >= _PULLS_SEEN_MIN)
     arrays = dict(draft.arrays) | {
         "tables": table_bytes(rounded_tables(counts["symbols"])),
-        "pulls": _pulls(counts["pulled"], counts["magnitudes"], 16),
+        "pulls": pulls.astype(np.int16),
         "curve": curve.astype(np.float32),
     }
     if "trellis_symbols" in counts:
         measured = curve if trellis_curve is None else trellis_curve
         arrays |= {
             "trellis_tables": table_bytes(trellis_tables(counts["trellis_symbols"])),
-            "trellis_pulls": trellis_pulls(counts).astype(np.int16),
             "trellis_curve": measured.astype(np.float32),
         }
     return Profile.make(draft.kind, draft.model, layout, (draft.texts, draft.tokens), arrays)
-
-
-def trellis_pulls(counts: Mapping[str, NDArray[Any]]) -> NDArray[np.int8]:
-    """Return the pulls of half steps, in 16ths of a step."""
-    return _pulls(counts["trellis_pulled"], counts["trellis_magnitudes"], 8).astype(np.int8)
-
-
-def _pulls(pulled: NDArray[np.float64], magnitudes: NDArray[np.float64], units: int) -> NDArray[np.int16]:
-    found = np.clip(np.rint(units * pulled / np.maximum(magnitudes, 1)), -8, 8) * (magnitudes >= _PULLS_SEEN_MIN)
-    return found.astype(np.int16)

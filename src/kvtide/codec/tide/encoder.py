@@ -64,16 +64,12 @@ Fit = list[tuple[Promise, Seen]]
 
 
 class Levels(NamedTuple):
-    """A range's coefficients at each step, the base's first: (components, tokens), tokens by loudness.
-
-    exact: in 16ths of a step where levels lie on a trellis, in steps otherwise.
-    """
+    """A range's coefficients at each step, the base's first: (components, tokens), tokens by loudness."""
 
     rows: RangeRows
     loudness: Loudness
     values: list[Items]
     fit: Fit
-    exact: Items
 
 
 class EncodedRange(NamedTuple):
@@ -123,7 +119,8 @@ def _usual_tokens(model: TideModel, stored: StoredLayers, tokens: NDArray[np.int
         return tokens
     here = stored.at(tokens)
     here.bits[:] = stored.bits[:, :, tokens]
-    values, usual = load_values(here), np.ones(len(tokens), dtype=bool)
+    # A finite value may be too large for its square.
+    values, usual = load_values(here).astype(np.float64), np.ones(len(tokens), dtype=bool)
     for group in model.groups_of(stored.layer_start):
         mean, weight = model.mean_and_weight(group)
         mine = values[group.layer_start - stored.layer_start : group.layer_stop - stored.layer_start]
@@ -165,8 +162,8 @@ def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArr
         assert model.trellis is not None, "steps are of a profile that has one"
         levels = np.empty_like(items)
         classes = top_tables(rows.scales, loudness.gains, steps.final_units)
-        _native.tide_find_path(path, items, classes, model.trellis.rates, model.trellis.nearer, levels)
-    return Levels(rows, loudness, _thirds(levels, steps.refinements, path), fit, items)
+        _native.tide_find_path(path, items, classes, model.trellis.rates, levels)
+    return Levels(rows, loudness, _thirds(levels, steps.refinements, path), fit)
 
 
 class _Coded(NamedTuple):

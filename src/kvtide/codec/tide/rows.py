@@ -45,6 +45,9 @@ from kvtide.codec.tide.section import (
 )
 from kvtide.errors import CorruptPayload
 
+# Half steps stand for themselves.
+_NO_PULLS = np.empty((0, 4), dtype=np.int8)
+
 
 class Place(NamedTuple):
     """The rows [start, stop) of one group."""
@@ -239,8 +242,8 @@ def restore(
 ) -> None:
     """Write the layers of all groups. step: the final one, and how many thirds coarser what is here is."""
     steps, thirds = step
-    units, has_path = steps.final_units, steps.is_trellis and not thirds
-    pulls = model.trellis.pulls if has_path and model.trellis is not None else model.pulls
+    units = steps.final_units
+    pulls = _NO_PULLS if steps.is_trellis and not thirds else model.pulls
     rows, loudness, items = work
     classes = top_tables(rows.scales, loudness.gains, units + THIRD * thirds)
     places = loudness.places

@@ -25,22 +25,15 @@ from kvtide.codec.tide.grid import (
     TRELLIS_TABLES,
     UNITS,
 )
-from kvtide.errors import CorruptPayload
-
-# Magnitudes, in half steps, whose values are fitted; the last stands for all beyond.
-HALF_PULLS = 8
 
 _SIXTEENTHS_OF_HALF = 8
 # What a bit is worth, in half steps squared. Least error at equal bits takes .35, 2 ln 2 times the error at many bits;
 # the model minds zeros in weak components more than their error says, and loses least at .1 to .2 (docs/codec.md).
-_PRICE = 0.2 * _SIXTEENTHS_OF_HALF**2
+_PRICE = 0.12 * _SIXTEENTHS_OF_HALF**2
 _PRICED_LEVELS, _RATE_MAX = 16, 1000
 _TOTAL = 4096
 # Bits that a magnitude costs which has no symbol.
 _ESCAPE_BITS = 16
-
-# The state after an even and after an odd level. A state's lowest bit is its quantiser.
-NEXT_STATES = np.array(((0, 1), (3, 2), (5, 4), (6, 7), (1, 0), (2, 3), (4, 5), (7, 6)), dtype=np.int8)
 
 _Prices = NDArray[np.int16]
 
@@ -48,20 +41,18 @@ _Prices = NDArray[np.int16]
 class Trellis(NamedTuple):
     """The part of a profile that belongs to levels along a trellis.
 
-    tables: of thirds, then of levels by state. pulls: in 16ths of a step, (TOPS, HALF_PULLS). curve: as a
-    profile's. rates, nearer: what the path's search takes of each class, quantiser and magnitude, (TOPS, 32).
+    tables: of thirds, then of levels by state. curve: as a profile's. rates: what the path's search takes of a class,
+    quantiser and magnitude, (TOPS, 32).
     """
 
     tables: RansTables
-    pulls: NDArray[np.int8]
     curve: NDArray[np.float32]
     rates: _Prices
-    nearer: _Prices
 
 
-def make_trellis(frequencies: NDArray[np.uint16], pulls: NDArray[np.int8], curve: NDArray[np.float32]) -> Trellis:
+def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32]) -> Trellis:
     """Return a trellis of these tables, (TRELLIS_TABLES, 32)."""
-    return Trellis(RansTables(frequencies), pulls, curve, _rates(frequencies), _nearer(pulls))
+    return Trellis(RansTables(frequencies), curve, _rates(frequencies))
 
 
 def read_trellis(arrays: Mapping[str, NDArray[Any]]) -> Trellis | None:
@@ -69,11 +60,7 @@ def read_trellis(arrays: Mapping[str, NDArray[Any]]) -> Trellis | None:
     if "trellis_tables" not in arrays:
         return None
     parsed = RansCoder().parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES)
-    pulls = arrays["trellis_pulls"]
-    if pulls.shape != (TOPS, HALF_PULLS) or int(np.abs(pulls.astype(np.int64)).max()) > _SIXTEENTHS_OF_HALF:
-        raise CorruptPayload(f"a trellis' pulls are ({TOPS}, {HALF_PULLS}) of up to half a step, got {pulls.shape}")
-    curve = arrays["trellis_curve"].astype(np.float32)
-    return make_trellis(parsed.frequencies, np.ascontiguousarray(pulls, dtype=np.int8), curve)
+    return make_trellis(parsed.frequencies, arrays["trellis_curve"].astype(np.float32))
 
 
 def first_trellis() -> Trellis:
@@ -88,7 +75,7 @@ def first_trellis() -> Trellis:
         here = counts[STATE_TOPS + quantiser * TOPS_TWIN :][:TOPS]
         here[:, TOP_CENTRE - levels] = here[:, TOP_CENTRE + levels] = 1 + 1e6 * shares
     whole = RansCoder().build(counts.astype(np.uint64)).frequencies
-    return make_trellis(whole, np.zeros((TOPS, HALF_PULLS), dtype=np.int8), np.empty((0, 3), dtype=np.float32))
+    return make_trellis(whole, np.empty((0, 3), dtype=np.float32))
 
 
 def _rates(frequencies: NDArray[np.uint16]) -> _Prices:
@@ -100,19 +87,3 @@ def _rates(frequencies: NDArray[np.uint16]) -> _Prices:
     bits[:, -1] = np.minimum(bits[:, -1], _ESCAPE_BITS - np.log2(np.maximum(tops[:, -1], 0.5) / _TOTAL))
     whole = np.clip(np.rint(_PRICE * bits), 0, _RATE_MAX).astype(np.int16)
     return np.ascontiguousarray(np.concatenate([whole[:TOPS_TWIN], whole[TOPS_TWIN:]], axis=1))
-
-
-def _nearer(pulls: NDArray[np.int8]) -> _Prices:
-    levels = np.arange(_PRICED_LEVELS)
-    by_quantiser = [pulls[:, np.minimum(np.maximum(2 * levels - q, 0), HALF_PULLS - 1)] for q in (0, 1)]
-    # Zero is zero in both, where the others of quantiser 1 are half a step less than twice as many halves.
-    by_quantiser[0][:, 0], by_quantiser[1][:, 0] = 0, -_SIXTEENTHS_OF_HALF
-    return np.ascontiguousarray(np.concatenate(by_quantiser, axis=1), dtype=np.int16)
-
-
-def quantisers_of(levels: NDArray[np.int16]) -> NDArray[np.int8]:
-    """Return the quantiser of each level, (components, tokens): paths begin in state 0."""
-    states = np.zeros(levels.shape, dtype=np.int8)
-    for row in range(1, len(levels)):
-        states[row] = NEXT_STATES[states[row - 1], levels[row - 1] & 1]
-    return states & 1
