@@ -56,7 +56,10 @@ def test_report_has_a_rising_curve_of_held_out_texts(fitted: Any) -> None:
         assert fine.kl < coarse.kl
         assert fine.bits_per_element > coarse.bits_per_element
     assert profile.texts == 4
-    assert np.array_equal(profile.arrays["curve"][:, 2], np.array([p.kl for p in report.points], np.float32))
+    # Those of the levels that are asked for; rounded ones have a curve of their own.
+    assert np.array_equal(profile.arrays["trellis_curve"][:, 2], np.array([p.kl for p in report.points], np.float32))
+    assert len(profile.arrays["curve"]) >= 5
+    assert not np.array_equal(profile.arrays["curve"], profile.arrays["trellis_curve"])
 
 
 def test_of_many_texts_some_are_counted_and_some_gradients_taken(
@@ -98,7 +101,7 @@ def test_fitted_profile_keeps_what_the_model_says(fitted: Any, tiny_model: Any) 
 def test_curve_of_few_held_out_texts_allows_for_others(fitted: Any, tiny_model: Any) -> None:
     (profile,), report = fitted
     point = report.points[len(report.points) // 2]
-    codec = TideCodec(profile).with_steps(Steps(point.step_units, 0))
+    codec = TideCodec(profile).with_steps(Steps(point.step_units, 0, is_trellis=True))
     kls = []
     for ids in split_texts(texts(6)).held_out:
         judge = QualityJudge(tiny_model, model_layout(tiny_model, 16), (len(ids) - 129) // 16 * 16, 128, 2)
