@@ -26,7 +26,7 @@ from kvtide_lab.bench.codec_quality import Progress, Subject, inputs_of
 from kvtide_lab.bench.levers_classes import LoudClasses
 from kvtide_lab.bench.levers_levels import BlockCoefficients, LevelChoice, Quantised, coefficients_of
 from kvtide_lab.bench.levers_transform import Mixed, Predicted, TokenBlock, Transform
-from kvtide_lab.bench.levers_trellis import Trellis
+from kvtide_lab.bench.levers_trellis import TrellisLevels
 from kvtide_lab.bench.levers_weights import Reweighed
 from kvtide_lab.bench.quality_goals import Point, bits_of_points
 from kvtide_lab.bench.quality_state import Inputs, Partial
@@ -108,15 +108,15 @@ def levers(model: TideModel) -> list[Lever]:
         Lever(TODAY, None, LevelChoice(0)),
         Lever("levels by rate and distortion", None, LevelChoice(PRICE)),
         Lever("lengths by what was coded before", None, LoudClasses(0)),
-        Lever("trellis of 4 states", None, Trellis(4)),
-        Lever("trellis of 8 states", None, Trellis(8)),
-        Lever("trellis of 8 states, bits at a third of the price", None, Trellis(8, LOW_PRICE)),
+        Lever("trellis of 4 states", None, TrellisLevels(4)),
+        Lever("trellis of 8 states", None, TrellisLevels(8)),
+        Lever("trellis of 8 states, bits at a third of the price", None, TrellisLevels(8, LOW_PRICE)),
         Lever("320 of each group, two groups mixed", Mixed(2, 320), LevelChoice(0)),
         Lever("320 of each group, all groups mixed", mixed, LevelChoice(0)),
         Lever("weights of heads by what the model says", Reweighed(model), LevelChoice(0)),
         Lever("first layers less what embeddings predict", Predicted(1), LevelChoice(0)),
         Lever("all groups mixed, lengths by what was coded before", mixed, LoudClasses(0)),
-        Lever("all groups mixed, trellis of 8 states", mixed, Trellis(8)),
+        Lever("all groups mixed, trellis of 8 states", mixed, TrellisLevels(8)),
     ]
 
 

@@ -36,7 +36,7 @@ class _Path(NamedTuple):
     states: NDArray[np.int8]
 
 
-class Trellis:
+class TrellisLevels:
     """Levels along a trellis, with code lengths of each class in each state."""
 
     def __init__(self, states: int, price: float = PRICE) -> None:
@@ -52,7 +52,7 @@ class Trellis:
         self._state_lengths: _Floats = np.zeros((CLASSES, states, MAGNITUDES), dtype=np.float32)
         self._pulls: _Floats = np.zeros((CLASSES, 2, _FITTED + 1), dtype=np.float32)
 
-    def fit(self, blocks: Sequence[BlockCoefficients], units: Sequence[int], rounds: int = 4) -> Trellis:
+    def fit(self, blocks: Sequence[BlockCoefficients], units: Sequence[int], rounds: int = 4) -> TrellisLevels:
         """Take lengths and pulls from blocks at some steps; paths follow from them: several rounds."""
         known = LevelChoice(0.12).fit(blocks, [each + _WIDER_UNITS for each in units], 2).lengths
         self._lengths = np.repeat(known[:, None], 2, axis=1)

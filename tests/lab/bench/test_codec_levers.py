@@ -17,7 +17,7 @@ from kvtide_lab.bench.codec_quality import QualitySize, Subject
 from kvtide_lab.bench.levers_classes import LoudClasses
 from kvtide_lab.bench.levers_levels import BlockCoefficients, LevelChoice
 from kvtide_lab.bench.levers_transform import Mixed, Predicted, TokenBlock, Transform
-from kvtide_lab.bench.levers_trellis import STATES, Trellis
+from kvtide_lab.bench.levers_trellis import STATES, TrellisLevels
 from kvtide_lab.bench.levers_weights import Reweighed
 
 GROUPS, COMPONENTS, TOKENS = 3, 24, 64
@@ -52,14 +52,16 @@ def bits_at_error(choice: LevelChoice | Trellis, error: float) -> float:
 
 
 def test_priced_levels_take_fewer_bits_at_equal_error_and_a_trellis_fewer_again() -> None:
-    rounded, priced, trellis = (bits_at_error(each, 0.4) for each in (LevelChoice(0), LevelChoice(0.12), Trellis(8)))
+    rounded, priced, trellis = (
+        bits_at_error(each, 0.4) for each in (LevelChoice(0), LevelChoice(0.12), TrellisLevels(8))
+    )
     assert priced < 0.98 * rounded
     assert trellis < 0.93 * rounded
 
 
 @pytest.mark.parametrize("states", [4, 8])
 def test_a_decoder_knows_each_state_by_the_levels_so_far(states: int) -> None:
-    trellis = Trellis(states).fit(normal_blocks(4), [0], rounds=2)
+    trellis = TrellisLevels(states).fit(normal_blocks(4), [0], rounds=2)
     nexts, quantisers = STATES[states]
     exact = np.random.default_rng(3).standard_normal((5, 40)).astype(np.float32) * 4
     levels, found = trellis.path(exact, np.full(exact.shape, 20))
@@ -154,7 +156,7 @@ def test_bench_goes_on_from_its_file_and_each_lever_has_a_row(tiny_model: Any, t
         levers = [
             Lever(codec_levers.TODAY, None, LevelChoice(0)),
             Lever("priced", None, LevelChoice(0.12)),
-            Lever("mixed", Mixed(0, 8), Trellis(4)),
+            Lever("mixed", Mixed(0, 8), TrellisLevels(4)),
             Lever("reweighed", Reweighed(TideModel(profile)), LevelChoice(0)),
         ]
         partial = codec_levers.partial_of(subject, profile, path)
