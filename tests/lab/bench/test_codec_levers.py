@@ -39,7 +39,7 @@ def normal_blocks(count: int, seed: int = 1, is_loud: bool = False) -> list[Bloc
     return found
 
 
-def bits_at_error(choice: LevelChoice | Trellis, error: float) -> float:
+def bits_at_error(choice: LevelChoice | TrellisLevels, error: float) -> float:
     """Fit on blocks, code others, and return bits a coefficient at a squared error."""
     choice.fit(normal_blocks(6), UNITS_TRIED)
     judged, points = normal_blocks(4, seed=2), []
