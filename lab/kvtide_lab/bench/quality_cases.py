@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 # What objects of tide are asked for, and how many refinements they get: the last has prefixes of all qualities. Each
 # KL of `KL_GOALS` lies between two that are near it, also on texts on which KL is not what it was in calibration.
-TIDE_QUALITIES = ((9.5e-3, 0), (6.8e-3, 0), (4.5e-3, 1), (9e-4, 3))
+TIDE_QUALITIES = ((1e-2, 0), (6.8e-3, 0), (4.5e-3, 1), (9e-4, 3))
 TIDE_QUALITIES_QUICK = ((1e-2, 0), (4e-3, 1), (9e-4, 1))
 
 
