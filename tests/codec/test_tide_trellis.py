@@ -203,6 +203,19 @@ def test_what_states_share_out_must_add_up(change: str) -> None:
         decoded(codec, sections)
 
 
+def test_thirds_have_nothing_to_share_out() -> None:
+    codec = CODEC.with_steps(Steps(-20, 1, is_trellis=True))
+    sections = codec.encode(META, BITS)
+    base = [each.id for each in sections].index(SectionId(SectionKind.DATA, 0, 0, LAYERS))
+    data = bytes(sections[base].data)
+    # Where a last section has its counts: before the streams and escapes.
+    found, _ = split_base(memoryview(data), BITS[:LAYERS].shape)
+    at = len(data) - sum(found.lists.streams.sizes) - 2 * sum(found.lists.escape_counts)
+    sections[base] = Section(sections[base].id, data[:at] + bytes(3) + data[at:])
+    with pytest.raises(CorruptPayload, match="too many"):
+        decoded(codec, sections)
+
+
 def test_a_base_that_is_the_last_section_has_states() -> None:
     codec = CODEC.with_steps(Steps(-20, 0, is_trellis=True))
     (section,) = [each for each in codec.encode(META, BITS) if each.id.layer_start == 0]

@@ -214,6 +214,8 @@ def refine(model: TideModel, path: str, work: Decoding, refinement: int, section
             each.count_into(counts, path)
         # Counts so far are of both quantisers.
         counts[STATE_PAIRS] = split_state_counts(state_counts, counts[STATE_PAIRS[:, 0]])
+    elif state_counts:
+        raise CorruptPayload(f"tide: {len(state_counts)} bytes too many in a section of thirds")
     jobs = _plain_jobs(gains, planes_here, items, states is not None)
     for job in jobs:
         job.count_into(counts, path)
