@@ -20,13 +20,13 @@ pytestmark = pytest.mark.timeout(900)
 PROMPT_TOKENS, ANSWER_TOKENS = 900, 16
 QUALITY = 5e-3
 EXTRA = "kv_connector_extra_config"
-# The promise is for the mean of texts; two short answers know it no better.
-OVER_MAX = 1.3
+# The promise is for the mean of texts; four short answers know it no better: two had .003 to .008 by the prompts alone.
+OVER_MAX = 1.5
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "max_logprobs": VOCABULARY, "enable_prefix_caching": True}
 
 
 class Case(NamedTuple):
-    """Tokens of a step of vLLM's and of a block; states that are kept of two prompts beside the rows."""
+    """Tokens of a step of vLLM's and of a block; states that are kept of four prompts beside the rows."""
 
     step_tokens: int = 4096
     block_tokens: int = PAGE_TOKENS
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 # Plain; windows beside full attention, whose rows have a profile together; states, which stay lossless beside rows.
-CASES = {"llama": Case(), "gemma2": Case(), "mistral": Case(), "granite4": Case(256, 256, 2)}
+CASES = {"llama": Case(), "gemma2": Case(), "mistral": Case(), "granite4": Case(256, 256, 4)}
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -69,7 +69,7 @@ def test_profile_in_the_store_is_all_that_vllm_needs(family: str, tmp_path: Path
     model, store, asked, case = (
         checkpoint(family, tmp_path / "model"),
         str(tmp_path / "store"),
-        prompts(3),
+        prompts(5),
         CASES[family],
     )
     transfer, blocks = kvtide_transfer(store, codec=f"tide:{QUALITY}"), (PROMPT_TOKENS - 1) // case.block_tokens
@@ -84,10 +84,10 @@ def test_profile_in_the_store_is_all_that_vllm_needs(family: str, tmp_path: Path
     subprocess.run(command, check=True, capture_output=True, timeout=600)
     _, stored = answered(model, transfer, asked[1:], nursery, case)
     counts = (stored["blocks_stored"], stored["blocks_without_profile"], stored["blocks_unencodable"])
-    assert counts == (2 * blocks + case.states, 0, 0)
+    assert counts == (4 * blocks + case.states, 0, 0)
     found, loaded = answered(model, transfer, asked[1:], nursery, case)
-    assert [each["cached_tokens"] for each in found] == [blocks * case.block_tokens] * 2
-    assert loaded["blocks_loaded"] == 2 * blocks + case.states
+    assert [each["cached_tokens"] for each in found] == [blocks * case.block_tokens] * 4
+    assert loaded["blocks_loaded"] == 4 * blocks + case.states
     if not case.states:
         assert stored["bytes_stored"] < stored["raw_bytes_stored"] / 8
     kls = [divergence(one, other) for one, other in zip(exact[1:], found, strict=True)]
