@@ -75,7 +75,7 @@ alignas(64) constexpr Lookup next_of = [] {
   return found;
 }();
 
-// The first 16 entries of a table, by lane; what instruction sets without one instruction for it take.
+// The entry that each lane names, for instruction sets that have no instruction for it.
 [[maybe_unused]] Words look_up_each(const Lookup& table, Words index) {
   std::int16_t found[word_lanes], at[word_lanes];
   std::memcpy(at, &index, sizeof index);
@@ -127,8 +127,8 @@ inline Words half_steps(Words levels, Words quantiser) {
   return as_words(as_wrapping(levels) + as_wrapping(levels) - as_wrapping(less));
 }
 
-// Walks all rows in order, each token along its own path. `visit(lists of the row's part, quantisers, tables, first value, tokens)`
-// returns levels; it is told how many lists its mode has. False from it ends the walk.
+// Walks all rows in order, each token along its own path. `visit(mode, table, each_chunk)` is called for each part of a row, and calls
+// `each_chunk(level_of)`, which goes through its tokens: `level_of(first value, tokens, quantisers)` returns levels. False ends the walk.
 template <class Isa, class Visit>
 bool walk_states(const TideStates& job, Visit visit) {
   std::vector<std::int16_t> states(job.tokens);
@@ -240,7 +240,7 @@ bool take_states(const TideStates& job, const TideLists<const std::int16_t>& lis
   });
 }
 
-// What a row's levels put into lists, and which ones: `give(items, lists named, how many lists)`.
+// What rows' levels put into lists: `give<lists>(table, items, the list that each lane names)`.
 template <class Isa, class Give>
 void give_states(const TideStates& job, std::span<const std::int16_t> parents, Give give) {
   walk_states<Isa>(job, [&](TideMode mode, std::size_t table, auto each_chunk) {
