@@ -49,7 +49,7 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     profile = next(found for found in installed_profiles() if found.kind == kind)
     tokens = 256 if is_real(kernels) else 32
     layout = BlockLayout(profile.layers, tokens, profile.kv_heads, profile.head_dim, KVDtype.BFLOAT16)
-    codec, model = TideCodec(profile, 5e-3, 2), TideModel(profile)
+    codec, model = TideCodec(profile, 5e-3, 2).rounded(), TideModel(profile)
     distinct = [(block_meta(layout, 0, i), i) for i in range(min(2, size.blocks))]
     coded = [(meta, codec.encode(meta, model_block(model, layout, meta.start, seed))) for meta, seed in distinct]
     page_tokens = 16
@@ -72,7 +72,7 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
 
     took = seconds(kernels, decode)
     _check_pages(layers, layout, codec, coded, per_block)
-    encoder = DeviceTideEncoder(device, target, codec.rounded().steps)
+    encoder = DeviceTideEncoder(device, target, codec.steps)
     encode_s = seconds(
         kernels, lambda: encoder.encode([PagedBlock(coded[i % len(coded)][0], start) for i, start in enumerate(starts)])
     )
