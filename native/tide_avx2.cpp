@@ -71,7 +71,7 @@ void put_lanes(__m128i words, __m128i lanes, std::int16_t*& list) {
   list += __builtin_popcount(mask);
 }
 
-struct Avx2 {
+struct Avx2 : LaneByLane {
   static constexpr std::size_t panels_max = 1;
   static constexpr std::size_t block_tokens = vector_block_tokens;
 
@@ -135,16 +135,6 @@ struct Avx2 {
       return _mm256_blendv_epi8(_mm256_shuffle_epi8(halves[which][1], both), _mm256_shuffle_epi8(halves[which][0], both), low_bytes);
     };
     return reinterpret_cast<Words>(_mm256_blendv_epi8(found(0), found(1), _mm256_cmpgt_epi16(at, _mm256_set1_epi16(15))));
-  }
-
-  template <std::size_t lists_count>
-  static Words take_words(std::array<const std::int16_t*, lists_count>& lists, Words which) {
-    return take_each(lists, which);
-  }
-
-  template <std::size_t lists_count>
-  static void put_words(Words items, std::array<std::int16_t*, lists_count>& lists, Words which) {
-    put_each(items, lists, which);
   }
 
   // Eight sums, two columns, a token and a product fit the sixteen registers; wider panels spill, as do sums within another

@@ -4,7 +4,7 @@
 namespace kvtide {
 namespace {
 
-struct Portable {
+struct Portable : LaneByLane {
   static constexpr std::size_t panels_max = 1;
   static constexpr std::size_t block_tokens = vector_block_tokens;
 
@@ -19,18 +19,6 @@ struct Portable {
 
   static void pull_part(const std::int16_t* from, std::size_t count, const std::int8_t* pulls, std::int16_t* out) {
     kvtide::pull_part(from, count, pulls, out);
-  }
-
-  static Words look_up(const Lookup& table, Words index) { return look_up_each(table, index); }
-
-  template <std::size_t lists_count>
-  static Words take_words(std::array<const std::int16_t*, lists_count>& lists, Words which) {
-    return take_each(lists, which);
-  }
-
-  template <std::size_t lists_count>
-  static void put_words(Words items, std::array<std::int16_t*, lists_count>& lists, Words which) {
-    put_each(items, lists, which);
   }
 
   template <std::size_t panels>

@@ -75,40 +75,44 @@ alignas(64) constexpr Lookup next_of = [] {
   return found;
 }();
 
-// The entry that each lane names, for instruction sets that have no instruction for it.
-[[maybe_unused]] Words look_up_each(const Lookup& table, Words index) {
-  std::int16_t found[word_lanes], at[word_lanes];
-  std::memcpy(at, &index, sizeof index);
-  for (std::size_t i = 0; i < word_lanes; ++i) found[i] = table[static_cast<std::size_t>(at[i])];
-  Words out;
-  std::memcpy(&out, found, sizeof out);
-  return out;
-}
-
-// Each lane takes the next item of the list that it names; one that names none, the last number, takes 0.
-template <std::size_t count>
-[[maybe_unused]] Words take_each(std::array<const std::int16_t*, count>& lists, Words which) {
-  std::int16_t found[word_lanes], named[word_lanes];
-  std::memcpy(named, &which, sizeof which);
-  for (std::size_t i = 0; i < word_lanes; ++i) {
-    const auto list = static_cast<std::size_t>(named[i]);
-    found[i] = list == count ? std::int16_t{0} : *lists[list]++;
+// What instruction sets without one instruction for it take.
+struct LaneByLane {
+  // The entry that each lane names.
+  static Words look_up(const Lookup& table, Words index) {
+    std::int16_t found[word_lanes], at[word_lanes];
+    std::memcpy(at, &index, sizeof index);
+    for (std::size_t i = 0; i < word_lanes; ++i) found[i] = table[static_cast<std::size_t>(at[i])];
+    Words out;
+    std::memcpy(&out, found, sizeof out);
+    return out;
   }
-  Words out;
-  std::memcpy(&out, found, sizeof out);
-  return out;
-}
 
-template <std::size_t count>
-[[maybe_unused]] void put_each(Words items, std::array<std::int16_t*, count>& lists, Words which) {
-  std::int16_t given[word_lanes], named[word_lanes];
-  std::memcpy(given, &items, sizeof items);
-  std::memcpy(named, &which, sizeof which);
-  for (std::size_t i = 0; i < word_lanes; ++i) {
-    const auto list = static_cast<std::size_t>(named[i]);
-    if (list != count) *lists[list]++ = given[i];
+  // Each lane takes the next item of the list that it names; one that names none, the last number, takes 0.
+  template <std::size_t count>
+  static Words take_words(std::array<const std::int16_t*, count>& lists, Words which) {
+    std::int16_t found[word_lanes], named[word_lanes];
+    std::memcpy(named, &which, sizeof which);
+    for (std::size_t i = 0; i < word_lanes; ++i) {
+      const auto list = static_cast<std::size_t>(named[i]);
+      found[i] = list == count ? std::int16_t{0} : *lists[list]++;
+    }
+    Words out;
+    std::memcpy(&out, found, sizeof out);
+    return out;
   }
-}
+
+  // The other way.
+  template <std::size_t count>
+  static void put_words(Words items, std::array<std::int16_t*, count>& lists, Words which) {
+    std::int16_t given[word_lanes], named[word_lanes];
+    std::memcpy(given, &items, sizeof items);
+    std::memcpy(named, &which, sizeof which);
+    for (std::size_t i = 0; i < word_lanes; ++i) {
+      const auto list = static_cast<std::size_t>(named[i]);
+      if (list != count) *lists[list]++ = given[i];
+    }
+  }
+};
 
 inline Words magnitude_of(Words values) { return values < 0 ? as_words(-as_wrapping(values)) : values; }
 inline Words with_sign_of(Words signs, Words magnitudes) { return signs < 0 ? as_words(-as_wrapping(magnitudes)) : magnitudes; }

@@ -275,7 +275,7 @@ def _third_of(items: Items, which: Which, path: str) -> Items:
 
 def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> tuple[Lists, bytes]:
     """Return the lists of a section, filled, and how a trellis shares them out; nothing without one."""
-    rows, (_, gains), values, *_ = levels
+    rows, (_, gains), values, _ = levels
     found = rows.planes(steps.final_units + THIRD * steps.refinements, refinement)
     after = [values[refinement]]
     for plane in found[:0:-1]:

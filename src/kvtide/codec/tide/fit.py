@@ -32,7 +32,7 @@ from kvtide.codec.tide.tables import rounded_tables, table_bytes
 class Cost(NamedTuple):
     """The budget of a profile: the most layers that a transform spans (0: none), rows at 16 bits, share of rows.
 
-    has_trellis: levels lie on one, which takes a processor without AVX-512 long to encode.
+    has_trellis: levels lie on one, looking for which takes two thirds of the time in which `light` is encoded.
     """
 
     layers_max: int
