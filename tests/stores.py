@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtide.tier.buffers import ALIGN_BYTES
-from kvtide.tier.disk.record import RecordHeader, RecordState
-from kvtide.tier.disk.segment import scan_segment, segment_number
+from kvtide.tier.disk.segment import RecordHeader, RecordState, scan_segment, segment_number
 from kvtide.tier.files import Files
 
 

@@ -9,7 +9,7 @@ from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter
 from kvtide.plan import Way
 from kvtide.store.load.access import WHY_OF_WAY
 from kvtide.tier.disk import DiskTier
-from kvtide.tier.disk.checkpoint import RemovalJournal
+from kvtide.tier.disk.directory import RemovalJournal
 from kvtide.types import Namespace
 
 NAMESPACE = Namespace(b"n" * 32)

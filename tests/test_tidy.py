@@ -31,7 +31,7 @@ def test_source_keeps_the_house_rules(package: str, capsys: pytest.CaptureFixtur
         ("explain.py", "eval('1')", "eval"),
         ("explain.py", "import os\nos.environ['A']", "environment"),
         ("explain.py", "# TODO later", "issue number"),
-        ("explain.py", "\n" * 401, "longer than 400"),
+        ("explain.py", "\n" * 701, "longer than 700"),
         ("explain.py", "def f():\n" + "    x = 1\n" * 60, "longer than 60"),
         ("novel.py", "x = 1", "no import rank"),
         ("explain.py", 'class Seen:\n    """What was seen."""', "begins with a relative clause"),

@@ -37,7 +37,7 @@ OPEN = {
     *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.source"),
     *("tier.http.records", "tier.stack.invalidation"),
     *("engines.paged.device", "plan.base", "plan.policies"),
-    *("store.repack", "store.load.job", "store.load.run", "store.load.sparse", "store.load.streamed"),
+    *("store.repack", "store.load.run", "store.load.run", "store.load.sparse", "store.load.streamed"),
 }
 # Kernels are the same algorithm in another language: they read the tables of the one in Python.
 TWINS = {"engines.gpu": ("codec.tide", "codec.entropy", "codec.published")}

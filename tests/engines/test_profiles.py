@@ -164,7 +164,7 @@ def test_command_names_fingerprints_and_no_passwords() -> None:
 
 
 def test_child_calibrates_while_the_model_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.store.following.LOOK_S", 0.2)
+    monkeypatch.setattr("kvtide.store.profiles.LOOK_S", 0.2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     model, store = loaded(saved("Llama", tmp_path / "model")), str(tmp_path / "store")
     options: dict[str, Any] = {"codec": "tide-light", "block_tokens": BLOCK, "calibrate": "background"}

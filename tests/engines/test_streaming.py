@@ -23,8 +23,7 @@ from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.keys import block_keys
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.plan import Judge, PrefillSpeed, Way
-from kvtide.store.load.job import LoadRequest
-from kvtide.store.load.run import FetchLimits
+from kvtide.store.load.run import FetchLimits, LoadRequest
 from kvtide.store.load.streamed import Streamed
 from kvtide.testing import namespace
 from kvtide.tier.base import IsPinned

@@ -32,8 +32,14 @@ from kvtide.testing import block_meta, smooth_bits
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk import DiskTier
-from kvtide.tier.disk.record import RecordHeader, SegmentHeader, pack_record_header, pack_segment_header, record_bytes
-from kvtide.tier.disk.segment import segment_name
+from kvtide.tier.disk.segment import (
+    RecordHeader,
+    SegmentHeader,
+    pack_record_header,
+    pack_segment_header,
+    record_bytes,
+    segment_name,
+)
 from kvtide.tier.files import Files
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId

@@ -24,8 +24,7 @@ from kvtide.codec import LosslessCodec
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.plan import LinkEstimate, PrefillSpeed
 from kvtide.plan.policies import Layered, TwoEnded
-from kvtide.store.load.job import LoadRequest
-from kvtide.store.load.run import FetchLimits, FetchRun
+from kvtide.store.load.run import FetchLimits, FetchRun, LoadRequest
 from kvtide.store.load.streamed import Streamed
 from kvtide.tier.http.peer import PeerSettings
 from kvtide.tier.http.tier import http_tier

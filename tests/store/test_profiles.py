@@ -24,9 +24,9 @@ from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.store import ProfileStore, ProfileVersion, newest_of, profile_name, profiles
 from kvtide.store.cache import Cache, cache_for
-from kvtide.store.following import LOOK_S, LOOK_S_MAX, RENEW_S, START_S_MAX
 from kvtide.store.load import MissReason, Whole
 from kvtide.store.notes import VERSION_CODEC, write_note
+from kvtide.store.profiles import LOOK_S, LOOK_S_MAX, RENEW_S, START_S_MAX
 from kvtide.store.storing import PendingBlock
 from kvtide.testing import smooth_bits
 from kvtide.tier import Tier
@@ -248,7 +248,7 @@ def test_model_that_changes_during_a_look_gets_no_profile_of_the_one_before(
 
 
 def test_profiles_in_memory_are_bounded(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.store.following.FOUND_MAX", 1)
+    monkeypatch.setattr("kvtide.store.profiles.FOUND_MAX", 1)
     with awaiting(tmp_path, clock) as cache:
         put(cache, FIRST)
         cache.profiles.seek(NAME, "")

@@ -16,17 +16,21 @@ from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, objec
 from kvtide.tier import Tier
 from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer
 from kvtide.tier.disk import DiskTier
-from kvtide.tier.disk.checkpoint import parse_checkpoint
-from kvtide.tier.disk.record import (
+from kvtide.tier.disk.directory import parse_checkpoint
+from kvtide.tier.disk.segment import (
+    PIECE_BYTES,
+    STAGING_BYTES,
     RecordHeader,
     RecordState,
+    Scan,
     SegmentHeader,
     pack_record_header,
     pack_segment_header,
     parse_record_header,
     parse_segment_header,
+    scan_segment,
+    segment_name,
 )
-from kvtide.tier.disk.segment import PIECE_BYTES, STAGING_BYTES, Scan, scan_segment, segment_name
 from kvtide.tier.files import Files
 from kvtide.wire import NO_LABEL, ObjectLabel
 

@@ -14,7 +14,7 @@ from kvtide.evict.ranking import FrequencyRanking, RankHeap, RecencyRanking, Sco
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.buffers import BufferPool, Recycler, aligned_buffer, is_aligned, touch
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.ram.framed import Arena, Span, frame_bytes_for
+from kvtide.tier.ram.memory import Arena, Span, frame_bytes_for
 
 PAGE = 4096
 

@@ -11,7 +11,7 @@ import pytest
 from tests.tier.test_log import open_tier
 
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier.disk.opened import OPEN_MAX, OpenSegments
+from kvtide.tier.disk.segment import OPEN_MAX, OpenSegments
 from kvtide.tier.files import Files
 
 

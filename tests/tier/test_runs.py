@@ -12,7 +12,7 @@ from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.stack.faults import LOOK_UPS_MAX
+from kvtide.tier.stack.tier import LOOK_UPS_MAX
 from kvtide.types import ObjectId
 from kvtide_lab.wrapped import Counting
 

@@ -13,7 +13,7 @@ from kvtide.index import ListedBlock
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.disk import DiskTier
-from kvtide.tier.disk.checkpoint import JOURNAL_BYTES_MAX, RemovalJournal
+from kvtide.tier.disk.directory import JOURNAL_BYTES_MAX, RemovalJournal
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.url import open_tier

@@ -13,9 +13,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.index.policy import EvictionPolicy, Use
 from kvtide.index.rebuild import ListedBlock, Rebuild
-from kvtide.index.tree import TIERS_MAX, USUAL_SIZE, Anchor, Run, Tree, mark_tier, tier_bit_of, tier_blocks
+from kvtide.index.tree import (
+    TIERS_MAX,
+    USUAL_SIZE,
+    Anchor,
+    EvictionPolicy,
+    Run,
+    Tree,
+    Use,
+    mark_tier,
+    tier_bit_of,
+    tier_blocks,
+)
 from kvtide.types import BlockKey, Namespace
 
 

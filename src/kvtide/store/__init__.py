@@ -1,10 +1,10 @@
 """The cache that engines use: match, load, store."""
 
 from kvtide.store.cache import Cache, cache_for
-from kvtide.store.moves import Move, Moves
+from kvtide.store.load import BlockSource
 from kvtide.store.notes import NOTES
 from kvtide.store.profiles import ProfileStore, ProfileVersion, newest_of, profile_name
-from kvtide.store.storing import BlockSource, PendingBlock
+from kvtide.store.storing import Move, Moves, PendingBlock
 
 __all__ = [
     "NOTES",

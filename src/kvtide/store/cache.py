@@ -23,12 +23,21 @@ from kvtide.group import Hit, Parts, hit_of
 from kvtide.index import LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
 from kvtide.plan import Judge
-from kvtide.store.following import ProfileFollower
-from kvtide.store.load import Backfill, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
-from kvtide.store.moves import Moves, PlaceNotes
+from kvtide.store.load import Backfill, BlockSource, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.notes import read_judge, write_judge
-from kvtide.store.placing import QUEUE_TIER, CoarseBlocks, FaultGuard, Placer
-from kvtide.store.storing import Admission, BlockSource, PendingBlock, QueuedBlock, Storer
+from kvtide.store.profiles import ProfileFollower
+from kvtide.store.storing import (
+    QUEUE_TIER,
+    Admission,
+    CoarseBlocks,
+    FaultGuard,
+    Moves,
+    PendingBlock,
+    PlaceNotes,
+    Placer,
+    QueuedBlock,
+    Storer,
+)
 from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack

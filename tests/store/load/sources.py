@@ -17,8 +17,8 @@ from kvtide.index import LruPolicy, RadixIndex
 from kvtide.outcomes import DecisionCounter
 from kvtide.plan import Judge, PrefillSpeed
 from kvtide.store.load import Backfill, LoadAccess, LoadWorkers
-from kvtide.store.load.job import FetchJob, LoadRequest, layered_job
-from kvtide.store.placing import FaultGuard
+from kvtide.store.load.run import FetchJob, LoadRequest, layered_job
+from kvtide.store.storing import FaultGuard
 from kvtide.testing import block_meta
 from kvtide.tier.base import Buffer, ObjectInfo
 from kvtide.tier.breaker import caller_deadline_s

@@ -10,7 +10,7 @@ from kvtide.clock import SystemClock
 from kvtide.errors import CorruptPayload
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import Progress, is_ready
-from kvtide.store.load.job import LoadRequest, ObjectRange, layered_job, level_job
+from kvtide.store.load.run import LoadRequest, ObjectRange, layered_job, level_job
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.source import read_heads, read_range
 

@@ -23,8 +23,7 @@ from kvtide.clock import SystemClock
 from kvtide.plan import LinkEstimate, PrefillSpeed
 from kvtide.plan.base import Plan, Progress, Reason, Request, StreamPolicy
 from kvtide.plan.policies import CachegenRule, Layered, TwoEnded
-from kvtide.store.load.job import FetchJob, LoadRequest, level_job
-from kvtide.store.load.run import Engine, FetchLimits, FetchReport, FetchRun
+from kvtide.store.load.run import Engine, FetchJob, FetchLimits, FetchReport, FetchRun, LoadRequest, level_job
 from kvtide.wire.receiver import Receiver
 from kvtide_lab.bench.services import wait_until
 

@@ -23,8 +23,7 @@ from kvtide.index import LruPolicy, RadixIndex
 from kvtide.plan import JudgeRecord
 from kvtide.store import Cache
 from kvtide.store.load import sparse
-from kvtide.store.load.fronts import FrontsWanted, PackedFront, PackedPart
-from kvtide.store.load.sparse import SparseLoad
+from kvtide.store.load.sparse import FrontsWanted, PackedFront, PackedPart, SparseLoad
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.tier.base import WrappedTier
 from kvtide.tier.breaker import caller_deadline_s

@@ -247,8 +247,7 @@ class WorkerHalf:
     def _stream(self, load: PageLoad, kept: int, how: StreamOrder) -> LoadReport:
         """Bring the base of all blocks, refinements until then, and write each page once."""
         # Who streams nothing needs none of it.
-        from kvtide.store.load.job import LoadRequest
-        from kvtide.store.load.run import FetchLimits
+        from kvtide.store.load.run import FetchLimits, LoadRequest
         from kvtide.store.load.streamed import Streamed
 
         left_s, until_s = self._left_s(load), load.started_s + how.within_s - self._clock.monotonic_s()

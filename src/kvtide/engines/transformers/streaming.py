@@ -15,7 +15,7 @@ from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
 from kvtide.plan.policies import ImportanceFirst, policy_named
 from kvtide.store.load import QUALITY_SLACK
-from kvtide.store.load.job import LoadRequest
+from kvtide.store.load.run import LoadRequest
 
 
 class StreamSettings(NamedTuple):

@@ -6,16 +6,144 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.evict.hint import TENANTS_MAX, AdvisedPolicy, Hint, Sessions
-from kvtide.evict.policies.sizes import Sizes
-from kvtide.evict.policies.states import LinkedStates
 from kvtide.evict.ranking import EvictionOrder, MayGo, States
-from kvtide.index import EvictionPolicy, RadixIndex
+from kvtide.index import USUAL_SIZE, EvictionPolicy, RadixIndex
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _log = logging.getLogger(__name__)
+
+# Objects whose mean size says how many fit, and how far the plan may be off.
+_COUNT_MIN = 16
+_PLAN_SLACK = 1.25
+# Each object moves its namespace's size by this part of the difference; less of a difference than this is none.
+_RATE = 1 / 16
+_ALIKE = 1.1
+
+
+class Sizes:
+    """Bytes of objects, all together and by namespace; the first one has the usual size. Not thread-safe."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._of: dict[ObjectId, int] = {}
+        self.used_bytes = 0
+        self._usual_bytes = 0
+        # Means of the namespaces heard of lately.
+        self._means: OrderedDict[Namespace, float] = OrderedDict()
+
+    def enter(self, object_id: ObjectId, size: int) -> None:
+        """Note an object that is here from now on."""
+        self._of[object_id] = size
+        self.used_bytes += size
+        self._usual_bytes = self._usual_bytes or max(1, size)
+        mean = self._means.pop(object_id.namespace, float(size))
+        self._means[object_id.namespace] = mean + _RATE * (size - mean)
+        if len(self._means) > TENANTS_MAX:
+            self._means.popitem(last=False)
+
+    def leave(self, object_id: ObjectId) -> None:
+        """Note that an object is here no more; one that did not enter is ignored."""
+        self.used_bytes -= self._of.pop(object_id, 0)
+
+    def fitting(self, planned_blocks: int) -> int:
+        """Return how many objects of the mean size fit; what is planned if that is about as many, or few are here."""
+        if len(self._of) < _COUNT_MIN or not self.used_bytes:
+            return planned_blocks
+        blocks = max(1, self._bytes_max * len(self._of) // self.used_bytes)
+        return planned_blocks if 1 / _PLAN_SLACK <= blocks / planned_blocks <= _PLAN_SLACK else blocks
+
+    def of(self, namespace: Namespace) -> int:
+        """Return the size that a namespace's next blocks will have; of one not heard of, as large as the mean."""
+        mean = self._means.get(namespace, self.used_bytes / max(1, len(self._of)))
+        return self.measured(mean) if mean else USUAL_SIZE
+
+    def measured(self, size: float) -> int:
+        """Return the size of an object of so many bytes, as an index takes it."""
+        share = size / self._usual_bytes
+        return USUAL_SIZE if 1 / _ALIKE < share < _ALIKE else max(1, round(USUAL_SIZE * share))
+
+
+# Links of states that may come, those of the latest prompts.
+LINKS_MAX = 1 << 14
+
+
+class _Link(NamedTuple):
+    """The state's block, the deepest state of its prompt before it, and whether a prompt ended there."""
+
+    block: BlockKey
+    before: ObjectId | None
+    is_end: bool
+
+
+class LinkedStates:
+    """The states that are here, by block, and those that may come. Not thread-safe: its order locks."""
+
+    def __init__(self) -> None:
+        self._announced: OrderedDict[ObjectId, _Link] = OrderedDict()
+        self._links: dict[ObjectId, _Link] = {}
+        self._of: dict[BlockKey, list[ObjectId]] = {}
+        self._superseded: set[ObjectId] = set()
+
+    def __contains__(self, state: ObjectId) -> bool:
+        return state in self._links
+
+    def announce(self, keys: Sequence[BlockKey], states: Sequence[ObjectId]) -> None:
+        """Link the states that a prompt may leave, one a block, to its blocks."""
+        before = None
+        for block, state in zip(keys, states, strict=True):
+            if state in self._links:
+                before = state
+            else:
+                self._announce(state, _Link(block, before, block == keys[-1]))
+
+    def _announce(self, state: ObjectId, link: _Link) -> None:
+        self._announced[state] = link
+        self._announced.move_to_end(state)
+        if len(self._announced) > LINKS_MAX:
+            self._announced.popitem(last=False)
+
+    def block_of(self, state: ObjectId) -> BlockKey | None:
+        """Return the block of a state that is announced or here; None for an object that no prompt named."""
+        link = self._links.get(state) or self._announced.get(state)
+        return None if link is None else link.block
+
+    def enter(self, state: ObjectId) -> ObjectId | None:
+        """Note that an announced state is here; return the one that it supersedes, if it does."""
+        link = self._links[state] = self._announced.pop(state)
+        self._of.setdefault(link.block, []).append(state)
+        before = link.before
+        if before is None or before in self._superseded or before not in self._links or not self._links[before].is_end:
+            return None
+        self._superseded.add(before)
+        return before
+
+    def use(self, state: ObjectId) -> None:
+        """Note a read of a state that is here. One that was superseded is where prompts branch: it stays."""
+        if state in self._superseded:
+            self._superseded.remove(state)
+            self._links[state] = self._links[state]._replace(is_end=False)
+
+    def leave(self, state: ObjectId) -> None:
+        """Note that a state is not here any more; it may come back."""
+        link = self._links.pop(state)
+        self._of[link.block].remove(state)
+        if not self._of[link.block]:
+            del self._of[link.block]
+        self._superseded.discard(state)
+        self._announce(state, link)
+
+    def of(self, block: BlockKey) -> Sequence[ObjectId]:
+        """Return the states of a block that are here."""
+        return self._of.get(block, ())
+
+    def current_of(self, block: BlockKey) -> list[ObjectId]:
+        """Return those of them that are not superseded."""
+        return [state for state in self.of(block) if state not in self._superseded]
+
 
 # Makes a policy for an account that may hold so many blocks.
 PolicyOf = Callable[[int], EvictionPolicy]

@@ -2,6 +2,7 @@
 
 from kvtide.store.load.access import (
     QUALITY_SLACK,
+    BlockSource,
     Guarded,
     LoadAccess,
     LoadReport,
@@ -16,6 +17,7 @@ from kvtide.store.load.whole import Whole
 __all__ = [
     "QUALITY_SLACK",
     "Backfill",
+    "BlockSource",
     "Guarded",
     "LoadAccess",
     "LoadReport",

@@ -27,7 +27,6 @@ from kvtide.index import RadixIndex
 from kvtide.outcomes import Choice, DecisionCounter, Why
 from kvtide.plan import Judge, Way
 from kvtide.store.load.backfill import Backfill
-from kvtide.store.storing import BlockSource
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId, Section
@@ -41,6 +40,8 @@ AHEAD_THREADS = 2
 # Curves are float32, and headers round up.
 QUALITY_SLACK = 2e-3
 
+# Returns the block's bits: the same at every call, from any thread. It keeps at most the block's raw bytes alive.
+BlockSource = Callable[[], BlockBits]
 # Called with the block's position in the load and its bits, which are valid during the call only. May be called from
 # several threads at once, for different blocks, in any order.
 BlockSink = Callable[[int, BlockBits], None]

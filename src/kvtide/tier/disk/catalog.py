@@ -11,11 +11,10 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from kvtide.evict import EvictionOrder, Hint, States
-from kvtide.tier.disk.record import RecordHeader, record_bytes
+from kvtide.tier.disk.segment import CatalogEntry, record_bytes
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
 
@@ -24,19 +23,6 @@ _GIVEN_UP_SHARE = 0.5
 REFUSED_MAX = 4096
 # Where an object is: its segment and its bytes there.
 PlaceOf = Callable[[ObjectId], tuple[int, int] | None]
-
-
-@dataclass(slots=True, eq=False)
-class CatalogEntry:
-    """One copy of an object. `uses` counts readings since the copy was written or last passed over by eviction.
-
-    `seal` is the checksum of its live header as it was last seen, so that a read need not parse the header again.
-    """
-
-    header: RecordHeader
-    last_use_ms: int
-    uses: int = 0
-    seal: bytes = b""
 
 
 class Catalog:

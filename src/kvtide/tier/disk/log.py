@@ -21,10 +21,21 @@ from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder
 from kvtide.tier.base import Buffer, IsPinned, LentObject, Offer
 from kvtide.tier.buffers import ALIGN_BYTES, BufferPool, aligned_buffer
-from kvtide.tier.disk.catalog import Catalog, CatalogEntry, GivenUp, Lineage, bytes_of, fitting
+from kvtide.tier.disk.catalog import Catalog, GivenUp, Lineage, bytes_of, fitting
 from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
-from kvtide.tier.disk.record import RecordHeader, RecordState, SegmentHeader, align_up, record_bytes, stamp_ms
-from kvtide.tier.disk.segment import STAGING_BYTES, RecordReader, SegmentWriter, lend_record
+from kvtide.tier.disk.segment import (
+    STAGING_BYTES,
+    CatalogEntry,
+    RecordHeader,
+    RecordReader,
+    RecordState,
+    SegmentHeader,
+    SegmentWriter,
+    align_up,
+    lend_record,
+    record_bytes,
+    stamp_ms,
+)
 from kvtide.tier.files import Files
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import ObjectLabel, object_label

@@ -6,34 +6,163 @@ Invariant: a record's header page is written after its body, so a header that st
 from __future__ import annotations
 
 import os
+import struct
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import xxhash
 
 from kvtide.tier.base import Buffer, FilePart, LentObject
 from kvtide.tier.buffers import ALIGN_BYTES, BufferPool, aligned_buffer, copy_bytes, is_aligned
-from kvtide.tier.disk.catalog import CatalogEntry
-from kvtide.tier.disk.opened import OpenSegments
-from kvtide.tier.disk.record import (
-    RecordHeader,
-    RecordState,
-    SegmentHeader,
-    align_up,
-    header_seal,
-    is_of_other_version,
-    pack_record_header,
-    pack_segment_header,
-    parse_record_header,
-    parse_segment_header,
-    record_bytes,
-    record_state,
-)
 from kvtide.tier.files import Files
-from kvtide.wire import HEADER_BYTES
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import HEADER_BYTES, ObjectLabel
+
+_RECORD_MAGIC = b"\x89KVREC\r\n"
+_SEGMENT_MAGIC = b"\x89KVSEG\r\n"
+_VERSION = 2
+_RECORD = struct.Struct("<8sHHI32s32s16sQQQQQ32sI68s")
+_SEGMENT = struct.Struct("<8sHHIQQQ200s")
+_CHECKED_BYTES = 240
+_HEADER_BYTES = 256
+# The end of the year 9999: times after it are a clock's fault.
+_WALL_S_MAX = 253_402_300_799.0
+
+assert _RECORD.size == _CHECKED_BYTES
+assert _SEGMENT.size == _CHECKED_BYTES
+
+
+class RecordState(IntEnum):
+    """The state of a record: whether its object may be served. The numbers are stored."""
+
+    LIVE = 1
+    REMOVED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """One record: whose object it holds, where it stands and how long the object is."""
+
+    id: ObjectId
+    label: ObjectLabel
+    segment: int
+    sequence: int
+    offset: int
+    size: int
+    stored_ms: int
+    state: RecordState = RecordState.LIVE
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """One segment file. `removals` counts records marked removed, so that a checkpoint shows its age."""
+
+    number: int
+    created_ms: int
+    removals: int
+
+
+def align_up(size: int) -> int:
+    """Return the next multiple of ALIGN_BYTES."""
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def record_bytes(size: int) -> int:
+    """Return the bytes that a record of an object of this size takes: a header page and whole pages of body."""
+    return ALIGN_BYTES + align_up(size)
+
+
+def stamp_ms(wall_s: float) -> int:
+    """Return a wall time as headers have it, in milliseconds; before 1970 is 1970, after 9999 its end."""
+    return int(min(max(0.0, wall_s), _WALL_S_MAX) * 1000)
+
+
+def pack_record_header(header: RecordHeader) -> bytes:
+    """Return the record's header page."""
+    fields = _RECORD.pack(
+        _RECORD_MAGIC,
+        _VERSION,
+        _HEADER_BYTES,
+        header.state,
+        header.id.key,
+        header.id.namespace,
+        header.label.codec,
+        header.segment,
+        header.sequence,
+        header.offset,
+        header.size,
+        header.stored_ms,
+        header.label.parent,
+        header.label.start,
+        b"",
+    )
+    return (fields + xxhash.xxh3_128_digest(fields)).ljust(ALIGN_BYTES, b"\0")
+
+
+def header_seal(page: bytes | memoryview) -> bytes:
+    """Return the checksum in a header page, unchecked: equal ones are of equal headers."""
+    return bytes(page[_CHECKED_BYTES:_HEADER_BYTES])
+
+
+def record_state(page: memoryview, expected: RecordHeader) -> RecordState | None:
+    """Return the state of the expected record by its header page; None if it is not what stands here."""
+    found = parse_record_header(page, expected.segment, expected.offset)
+    return found.state if found is not None and replace(found, state=expected.state) == expected else None
+
+
+def parse_record_header(page: bytes | bytearray | memoryview, segment: int, offset: int) -> RecordHeader | None:
+    """Return the record header at this place; None if there is none or anything is off."""
+    fields = _checked_fields(page, _RECORD, _RECORD_MAGIC)
+    if fields is None:
+        return None
+    state, key, namespace, codec, number, sequence, at, size, stored_ms, parent, start = fields[3:14]
+    if (number, at) != (segment, offset) or state not in RecordState.__members__.values():
+        return None
+    object_id = ObjectId(Namespace(namespace), BlockKey(key))
+    label = ObjectLabel(codec, parent, start)
+    return RecordHeader(object_id, label, number, sequence, at, size, stored_ms, RecordState(state))
+
+
+def pack_segment_header(header: SegmentHeader) -> bytes:
+    """Return the segment's first page."""
+    fields = (_SEGMENT_MAGIC, _VERSION, _HEADER_BYTES, 0, header.number, header.created_ms, header.removals, b"")
+    packed = _SEGMENT.pack(*fields)
+    return (packed + xxhash.xxh3_128_digest(packed)).ljust(ALIGN_BYTES, b"\0")
+
+
+def parse_segment_header(page: bytes | bytearray | memoryview) -> SegmentHeader | None:
+    """Return the segment header; None if anything is off."""
+    fields = _checked_fields(page, _SEGMENT, _SEGMENT_MAGIC)
+    return None if fields is None else SegmentHeader(*fields[4:7])
+
+
+def is_of_other_version(page: bytes | bytearray | memoryview) -> bool:
+    """Tell whether this whole segment header is of a version that this code does not read."""
+    return _is_whole(page, _SEGMENT_MAGIC) and _SEGMENT.unpack_from(page)[1] != _VERSION
+
+
+def _checked_fields(
+    page: bytes | bytearray | memoryview, layout: struct.Struct, magic: bytes
+) -> tuple[Any, ...] | None:
+    if not _is_whole(page, magic):
+        return None
+    fields = layout.unpack_from(page)
+    return fields if fields[1:3] == (_VERSION, _HEADER_BYTES) else None
+
+
+def _is_whole(page: bytes | bytearray | memoryview, magic: bytes) -> bool:
+    view = memoryview(page)
+    if len(view) < _HEADER_BYTES or view[: len(magic)] != magic:
+        return False
+    return xxhash.xxh3_128_digest(view[:_CHECKED_BYTES]) == view[_CHECKED_BYTES:_HEADER_BYTES]
+
 
 # Bodies that are not page-aligned in memory pass through buffers of this size; the last two pages take ends.
 STAGING_BYTES = 1 << 20
@@ -215,6 +344,19 @@ def _tail_page(staging: memoryview, rest: memoryview) -> memoryview:
     return page
 
 
+@dataclass(slots=True, eq=False)
+class CatalogEntry:
+    """One copy of an object. `uses` counts readings since the copy was written or last passed over by eviction.
+
+    `seal` is the checksum of its live header as it was last seen, so that a read need not parse the header again.
+    """
+
+    header: RecordHeader
+    last_use_ms: int
+    uses: int = 0
+    seal: bytes = b""
+
+
 class RecordReader:
     """Reads records into callers' buffers: page-aligned ones directly, others through staging buffers."""
 
@@ -341,3 +483,78 @@ def lend_record(
         return state, None
     head, release = bytes(pages[ALIGN_BYTES:]), partial(files.close, descriptor)
     return state, LentObject(expected.size, head, (), FilePart(descriptor, body), release)
+
+
+OPEN_MAX = 64
+
+
+@dataclass(slots=True, eq=False)
+class OpenSegment:
+    """A file and how many read from it now. One that is dropped is closed by the last of them."""
+
+    number: int
+    descriptor: int
+    users: int = 1
+    is_dropped: bool = False
+
+
+class OpenSegments:
+    """Opens files at first use and keeps them; those opened first go first. Safe to use from several threads."""
+
+    def __init__(self, files: Files, path: Callable[[int], str]) -> None:
+        self._files = files
+        self._path = path
+        self._lock = threading.Lock()
+        self._held: dict[int, OpenSegment] = {}
+
+    def take(self, number: int) -> OpenSegment:
+        """Return the segment's file, open around the page cache, until it is given back. OSError as opening has."""
+        with self._lock:
+            held = self._held.get(number)
+            if held is not None:
+                held.users += 1
+        if held is not None:
+            # A store that was removed, or made again under the same name, is not the one that we have open.
+            if not self._files.is_unlinked(held.descriptor):
+                return held
+            self.drop(number)
+            self.give_back(held)
+        opened = OpenSegment(number, self._files.open_direct(self._path(number), os.O_RDONLY))
+        with self._lock:
+            closable = [self._drop(number), self._drop(next(iter(self._held))) if len(self._held) >= OPEN_MAX else -1]
+            self._held[number] = opened
+        self._close(closable)
+        return opened
+
+    def give_back(self, segment: OpenSegment) -> None:
+        """End the use of a file that `take` returned."""
+        with self._lock:
+            segment.users -= 1
+            is_last = segment.is_dropped and not segment.users
+        if is_last:
+            self._files.close(segment.descriptor)
+
+    def drop(self, number: int) -> None:
+        """Close a segment's file if it is open, once nobody reads from it."""
+        with self._lock:
+            closable = [self._drop(number)]
+        self._close(closable)
+
+    def close(self) -> None:
+        """Drop all files."""
+        with self._lock:
+            closable = [self._drop(number) for number in list(self._held)]
+        self._close(closable)
+
+    def _drop(self, number: int) -> int:
+        """Forget a file. Return its descriptor if it is to be closed now, else -1."""
+        held = self._held.pop(number, None)
+        if held is None:
+            return -1
+        held.is_dropped = True
+        return -1 if held.users else held.descriptor
+
+    def _close(self, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                self._files.close(descriptor)

@@ -18,11 +18,9 @@ from kvtide.evict import EvictionOrder, Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved
-from kvtide.tier.disk.catalog import CatalogEntry
-from kvtide.tier.disk.checkpoint import JOURNAL_BYTES_MAX, RemovalJournal
-from kvtide.tier.disk.directory import side_file_bytes_max
+from kvtide.tier.disk.directory import JOURNAL_BYTES_MAX, RemovalJournal, side_file_bytes_max
 from kvtide.tier.disk.log import SegmentLog
-from kvtide.tier.disk.record import RecordState, stamp_ms
+from kvtide.tier.disk.segment import CatalogEntry, RecordState, stamp_ms
 from kvtide.tier.files import Files
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire import NO_LABEL

@@ -3,18 +3,383 @@
 from __future__ import annotations
 
 import logging
+import threading
+from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, Protocol
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvtide.clock import Clock
-from kvtide.errors import DeviceFault, TierUnavailable
-from kvtide.evict import EvictionOrder
-from kvtide.tier.base import Buffer, IsPinned, LentObject
-from kvtide.tier.buffers import copy_bytes, touch
-from kvtide.tier.ram.framed import Arena, FramedTier, Frames, Resident
-from kvtide.types import ObjectId
-from kvtide.wire import HEADER_BYTES
+from kvtide.errors import DeviceFault, TierFull, TierUnavailable
+from kvtide.evict import EvictionOrder, Hint, RankedOrder, States
+from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved, Removals
+from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer, copy_bytes, touch
+from kvtide.types import BlockKey, ObjectId, TierStats
+from kvtide.wire import HEADER_BYTES, object_label
+
+FramesT = TypeVar("FramesT", bound="Frames")
+_FRAME_BYTES_MAX = 64 << 10
+_FRAMES_WANTED = 4096
+
+
+class Span(NamedTuple):
+    """Frames `[start, stop)`."""
+
+    start: int
+    stop: int
+
+
+def frame_bytes_for(bytes_max: int) -> int:
+    """Return a frame size: a page, more where there are so many that the last, half-empty frame does not matter."""
+    size = ALIGN_BYTES
+    while size < _FRAME_BYTES_MAX and bytes_max // (2 * size) >= _FRAMES_WANTED:
+        size *= 2
+    return size
+
+
+class Frames:
+    """Frames of at most `bytes_max` and their holders, wherever they lie. Not thread-safe: its owner locks."""
+
+    def __init__(self, bytes_max: int, frame_bytes: int) -> None:
+        self.frame_bytes = frame_bytes
+        self.frames = bytes_max // self.frame_bytes
+        # Ordered, with a gap between any two: neighbours are one run.
+        self._free = [Span(0, self.frames)] if self.frames else []
+        self._free_frames = self.frames
+
+    def frames_of(self, size: int) -> int:
+        """Return how many frames an object of this size takes."""
+        return -(-size // self.frame_bytes)
+
+    @property
+    def free_frames(self) -> int:
+        """Return how many frames are free."""
+        return self._free_frames
+
+    def take(self, size: int) -> list[Span] | None:
+        """Take frames for an object: one run if there is one, else the longest ones. None if too few are free."""
+        wanted = self.frames_of(size)
+        if wanted > self._free_frames:
+            return None
+        self._free_frames -= wanted
+        taken = []
+        while wanted:
+            position = next((i for i, run in enumerate(self._free) if run.stop - run.start >= wanted), None)
+            if position is None:
+                position = max(range(len(self._free)), key=lambda i: self._free[i].stop - self._free[i].start)
+            run = self._free[position]
+            cut = min(run.stop, run.start + wanted)
+            taken.append(Span(run.start, cut))
+            wanted -= cut - run.start
+            if cut == run.stop:
+                del self._free[position]
+            else:
+                self._free[position] = Span(cut, run.stop)
+        return taken
+
+    def give_back(self, runs: list[Span]) -> None:
+        """Make frames free again. Whoever reads them still must not."""
+        for run in runs:
+            self._free_frames += run.stop - run.start
+            position = bisect_left(self._free, run)
+            start, stop = run
+            if position < len(self._free) and self._free[position].start == stop:
+                stop = self._free.pop(position).stop
+            if position and self._free[position - 1].stop == start:
+                position -= 1
+                start = self._free.pop(position).start
+            self._free.insert(position, Span(start, stop))
+
+    def check(self, taken: list[Span]) -> None:
+        """AssertionError unless the free frames and these are all frames, each once."""
+        everything = sorted([*self._free, *taken])
+        assert sum(run.stop - run.start for run in everything) == self.frames
+        assert all(left.stop == right.start for left, right in pairwise(everything))
+        assert self._free_frames == sum(run.stop - run.start for run in self._free)
+        assert all(left.stop < right.start for left, right in pairwise(self._free))
+
+
+class Arena(Frames):
+    """Frames of this machine's memory, taken from the system as it is first used."""
+
+    def __init__(self, bytes_max: int, frame_bytes: int) -> None:
+        super().__init__(bytes_max, frame_bytes)
+        self.memory = aligned_buffer(self.frames * self.frame_bytes)
+
+    def views(self, runs: list[Span], size: int) -> list[memoryview]:
+        """Return the memory of an object of this size."""
+        views = []
+        for run in runs:
+            view = self.memory[run.start * self.frame_bytes : run.stop * self.frame_bytes][:size]
+            views.append(view)
+            size -= len(view)
+        return views
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """An object in its frames, `parent` the block before it; `leases` are those who read it."""
+
+    runs: list[Span]
+    size: int
+    parent: BlockKey
+    last_use_s: float
+    leases: int = 0
+    is_dropped: bool = False
+
+
+class Held(NamedTuple, Generic[FramesT]):
+    """An object that somebody reads, and the frames that it lies in."""
+
+    resident: Resident
+    frames: FramesT
+
+
+class FramedTier(ABC, Generic[FramesT]):
+    """Keeps copies of objects in at most `bytes_max`; they leave in an order of this tier's, by default by last use.
+
+    Objects take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        bytes_max: int,
+        clock: Clock,
+        is_pinned: IsPinned,
+        order: EvictionOrder | None = None,
+        frame_bytes: int | None = None,
+    ) -> None:
+        if bytes_max <= 0:
+            raise ValueError(f"bytes_max of the {self.name} tier must be positive, got {bytes_max}")
+        if frame_bytes is not None and (frame_bytes <= 0 or frame_bytes % ALIGN_BYTES):
+            raise ValueError(f"frame_bytes must be a multiple of {ALIGN_BYTES}, got {frame_bytes}")
+        self._frame_bytes = frame_bytes or frame_bytes_for(bytes_max)
+        self._bytes_max = bytes_max
+        self._clock = clock
+        self._is_pinned = is_pinned
+        self.order = RankedOrder() if order is None else order
+        self._lock = threading.Lock()
+        self._frames: FramesT | None = None
+        self._residents: dict[ObjectId, Resident] = {}
+        # Dropped, but somebody reads them; and being written, so not yet to be found.
+        self._unlisted: list[Resident] = []
+        self._removed = Removals()
+        self._used_bytes = 0
+        self._hits = self._misses = self._evictions = 0
+        self._on_removed: OnRemoved = lambda object_ids: None
+        self._offer: Offer = lambda object_id, size, fill: None
+
+    @abstractmethod
+    def _reserve(self) -> FramesT:
+        """Return frames. TierUnavailable if they can't be had."""
+
+    @abstractmethod
+    def _give_up(self, frames: FramesT) -> None:
+        """Give the frames back, which may still be read."""
+
+    @abstractmethod
+    def _write(self, frames: FramesT, resident: Resident, buffer: Buffer) -> None:
+        """Copy an object in. TierUnavailable if that fails."""
+
+    @abstractmethod
+    def _copy_out(self, frames: FramesT, resident: Resident, buffer: memoryview) -> bool:
+        """Fill a buffer of the object's size. False if that fails."""
+
+    @property
+    def hears_requests(self) -> bool:
+        """Tell whether requests matter to the order."""
+        return self.order.hears_requests
+
+    def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
+        """Tell the order what a prompt asks for."""
+        return self.order.note_request(object_ids[0].namespace, [each.key for each in object_ids], hint, states)
+
+    def offer_to(self, offer: Offer) -> None:
+        """Call this from now on before an object is evicted."""
+        self._offer = offer
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        """Tell of evictions and deletions."""
+        self._on_removed = on_removed
+
+    def open(self) -> None:
+        """Reserve the memory. TierUnavailable if it can't be had."""
+        with self._lock:
+            if self._frames is None:
+                self._frames = self._reserve()
+
+    def close(self) -> None:
+        """Drop everything; then nothing is found and nothing stored. Memory that is lent stays until it is back."""
+        with self._lock:
+            if self._frames is not None:
+                self._give_up(self._frames)
+            self._frames = None
+            for object_id in self._residents:
+                self.order.leave(object_id)
+            self._residents.clear()
+            self._unlisted.clear()
+            self._used_bytes = 0
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Tell whether the object is here now."""
+        with self._lock:
+            return object_id in self._residents
+
+    def _hold(self, object_id: ObjectId) -> Held[FramesT] | None:
+        """Keep an object's frames for a reader, who lets go of them; a use of it. None if it is not here."""
+        with self._lock:
+            resident, frames = self._residents.get(object_id), self._frames
+            if resident is None or frames is None:
+                self._misses += 1
+                return None
+            self._hits += 1
+            resident.leases += 1
+            resident.last_use_s = self._clock.wall_s()
+            self.order.note_use(object_id)
+            return Held(resident, frames)
+
+    def _let_go(self, held: Held[FramesT]) -> None:
+        resident, frames = held
+        with self._lock:
+            resident.leases -= 1
+            if resident.is_dropped and resident.leases == 0 and frames is self._frames:
+                self._unlisted.remove(resident)
+                frames.give_back(resident.runs)
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Copy an object in, evicting others first. False after `close`, and for one worth less than what is here."""
+        size = len(buffer)
+        if size > self._bytes_max:
+            raise TierFull(f"{object_id} has {size} bytes, the {self.name} tier may hold {self._bytes_max}")
+        with self._lock:
+            frames = self._frames
+            if object_id in self._residents or frames is None:
+                return frames is not None
+            if frames.frames_of(size) > frames.free_frames and not self.order.wants(object_id):
+                return False
+            label = object_label(buffer)
+            parent = BlockKey(label.parent if label.start else object_id.namespace)
+            resident = Resident(self._make_room(frames, size), size, parent, self._clock.wall_s())
+            self._unlisted.append(resident)
+        is_written = False
+        try:
+            self._write(frames, resident, buffer)
+            is_written = True
+        finally:
+            with self._lock:
+                is_new = self._settle(frames, object_id, resident, is_written)
+        return is_new
+
+    def _settle(self, frames: FramesT, object_id: ObjectId, resident: Resident, is_written: bool) -> bool:
+        """List an object that was written, if it is still wanted; tell whether it is here."""
+        if frames is not self._frames:
+            return False
+        self._unlisted.remove(resident)
+        if not is_written or object_id in self._residents:
+            frames.give_back(resident.runs)
+            return is_written
+        self._residents[object_id] = resident
+        self.order.enter(object_id, resident.parent, resident.size)
+        self._used_bytes += resident.size
+        assert self._used_bytes <= self._bytes_max
+        return True
+
+    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Put another form of the object in its place; see `Replacing`."""
+        return self.delete(object_id, "replaced") and self.put_from(object_id, buffer)
+
+    def _may_go(self, object_id: ObjectId) -> bool:
+        return not self._residents[object_id].leases and not self._is_pinned(object_id.key)
+
+    def _make_room(self, frames: FramesT, size: int) -> list[Span]:
+        victims: list[ObjectId] = []
+        missing = frames.frames_of(size) - frames.free_frames
+        if missing > 0:
+            with closing(self.order.victims(self._may_go)) as leaving:
+                for object_id in leaving:
+                    victims.append(object_id)
+                    missing -= frames.frames_of(self._residents[object_id].size)
+                    if missing <= 0:
+                        break
+        if missing > 0:
+            # Those in vain come back, as they came: the beginnings of prompts first.
+            for object_id in reversed(victims):
+                self.order.enter(object_id, self._residents[object_id].parent, self._residents[object_id].size)
+            raise TierFull(f"no room for {size} bytes in the {self.name} tier: what it holds is in use")
+        for object_id in victims:
+            resident = self._residents[object_id]
+            self._offer(object_id, resident.size, partial(self._copy_out, frames, resident))
+            self._drop(frames, object_id, "evicted")
+            self._evictions += 1
+        runs = frames.take(size)
+        assert runs is not None
+        return runs
+
+    def would_admit(self, object_id: ObjectId, size: int) -> bool:
+        """Tell whether an object deserves a place: there is room, or a resident that may go has a lower rank."""
+        with self._lock:
+            frames = self._frames
+            if frames is None or frames.frames_of(size) > frames.frames:
+                return False
+            if frames.frames_of(size) <= frames.free_frames:
+                return True
+            return self.order.admits(object_id, self._may_go)
+
+    def _drop(self, frames: FramesT, object_id: ObjectId, reason: str) -> None:
+        resident = self._residents.pop(object_id)
+        self.order.leave(object_id)
+        self._used_bytes -= resident.size
+        if resident.leases:
+            resident.is_dropped = True
+            self._unlisted.append(resident)
+        else:
+            frames.give_back(resident.runs)
+        self._on_removed([object_id])
+        self._removed.note(object_id, reason)
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove an object."""
+        with self._lock:
+            if object_id not in self._residents or self._frames is None:
+                return False
+            self._drop(self._frames, object_id, reason)
+            return True
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return why the object was removed last."""
+        return self._removed.reason(object_id)
+
+    def objects(self) -> Iterator[ObjectInfo]:
+        """Yield what is here."""
+        with self._lock:
+            # Only this while readers wait: ten nanoseconds an object.
+            object_ids = list(self._residents)
+        for object_id in object_ids:
+            resident = self._residents.get(object_id)
+            if resident is not None:
+                yield ObjectInfo(object_id, resident.size, resident.last_use_s)
+
+    def stats(self) -> TierStats:
+        """Return the counters."""
+        with self._lock:
+            counts = (self._hits, self._misses, self._evictions, 0)
+            return TierStats(self.name, len(self._residents), self._used_bytes, self._bytes_max, *counts)
+
+    def check(self) -> None:
+        """AssertionError if the accounting is off. Call it while nobody writes."""
+        with self._lock:
+            assert self._used_bytes == sum(each.size for each in self._residents.values())
+            assert len(self.order) == len(self._residents)
+            if self._frames is not None:
+                held = [*self._residents.values(), *self._unlisted]
+                self._frames.check([run for each in held for run in each.runs])
+
 
 _log = logging.getLogger(__name__)
 

@@ -9,12 +9,16 @@ Invariant: a fault of one tier never hides what another one holds; it is counted
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict import Hint, Ranking, RecencyRanking, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
@@ -22,6 +26,7 @@ from kvtide.tier.background import Background, Demoter
 from kvtide.tier.base import (
     AdmittingTier,
     Advised,
+    Batched,
     Buffer,
     Checked,
     Evicting,
@@ -38,18 +43,227 @@ from kvtide.tier.base import (
     Tier,
     is_lender,
 )
-from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.source import RangeRead, Take, read_range_of_any, read_ranges
-from kvtide.tier.stack.faults import TIER_FAULTS, TierFaults, contained, run_places
-from kvtide.tier.stack.flight import Prefetcher, SingleFlight
 from kvtide.tier.stack.generations import Generations
-from kvtide.types import DIGEST_BYTES, Namespace, ObjectId, TierStats, wants_latest
+from kvtide.types import DIGEST_BYTES, NamedId, Namespace, ObjectId, TierStats, wants_latest
 
 if TYPE_CHECKING:
     from kvtide.tier.stack.invalidation import Invalidations
 
+
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+
+# What a tier says itself, and what it meets where memory or descriptors are short.
+TIER_FAULTS = (TierUnavailable, OSError, MemoryError)
+# A prompt that is new costs one look-up; one that is known costs one for every so many blocks.
+LOOK_UPS_MAX = 256
+
+
+def run_places(
+    object_ids: Sequence[ObjectId],
+    places: Callable[[ObjectId, int | None], Iterator[int]],
+    tiers: Sequence[Tier],
+    ask: Callable[[Tier, str, Callable[[], int], int], int],
+) -> list[int]:
+    """Return the fastest tier of each object of the longest leading run that is in some tier.
+
+    `places` yields the numbers of an object's tiers, the fastest first, of those before a number; `ask` runs an action
+    on a tier, or gives its last argument if that fails.
+    """
+    batched = {number: tier for number, tier in enumerate(tiers) if isinstance(tier, Batched)}
+    found: list[int] = []
+    while len(found) < len(object_ids):
+        number = next(places(object_ids[len(found)], None), None)
+        if number is None:
+            break
+        found.append(number)
+        if number in batched:
+            following = object_ids[len(found) : len(found) + LOOK_UPS_MAX]
+            count = ask(tiers[number], "contains", partial(batched[number].count_leading, following), 0)
+            found += [next(places(object_id, number), number) for object_id in following[:count]]
+    return found
+
+
+def contained(object_ids: Sequence[ObjectId], tiers: Sequence[Tier], faults: TierFaults) -> list[bool]:
+    """Tell of each object whether one of the tiers has it now; each tier is asked for what none before it has."""
+    present = [False] * len(object_ids)
+    for tier in tiers:
+        numbers = [number for number, is_here in enumerate(present) if not is_here]
+        asked = [object_ids[number] for number in numbers]
+        if not asked:
+            break
+        if isinstance(tier, Batched):
+            found = faults.ask(tier, "contains", partial(tier.contains_each, asked), [False] * len(asked))
+        else:
+            found = [faults.ask(tier, "contains", partial(tier.contains, each), False) for each in asked]
+        for number, is_here in zip(numbers, found, strict=True):
+            present[number] = is_here
+    return present
+
+
+def labels_of(tiers: Sequence[Tier]) -> list[str]:
+    """Return a name for each tier that no other has: `memory`, `http-1`, `http-2` for one of memory and two servers."""
+    names = [tier.name for tier in tiers]
+    return [
+        f"{name}-{names[: position + 1].count(name)}" if names.count(name) > 1 else name
+        for position, name in enumerate(names)
+    ]
+
+
+class TierFaults:
+    """Counts by tier. Thread-safe."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._lock = threading.Lock()
+        self._labels = dict(zip(map(id, tiers), labels_of(tiers), strict=True))
+        self._counts: Counter[str] = Counter()
+        self._logged: set[tuple[str, str]] = set()
+
+    def label(self, tier: Tier) -> str:
+        """Return the name that tells a tier from the others."""
+        return self._labels[id(tier)]
+
+    def count(self, tier: Tier) -> int:
+        """Return how many faults a tier had."""
+        return self._counts[self.label(tier)]
+
+    def ask(self, tier: Tier, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
+        """Run an action of a tier; `fallback` if it is unavailable."""
+        try:
+            return action()
+        except TIER_FAULTS as error:
+            self.note(tier, verb, error)
+            return fallback
+
+    def note(self, tier: Tier, verb: str, error: Exception) -> None:
+        """Count a fault."""
+        kind = (self.label(tier), "full" if isinstance(error, TierFull) else verb)
+        with self._lock:
+            self._counts[kind[0]] += 1
+            is_first = kind not in self._logged
+            self._logged.add(kind)
+        if is_first:
+            _log.warning("%s tier: %s; served as misses, further faults of this kind are only counted", kind[0], error)
+
+
+# A follower reads for itself if the leader takes longer.
+FOLLOW_S_MAX = 30.0
+
+# What a reader returns: how many bytes are in the buffer, None for a miss.
+Read = Callable[[], int | None]
+PREFETCH_THREADS = 2
+PREFETCH_MAX = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    buffer: memoryview
+    done: threading.Event = field(default_factory=threading.Event)
+    has_left: bool = False
+    was_served: bool = False
+    size: int | None = None
+
+
+class SingleFlight:
+    """Reads that are under way, by object, generation, whether it is to be the latest, and offset."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._followers: dict[tuple[ObjectId, int, bool, int], list[_Follower]] = {}
+
+    def read(self, object_id: ObjectId, buffer: memoryview, offset: int, read: Read) -> int | None:
+        """Run `read`, which fills `buffer`, or wait for another caller's that brings these bytes too.
+
+        A read that fails fails for its caller alone; followers then read for themselves.
+        """
+        # A read of an earlier generation is no answer for a later one, nor one of any copy for the latest.
+        generation = object_id.name.generation if isinstance(object_id, NamedId) else 0
+        name = (object_id, generation, wants_latest(object_id), offset)
+        with self._lock:
+            followers = self._followers.get(name)
+            if followers is None:
+                followers = self._followers[name] = []
+                follower = None
+            else:
+                follower = _Follower(buffer)
+                followers.append(follower)
+        if follower is not None:
+            return self._follow(follower, read)
+        came: int | None = None
+        is_read = False
+        try:
+            came = read()
+            is_read = True
+        finally:
+            with self._lock:
+                del self._followers[name]
+                for each in followers:
+                    if is_read and not each.has_left:
+                        _serve(each, buffer, came)
+                    each.done.set()
+        return came
+
+    def _follow(self, follower: _Follower, read: Read) -> int | None:
+        follower.done.wait(FOLLOW_S_MAX)
+        with self._lock:
+            follower.has_left = True
+        return follower.size if follower.was_served else read()
+
+
+def _serve(follower: _Follower, buffer: memoryview, came: int | None) -> None:
+    if came is None:
+        follower.was_served = True
+        return
+    wanted = len(follower.buffer)
+    if came == len(buffer) and wanted > came:
+        # The object may be longer than the leader's buffer.
+        return
+    follower.size = min(wanted, came)
+    copy_bytes(follower.buffer[: follower.size], buffer[: follower.size])
+    follower.was_served = True
+
+
+class Prefetcher:
+    """A queue of at most PREFETCH_MAX objects, and the threads that bring them."""
+
+    def __init__(self, bring: Callable[[ObjectId, int], None]) -> None:
+        self._bring = bring
+        self._background = Background(PREFETCH_THREADS, "kvtide-prefetch")
+        self.open, self.close, self.wait = self._background.open, self._background.close, self._background.wait
+        self._lock = threading.Lock()
+        self._queued: set[ObjectId] = set()
+
+    def discard(self, object_id: ObjectId) -> None:
+        """Forget an object that somebody reads now."""
+        if self._queued:
+            with self._lock:
+                self._queued.discard(object_id)
+
+    def queue(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
+        """Queue objects of at most `size_max` bytes, in order; return how many there was room for."""
+        count = 0
+        for object_id in object_ids:
+            with self._lock:
+                if len(self._queued) >= PREFETCH_MAX:
+                    return count
+                if object_id in self._queued:
+                    continue
+                self._queued.add(object_id)
+                if not self._background.submit(partial(self._run, object_id, size_max)):
+                    self._queued.discard(object_id)
+                    return count
+            count += 1
+        return count
+
+    def _run(self, object_id: ObjectId, size_max: int) -> None:
+        with self._lock:
+            if object_id not in self._queued:
+                return
+            self._queued.discard(object_id)
+        self._bring(object_id, size_max)
+
 
 # The first reading of an object is on somebody's critical path, and most objects are never read again.
 USES_BEFORE_PROMOTION = 2
