@@ -86,7 +86,7 @@ STORES = (
     ),
     Capability(
         "policies as simulated",
-        "?policy= slru arc s3fifo sieve reuse gdsf mix",
+        "?policy= lru s3fifo mix",
         _LEAVES,
         "memory tier beside the simulator",
         Source.OURS,

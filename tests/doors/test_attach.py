@@ -76,13 +76,13 @@ def advised(model: Any, store: str, *hints: Any) -> tuple[int, int]:
 @door("advice of each request")
 def test_advice_is_heard_where_a_policy_takes_it_and_fails_nothing(tiny_model: Any) -> None:
     hints = ({"session": "a1", "is_last": True}, {"retain_s": "soon"}, "nonsense", {"retain_s": 600, "priority": 1})
-    assert advised(tiny_model, "memory://?policy=reuse", *hints) == (4, 2)
+    assert advised(tiny_model, "memory://?policy=mix", *hints) == (4, 2)
     assert advised(tiny_model, "memory://?policy=lru", *hints) == (4, 4)
 
 
 @door("the end of a session, said afterwards")
 def test_session_ends_once(tiny_model: Any) -> None:
-    with attach(tiny_model, "memory://?policy=reuse", block_tokens=BLOCK) as cached:
+    with attach(tiny_model, "memory://?policy=mix", block_tokens=BLOCK) as cached:
         cached.generate(PROMPT, max_new_tokens=1)
         assert cached.flush(20)
         cached.generate(PROMPT, max_new_tokens=1, kvtide_hint={"session": "a1"})

@@ -49,7 +49,7 @@ def test_disk_of_a_server_is_warm_after_a_restart(tmp_path: Path) -> None:
 def test_advice_of_an_engine_reaches_the_server(tiny_model: Any, tmp_path: Path) -> None:
     hints = (None, {"session": "a1", "retain_s": 60.5, "priority": -1}, {"session": "a1", "is_last": True})
     with (
-        serving(tmp_path, "", "--tier", "memory://?policy=reuse") as server,
+        serving(tmp_path, "", "--tier", "memory://?policy=mix") as server,
         attach(tiny_model, f"http://127.0.0.1:{server.port}", block_tokens=BLOCK) as cached,
     ):
         for hint in hints:

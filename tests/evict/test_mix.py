@@ -10,10 +10,13 @@ import pytest
 
 from kvtide.clock import ManualClock
 from kvtide.evict import policies
-from kvtide.evict.policies import MIXED, mix, policy_named
+from kvtide.evict.policies import INGREDIENTS, mix
 from kvtide.index import RadixIndex
 from kvtide.testing import namespace
 from kvtide.testing.policy_suite import chain
+from kvtide_lab.sim.policies import policy_named
+
+MIXED = [name for name in INGREDIENTS if name != "reuse"]
 
 
 def hits(index: RadixIndex, clock: ManualClock, prompts: list[tuple[int, ...]]) -> int:

@@ -7,12 +7,12 @@ import random
 import pytest
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import policy_named
-from kvtide.evict.policies.shadows import AGREEMENT, Agreement, Shadows
+from kvtide.evict.policies.mix import AGREEMENT, Agreement, Shadows
 from kvtide.index import RadixIndex, Run
 from kvtide.testing import namespace
 from kvtide.testing.policy_suite import chain
 from kvtide.types import BlockKey
+from kvtide_lab.sim.policies import policy_named
 
 NAMES = ["lru", "lfu"]
 _ROOT = Run([], None, 0)

@@ -9,13 +9,13 @@ from tests.evict.test_order import NS, PAGE, made_up_requests, prompt
 from tests.tier.test_stack import nothing_pinned
 
 from kvtide.clock import ManualClock
-from kvtide.evict import order_named
-from kvtide.evict.policies import policy_named
-from kvtide.evict.policies.sizes import Sizes
+from kvtide.evict.policies import PolicyOrder
+from kvtide.evict.policies.order import Sizes
 from kvtide.index import USUAL_SIZE, RadixIndex
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide_lab.sim.policies import policy_named
 
 OTHER = Namespace(b"o" * 32)
 ROOM = 40
@@ -26,7 +26,7 @@ class Asked:
 
     def __init__(self, policy: str) -> None:
         self._clock = ManualClock(0.0)
-        order = order_named(policy, self._clock, ROOM * PAGE)
+        order = PolicyOrder(policy_named(policy), self._clock, ROOM * PAGE)
         self.memory = MemoryTier(ROOM * PAGE, self._clock, nothing_pinned, order, frame_bytes=PAGE)
         self._stack = TierStack([self.memory])
         self._stack.open()

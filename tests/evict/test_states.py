@@ -7,9 +7,10 @@ from contextlib import closing
 import pytest
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import PolicyOrder, policy_named
-from kvtide.evict.policies.states import ANNOUNCED_MAX, LinkedStates
+from kvtide.evict.policies import PolicyOrder
+from kvtide.evict.policies.order import LINKS_MAX, LinkedStates
 from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide_lab.sim.policies import policy_named
 
 NS, OF_STATES = Namespace(b"r" * 32), Namespace(b"s" * 32)
 
@@ -126,7 +127,7 @@ def test_first_state_does_not_say_how_many_blocks_fit() -> None:
 
 def test_links_of_states_that_never_come_are_bounded() -> None:
     states = LinkedStates()
-    keys = [BlockKey(number.to_bytes(32, "big")) for number in range(ANNOUNCED_MAX + 5)]
+    keys = [BlockKey(number.to_bytes(32, "big")) for number in range(LINKS_MAX + 5)]
     states.announce(keys, [ObjectId(OF_STATES, each) for each in keys])
     assert states.block_of(ObjectId(OF_STATES, keys[4])) is None
     assert states.block_of(ObjectId(OF_STATES, keys[5])) == keys[5]
@@ -135,7 +136,7 @@ def test_links_of_states_that_never_come_are_bounded() -> None:
 def test_a_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtide.evict.policies.states.ANNOUNCED_MAX", 3)
+    monkeypatch.setattr("kvtide.evict.policies.order.LINKS_MAX", 3)
     order, keys = PolicyOrder(policy_named("lru"), ManualClock(0.0), 1 << 20, 20), prompt(1, 2, 3, 4, 5)
     states = [ObjectId(OF_STATES, each) for each in keys]
     # As after a restart: it is listed before a prompt names it, and its link is dropped for those behind it.

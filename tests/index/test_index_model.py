@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import POLICIES, policy_named
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace
+from kvtide_lab.sim.policies import POLICIES, policy_named
 
 TENANTS = (Namespace(b"a" * 32), Namespace(b"b" * 32))
 prompts = st.tuples(st.sampled_from(TENANTS), st.lists(st.integers(0, 2), min_size=1, max_size=7))

@@ -6,12 +6,12 @@ import tracemalloc
 import pytest
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import policy_named
 from kvtide.index import ListedBlock, RadixIndex, RestoreReport
 from kvtide.index.radix import Match
 from kvtide.testing import namespace
 from kvtide.testing.policy_suite import chain
 from kvtide.types import BlockKey, Namespace
+from kvtide_lab.sim.policies import policy_named
 
 NS = namespace()
 OTHER = Namespace(b"o" * 32)

@@ -15,7 +15,7 @@ from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
-from kvtide.evict.policies import PolicyOrder, policy_named
+from kvtide.evict.policies import PolicyOrder
 from kvtide.index import LruPolicy, RadixIndex
 from kvtide.keys import block_keys
 from kvtide.store.cache import Cache
@@ -26,6 +26,7 @@ from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import object_bytes_max
+from kvtide_lab.sim.policies import policy_named
 
 BLOCKS = 24
 # Beside what the order keeps, a disk holds given-up objects of its segments, and room for the next segment.

@@ -18,10 +18,10 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
+from kvtide_lab.sim.policies import policy_named
 
 REQUEST_BLOCKS = 64
 TURN_BLOCKS = 16

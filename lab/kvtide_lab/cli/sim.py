@@ -10,7 +10,6 @@ import msgspec
 import typer
 
 from kvtide.cli.report import JsonOption, emit
-from kvtide.evict.policies import POLICIES
 from kvtide_lab.cli.sim_stream import stream
 from kvtide_lab.sim import (
     HINTS,
@@ -30,6 +29,7 @@ from kvtide_lab.sim import (
 from kvtide_lab.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
 from kvtide_lab.sim.features import KNOWS, render_features, run_features
 from kvtide_lab.sim.groups import STATE_BLOCKS, render_groups, run_groups
+from kvtide_lab.sim.policies import POLICIES
 from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
 from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, render_regions, run_regions
 from kvtide_lab.sim.report import (

@@ -15,12 +15,13 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import PolicyOrder, policy_named
+from kvtide.evict.policies import PolicyOrder
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import HeapPolicy, RadixIndex, Run
 from kvtide.types import BlockKey, ObjectId
 from kvtide_lab.sim.groups import STATE_BLOCKS, OrderedRoom, run_groups
 from kvtide_lab.sim.hints import FACTS, carries
+from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.replay import capacity_blocks, prefill_cost, replay
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import policy_named
 from kvtide.evict.policies.pool import FreePool
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey
+from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.workload import tenant_namespace
 
 PROBABILITIES = tuple(step / 10 for step in range(1, 11))

@@ -10,11 +10,11 @@ import msgspec
 
 from kvtide.clock import ManualClock
 from kvtide.evict import AdvisedPolicy
-from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide_lab.sim.belady import belady_hits
 from kvtide_lab.sim.hints import LEFT_MARK, said_of
 from kvtide_lab.sim.learned import LEARNED
+from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 
 BELADY = "belady"

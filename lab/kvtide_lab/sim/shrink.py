@@ -13,10 +13,10 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide.types import BlockKey
 from kvtide_lab.sim.curves import CURVES
+from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.replay import capacity_blocks
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 

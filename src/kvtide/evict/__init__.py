@@ -1,15 +1,16 @@
 """Eviction orders of everything that holds bytes: by policies over prefixes or by rankings of single objects."""
 
+from __future__ import annotations
+
+from kvtide.clock import Clock
 from kvtide.evict.hint import Advice, AdvisedPolicy, Hint, Sessions
 from kvtide.evict.ranking import (
-    DEFAULT_POLICY,
     EvictionOrder,
     RankedOrder,
     Ranking,
     RecencyRanking,
     ScoreRanking,
     States,
-    order_named,
 )
 
 __all__ = [
@@ -26,3 +27,13 @@ __all__ = [
     "States",
     "order_named",
 ]
+
+# The order of memory whose URL names none.
+DEFAULT_POLICY = "mix"
+
+
+def order_named(name: str, clock: Clock, bytes_max: int) -> EvictionOrder:
+    """Make an order by its name: `lru`, `s3fifo`, `mix` or `pool`. ValueError for an unknown one."""
+    from kvtide.evict.policies import PolicyOrder, PoolOrder, policy_named
+
+    return PoolOrder(clock) if name == "pool" else PolicyOrder(policy_named(name), clock, bytes_max)

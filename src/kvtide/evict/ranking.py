@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvtide.clock import Clock
 from kvtide.evict.hint import Hint
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -219,9 +218,9 @@ class EvictionOrder:
 class RankedOrder(EvictionOrder):
     """By rank of single objects, lowest first. The ranking may be shared; whoever shares it tells it of uses."""
 
-    def __init__(self, ranking: Ranking | None = None, is_shared: bool = True) -> None:
-        """ranking: the default is by last use, and this order's own, as is one that is not shared."""
-        self._is_mine = ranking is None or not is_shared
+    def __init__(self, ranking: Ranking | None = None) -> None:
+        """ranking: the default is by last use, and this order's own."""
+        self._is_mine = ranking is None
         self._ranking = ranking or RecencyRanking()
         self._heap = RankHeap(self._ranking)
 
@@ -253,26 +252,3 @@ class RankedOrder(EvictionOrder):
             if may_go(object_id):
                 self._heap.discard(object_id)
                 yield object_id
-
-
-# The order of memory, of this machine or a device, whose URL names none.
-DEFAULT_POLICY = "mix"
-
-
-def order_named(name: str, clock: Clock, bytes_max: int, ranking: Ranking | None = None) -> EvictionOrder:
-    """Return a new order by its name: `frequency` (uses that fade, times important tokens), `pool`, or a policy.
-
-    ranking: what `frequency` ranks by, if somebody shares one. ValueError for an unknown name.
-    """
-    from kvtide.evict.policies import PolicyOrder, PoolOrder, policy_named
-
-    if name == "frequency":
-        return RankedOrder(ranking or ScoreRanking(lambda object_id: 1.0), is_shared=ranking is not None)
-    if name == "pool":
-        return PoolOrder(clock)
-
-    try:
-        policy_of = policy_named(name)
-    except ValueError as error:
-        raise ValueError(f"{error}, frequency, pool") from None
-    return PolicyOrder(policy_of, clock, bytes_max)

@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.config import Limits
-from kvtide.evict import DEFAULT_POLICY, EvictionOrder, Ranking, ScoreRanking, order_named
+from kvtide.evict import DEFAULT_POLICY, EvictionOrder, RankedOrder, Ranking, ScoreRanking, order_named
 from kvtide.tier.base import POOL_SCHEMES, IsPinned, Tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
@@ -163,17 +163,20 @@ def _takes_files(folder: Path) -> bool:
 
 
 def _memory(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    order = _order_of(url, DEFAULT_POLICY, clock, limits.memory_bytes_max, None)
+    order = _order_of(url, clock, limits.memory_bytes_max, None)
     return MemoryTier(limits.memory_bytes_max, clock, is_pinned, order)
 
 
-def _order_of(url: str, default: str, clock: Clock, bytes_max: int, ranking: Ranking | None) -> EvictionOrder:
+def _order_of(url: str, clock: Clock, bytes_max: int, ranking: Ranking | None) -> EvictionOrder:
     """Return the order of memory, of this machine or a device. ValueError for a URL that says more than a policy."""
     policy = _policy_of(url)
     scheme = _MEMORY if url.startswith(_MEMORY) else _DEVICE
     if url not in {scheme, f"{scheme}?policy={policy}"}:
         raise ValueError(f"{scheme} takes ?policy=NAME and nothing else, its size is a limit, got {url!r}")
-    return order_named(policy or default, clock, bytes_max, ranking)
+    if policy is None and ranking is not None:
+        # Whoever brings a ranking knows more of single objects than a policy over prefixes does.
+        return RankedOrder(ranking)
+    return order_named(policy or DEFAULT_POLICY, clock, bytes_max)
 
 
 def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
@@ -273,9 +276,6 @@ def tiers_of(
     `ranking`, if there is one, else by `mix`.
     If it `follows`, what servers among them declare invalid leaves device, memory and disk as well.
     """
-    # Whoever brings a ranking knows more of single objects than a policy over prefixes does.
-    default = DEFAULT_POLICY if ranking is None else "frequency"
-    ranking = ranking or ScoreRanking(lambda object_id: 1.0)
     tiers: list[Tier] = []
     for url in urls:
         if url.startswith(_DEVICE):
@@ -283,17 +283,19 @@ def tiers_of(
                 raise ValueError("device:// is for engines that hand a device's memory to the cache")
             from kvtide.tier.ram import DeviceTier
 
-            order = _order_of(url, default, clock, limits.device_bytes_max, ranking)
+            order = _order_of(url, clock, limits.device_bytes_max, ranking)
             tiers.append(DeviceTier(limits.device_bytes_max, clock, is_pinned, device, order))
         elif url.startswith(_MEMORY):
-            order = _order_of(url, default, clock, limits.memory_bytes_max, ranking)
+            order = _order_of(url, clock, limits.memory_bytes_max, ranking)
             tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, order))
         else:
             tiers.append(open_tier(url, limits, clock, is_pinned))
     urls = [_split_seal(url)[0] for url in urls]
     demote_to = [tier for tier in tiers if getattr(tier, "takes_evicted", False)]
     invalidations = _invalidations(urls, tiers, clock) if follows else None
-    return TierStack(tiers, ranking, demote_to=demote_to, invalidations=invalidations)
+    return TierStack(
+        tiers, ranking or ScoreRanking(lambda object_id: 1.0), demote_to=demote_to, invalidations=invalidations
+    )
 
 
 def _invalidations(urls: Sequence[str], tiers: Sequence[Tier], clock: Clock) -> Invalidations | None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.evict.policies import POLICIES
 from kvtide.types import BlockKey
 from kvtide_lab.sim import (
     BELADY,
@@ -22,6 +21,7 @@ from kvtide_lab.sim import (
     prefill_cost,
     replay,
 )
+from kvtide_lab.sim.policies import POLICIES
 
 
 def trace_of(*prompts: Sequence[int], tenants: str = "a") -> Trace:

@@ -8,38 +8,25 @@ from types import MappingProxyType
 from kvtide.evict.policies.mix import FULL_BLOCKS_MAX, MixPolicy, SampledMixPolicy
 from kvtide.evict.policies.order import PolicyOf, PolicyOrder
 from kvtide.evict.policies.pool import PoolOrder
-from kvtide.evict.policies.published import (
-    ArcPolicy,
-    FadingPolicy,
-    GdsfPolicy,
-    LfuPolicy,
-    S3FifoPolicy,
-    ScorePolicy,
-    SievePolicy,
-    SlruPolicy,
-)
+from kvtide.evict.policies.published import ArcPolicy, FadingPolicy, S3FifoPolicy
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import LruPolicy
 
-__all__ = ["PolicyOf", "PolicyOrder", "PoolOrder", "policy_named"]
+__all__ = ["CHOSEN", "INGREDIENTS", "PolicyOf", "PolicyOrder", "PoolOrder", "policy_named"]
 
-# What `mix` chooses from, beside `reuse`.
-MIXED = ("lru", "s3fifo", "arc", "fading")
-
-POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
+# What `mix` is made of. It begins with `reuse`, and makes its own.
+INGREDIENTS: Mapping[str, PolicyOf] = MappingProxyType(
+    {"lru": lambda blocks_max: LruPolicy(), "s3fifo": S3FifoPolicy, "arc": ArcPolicy, "fading": FadingPolicy}
+    | {"reuse": ReusePolicy}
+)
+_MIXED = {name: policy_of for name, policy_of in INGREDIENTS.items() if name != "reuse"}
+# What users choose from, beside `pool`.
+CHOSEN: Mapping[str, PolicyOf] = MappingProxyType(
     {
-        "lru": lambda blocks_max: LruPolicy(),
-        "lfu": lambda blocks_max: LfuPolicy(),
-        "slru": SlruPolicy,
-        "arc": ArcPolicy,
-        "s3fifo": S3FifoPolicy,
-        "sieve": lambda blocks_max: SievePolicy(),
-        "gdsf": lambda blocks_max: GdsfPolicy(),
-        "fading": FadingPolicy,
-        "score": lambda blocks_max: ScorePolicy(),
-        "reuse": ReusePolicy,
+        "lru": INGREDIENTS["lru"],
+        "s3fifo": INGREDIENTS["s3fifo"],
         "mix": lambda blocks_max: (MixPolicy if blocks_max <= FULL_BLOCKS_MAX else SampledMixPolicy)(
-            {name: POLICIES[name] for name in MIXED}, blocks_max
+            _MIXED, blocks_max
         ),
     }
 )
@@ -48,6 +35,6 @@ POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
 def policy_named(name: str) -> PolicyOf:
     """Return the maker of a policy. ValueError for an unknown name; the message lists the known ones."""
     try:
-        return POLICIES[name]
+        return CHOSEN[name]
     except KeyError:
-        raise ValueError(f"unknown policy {name!r}, expected one of {', '.join(POLICIES)}") from None
+        raise ValueError(f"unknown policy {name!r}, expected one of {', '.join(CHOSEN)}, pool") from None

@@ -1,7 +1,6 @@
 """Policies that others have published: those that rank by one number, and those that keep queues.
 
-S3-FIFO has a small queue that most new runs leave unused, a main queue, and a memory of what left the small one. SIEVE
-has one queue in order of arrival, and a hand that moves from old to new, sparing what was used since it passed. ARC
+S3-FIFO has a small queue that most new runs leave unused, a main queue, and a memory of what left the small one. ARC
 weighs recency against frequency, the balance learned from what was evicted too early.
 """
 
@@ -21,78 +20,6 @@ _FREQUENCY_MAX = 3
 # `tag` of a run: its uses since it was queued, and this if that was in the main queue.
 _MAIN = 4
 _SECOND_USE = 2
-# Uses count in whole steps, recency below them: more requests than this would round off.
-_USES_PER_STEP = float(1 << 40)
-_PROTECTED_SHARE = 0.8
-# Any protected run ranks above any that is not: uses are fewer than this.
-_PROTECTED = float(1 << 52)
-
-
-class SlruPolicy(HeapPolicy):
-    """Segmented LRU: runs used twice are protected, up to four fifths of the blocks; the others go first.
-
-    Scans pass through the unprotected part and leave the protected one alone.
-    """
-
-    def __init__(self, blocks_max: int) -> None:
-        super().__init__()
-        self._protected: OrderedDict[Run, None] = OrderedDict()
-        self._protected_blocks = 0
-        self.plan(blocks_max)
-
-    def plan(self, blocks_max: int) -> None:
-        """Protect a share of what fits now."""
-        self._protected_max = int(_PROTECTED_SHARE * blocks_max)
-
-    def priority(self, run: Run) -> float:
-        """Return the latest use, raised for a protected run."""
-        return run.last_use + (_PROTECTED if run in self._protected else 0.0)
-
-    def touch(self, path: Sequence[Run], use: Use) -> None:
-        """Protect the runs that are used again, deepest first so that deeper ones lose it first."""
-        for run in reversed(path):
-            if run.uses > 1 and run.held:
-                if run not in self._protected:
-                    self._protected_blocks += run.held
-                self._protected[run] = None
-                self._protected.move_to_end(run)
-        while self._protected_blocks > self._protected_max:
-            run, _ = self._protected.popitem(last=False)
-            self._protected_blocks -= run.held
-            if run.is_candidate:
-                self.leave(run)
-                self.enter(run)
-
-    def resize(self, run: Run, delta: int) -> None:
-        """Keep the count of protected blocks."""
-        if run in self._protected:
-            self._protected_blocks += delta
-            if not run.held:
-                del self._protected[run]
-
-    def split(self, upper: Run, lower: Run) -> None:
-        """Protect the upper part as the lower one is."""
-        if lower in self._protected:
-            if upper.held:
-                self._protected[upper] = None
-            if not lower.held:
-                del self._protected[lower]
-
-
-class LfuPolicy(HeapPolicy):
-    """Ranks by the number of uses while known; what was evicted starts over."""
-
-    def priority(self, run: Run) -> float:
-        """Return the number of uses, and the latest one as a fraction."""
-        return run.uses + run.last_use / _USES_PER_STEP
-
-
-class ScorePolicy(HeapPolicy):
-    """Importance times frequency (IMPRESS): uses times the mean number of important tokens of the run's blocks."""
-
-    def priority(self, run: Run) -> float:
-        """Return the score."""
-        return run.uses * run.value
 
 
 class FadingPolicy(HeapPolicy):
@@ -140,28 +67,6 @@ class FadingPolicy(HeapPolicy):
         self._known_blocks -= count
         if not run.keys:
             del self._weights[run]
-
-
-class GdsfPolicy(HeapPolicy):
-    """Greedy dual, size and frequency: uses times what a block costs to recompute, plus the worth of the latest victim.
-
-    All blocks have one size; cost grows with the position: attention over what comes before is part of the price.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._inflation = 0.0
-
-    def priority(self, run: Run) -> float:
-        """Return inflation plus uses times the mean cost of the run's blocks."""
-        return self._inflation + run.uses * run.cost
-
-    def victim(self) -> Run | None:
-        """Return the candidate of lowest priority, and age the others by it."""
-        run = super().victim()
-        if run is not None:
-            self._inflation = self._heap[0][0]
-        return run
 
 
 class S3FifoPolicy(EvictionPolicy):
@@ -236,59 +141,6 @@ class S3FifoPolicy(EvictionPolicy):
             run.tag -= 1
             main.move_to_end(run)
         return None
-
-
-class SievePolicy(EvictionPolicy):
-    """Candidates in a linked list, newest at the head; `tag` is the mark of a run used since the hand passed."""
-
-    def __init__(self) -> None:
-        self._newer: dict[Run, Run | None] = {}
-        self._older: dict[Run, Run | None] = {}
-        self._newest: Run | None = None
-        self._oldest: Run | None = None
-        self._hand: Run | None = None
-
-    def touch(self, path: Sequence[Run], use: Use) -> None:
-        """Mark the runs that are used again."""
-        for run in path:
-            run.tag = 1 if run.uses > 1 else 0
-
-    def split(self, upper: Run, lower: Run) -> None:
-        """Mark the upper part as the lower one is."""
-        upper.tag = lower.tag
-
-    def enter(self, run: Run) -> None:
-        """Put the run at the head."""
-        self._older[run] = self._newest
-        self._newer[run] = None
-        if self._newest is not None:
-            self._newer[self._newest] = run
-        self._newest = run
-        if self._oldest is None:
-            self._oldest = run
-
-    def leave(self, run: Run) -> None:
-        """Take the run out; a hand on it moves on."""
-        newer, older = self._newer.pop(run), self._older.pop(run)
-        if self._hand is run:
-            self._hand = newer
-        if newer is None:
-            self._newest = older
-        else:
-            self._older[newer] = older
-        if older is None:
-            self._oldest = newer
-        else:
-            self._newer[older] = newer
-
-    def victim(self) -> Run | None:
-        """Move the hand to the first run without a mark, taking marks off, and return that."""
-        run = self._hand or self._oldest
-        while run is not None and run.tag:
-            run.tag = 0
-            run = self._newer[run] or self._oldest
-        self._hand = run
-        return run
 
 
 class ArcPolicy(EvictionPolicy):
