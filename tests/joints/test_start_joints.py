@@ -22,7 +22,6 @@ from kvtide.server.settings import ServerSettings, records_path
 from kvtide.store.cache import cache_for
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import Tier, stack_of
-from kvtide.tier.base import Evicting
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
@@ -198,7 +197,7 @@ def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) 
     stack.open()
     stack.put_from(object_id(1), b"at once")
     assert sent == [("always", b"at once")]
-    assert isinstance(memory, Evicting) and isinstance(memory, MemoryTier)
+    assert isinstance(memory, MemoryTier)
     memory._offer(object_id(2), 1, lambda buffer: True)
     assert stack.demoter.flush(10) and sent[1:] == [("evicted", b"\0")]
     _fails(stack, evicted)

@@ -110,7 +110,7 @@ class TestMooncake(TierSuite):
         for number in range(45):
             tier.put_from(object_id(number), object_bytes(number, 400 + number))
         assert {info.size for info in tier.objects()} == set(range(400, 445))
-        assert tier.contains_each([object_id(n) for n in range(600)]) == [n < 45 for n in range(600)]  # type: ignore[attr-defined]
+        assert tier.contains_each([object_id(n) for n in range(600)]) == [n < 45 for n in range(600)]
 
     def test_longest_prefix_fits_into_a_look_up(self, tier: Tier, servers: MooncakeServers) -> None:
         with emptied(servers, f"&prefix={'p' * 64}") as other:

@@ -20,6 +20,8 @@ IDS = [object_id(number) for number in range(12)]
 
 
 class Remote(Counting):
+    is_batched = True
+
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         self.before("count_leading", 0)
         return sum(1 for _ in takewhile(self.tier.contains, object_ids))

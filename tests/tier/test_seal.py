@@ -26,7 +26,6 @@ from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, objec
 from kvtide.tier import Tier, open_tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.source import read_range
 from kvtide.tier.stack import TierStack
 from kvtide.types import Name, NamedId, ObjectId
 from kvtide.wire import object_quality, parse_object
@@ -157,10 +156,10 @@ def test_range_is_handed_over_as_it_comes(ring: Keyring, start: int, stop: int) 
         came.extend(part)
         return True
 
-    assert read_range(tier, object_id(1), start, stop, take)
+    assert tier.read_range(object_id(1), start, stop, take)
     assert came == plain[start:stop]
-    assert not read_range(tier, object_id(2), start, stop, take)
-    assert not read_range(tier, object_id(1), 3 * PIECE, 4 * PIECE, take) and came[stop - start :] == plain[3 * PIECE :]
+    assert not tier.read_range(object_id(2), start, stop, take)
+    assert not tier.read_range(object_id(1), 3 * PIECE, 4 * PIECE, take) and came[stop - start :] == plain[3 * PIECE :]
 
 
 class Slow(DiskTier):
@@ -254,7 +253,7 @@ def test_damage_behind_the_first_part_is_zeros_there(ring: Keyring, slow: Slow) 
 def test_reading_of_a_range_ends_when_no_more_is_wanted(ring: Keyring) -> None:
     tier, parts = SealedTier(memory(), ring), []
     tier.put_from(object_id(1), object_bytes(1, 9 * PIECE))
-    assert read_range(tier, object_id(1), 0, 9 * PIECE, lambda part: parts.append(len(part)) is not None)
+    assert tier.read_range(object_id(1), 0, 9 * PIECE, lambda part: parts.append(len(part)) is not None)
     assert parts == [PIECE]
 
 
@@ -262,7 +261,7 @@ def test_range_of_what_others_sealed_is_not_there(tmp_path: Path) -> None:
     below = memory()
     SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))
     ours = SealedTier(below, keyring(tmp_path, TWO))
-    assert not read_range(ours, object_id(1), 0, 1000, lambda part: True) and not ours.contains(object_id(1))
+    assert not ours.read_range(object_id(1), 0, 1000, lambda part: True) and not ours.contains(object_id(1))
 
 
 def test_range_reads_only_the_pieces_that_it_touches(ring: Keyring) -> None:

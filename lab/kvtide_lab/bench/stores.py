@@ -19,7 +19,6 @@ import msgspec
 from rich.table import Table
 
 from kvtide.config import Limits
-from kvtide.tier.base import Batched
 from kvtide.tier.buffers import aligned_buffer
 from kvtide_lab.bench.services import kvtide_pool, mooncake_servers, pool_url, s3_server, valkey_cluster
 from kvtide_lab.bench.store_clients import TierClient, bench_id, bench_object, move, quartiles
@@ -77,7 +76,7 @@ class _TierStore(TierClient):
 
     def look_up(self) -> None:
         ids = [bench_id(number) for number in range(_VALUES)]
-        present = self.tier.contains_each(ids) if isinstance(self.tier, Batched) else map(self.tier.contains, ids)
+        present = self.tier.contains_each(ids)
         assert sum(present) == _VALUES
 
     def remove(self, number: int) -> None:

@@ -18,7 +18,7 @@ from kvtide.server.metrics import Metrics
 from kvtide.server.regions import Latest
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
-from kvtide.tier.base import Lender, LentObject, is_lender
+from kvtide.tier.base import LentObject
 from kvtide.tier.breaker import until
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, parse_header
@@ -46,7 +46,7 @@ class Lending:
         RequestRefused: 429 if the owner's readers hold all that they may, 503 if every buffer is in use.
         """
         # A thread takes ten times as long as what it would do here.
-        lent = await self._lent_at_once(exchange, tier, stored) if is_lender(tier) else None
+        lent = await self._lent_at_once(exchange, tier, stored)
         if lent is None:
             action = partial(_lend, tier, stored, self._buffers, exchange.caller.tenant, self._limits.object_bytes_max)
             try:
@@ -75,7 +75,7 @@ class Lending:
 
         await self._workers.read(exchange.owner, _in_time(exchange, brought))
 
-    async def _lent_at_once(self, exchange: Exchange, tier: Lender, stored: ObjectId) -> LentObject | None:
+    async def _lent_at_once(self, exchange: Exchange, tier: Tier, stored: ObjectId) -> LentObject | None:
         """Lend what needs no waiting for a disk; memory once its owner's share has room."""
         lent, owner = tier.lend_at_once(stored), exchange.owner
         if lent is None or lent.file is not None or exchange.head.method == "HEAD":
@@ -122,10 +122,9 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_
 
     CorruptPayload if that is no object, by its head.
     """
-    if is_lender(tier):
-        lent = tier.lend(stored)
-        if lent is not None:
-            return lent
+    lent = tier.lend(stored)
+    if lent is not None:
+        return lent
     head = bytearray(HEADER_BYTES)
     came = tier.get_into(stored, memoryview(head))
     if came is None:

@@ -35,7 +35,7 @@ from kvtide.server.regions import Records, Region, stored_quality
 from kvtide.server.settings import ServerLimits
 from kvtide.server.uploads import Upload, Uploads
 from kvtide.tier import Tier
-from kvtide.tier.base import LentObject, Replacing
+from kvtide.tier.base import LentObject
 from kvtide.tier.pool import Member
 from kvtide.types import NamedId, ObjectId
 from kvtide.wire import StoredObject, object_quality, parse_object, version_tag
@@ -361,7 +361,7 @@ def _store(
         parsed = parse_object(body, claimed)
         parsed.sections()
         note_model(parsed.meta.model)
-        put = tier.replace if is_here and isinstance(tier, Replacing) else tier.put_from
+        put = tier.replace if is_here and tier.can_replace else tier.put_from
         is_stored = put(stored, body)
     except CorruptPayload as error:
         raise RequestRefused(422, str(error)) from error

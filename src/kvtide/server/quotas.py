@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import generation_namespace, tenant_namespace
-from kvtide.tier.base import Reporting, Tier
+from kvtide.tier.base import Tier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
@@ -166,7 +166,7 @@ class Quotas:
         """Count what the stack's tiers have from before the start, for those of `tenants` that it belongs to."""
         seen: set[Namespace] = set()
         for name, tier in stack.open_tiers.items():
-            if not isinstance(tier, Reporting):
+            if not tier.is_own:
                 # It says nothing when objects go: what it has is not ours to count.
                 continue
             for info in tier.objects():

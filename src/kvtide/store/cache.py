@@ -175,7 +175,7 @@ class Cache:
                 write_judge(self.tiers, self.judge.record())
 
     def _restore(self) -> RestoreReport:
-        reports = [self.index.restore(records, tier) for tier, records in self.tiers.records()]
+        reports = [self.index.restore(records, tier) for tier, records in self.tiers.records_by_tier()]
         return RestoreReport(sum(each.blocks for each in reports), sum(each.orphans for each in reports))
 
     def close(self) -> None:

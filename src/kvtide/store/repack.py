@@ -20,7 +20,7 @@ from kvtide.codec.packed import PackedBase, PackedCodec
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, WriterId, expected_gain, packing_orders, record_id
 from kvtide.store.notes import USES_CODEC, read_note, write_note
-from kvtide.tier.base import Replacing, Tier
+from kvtide.tier.base import Tier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
@@ -150,7 +150,7 @@ class Repacker:
     def _repack(self, meta: BlockMeta) -> int:
         """Return the bytes written: 0 for a block that has changed or can't be replaced."""
         scores = self._uses.scores(meta)
-        if scores is None or not isinstance(self._tier, Replacing):
+        if scores is None or not self._tier.can_replace:
             return 0
         buffer = aligned_buffer(object_bytes_max(meta.layout) + 1)
         size = self._tier.get_into(meta.id, buffer)

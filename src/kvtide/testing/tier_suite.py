@@ -16,8 +16,8 @@ import pytest
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.testing import namespace
 from kvtide.tier import Tier
-from kvtide.tier.base import Batched
-from kvtide.tier.source import RangeRead, read_ranges
+from kvtide.tier.base import RangeRead
+from kvtide.tier.source import read_ranges
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 
@@ -66,15 +66,14 @@ class TierSuite:
         assert read_all(tier, 1) == object_bytes(1)
 
     def test_many_look_ups_say_what_single_ones_say(self, tier: Tier) -> None:
-        if isinstance(tier, Batched):
-            for number in (0, 1, 3):
-                tier.put_from(object_id(number), object_bytes(number))
-            assert tier.count_leading([object_id(number) for number in (3, 1, 0, 4, 3)]) == 3
-            assert tier.count_leading([object_id(number) for number in (4, 3)]) == 0
-            assert tier.count_leading([]) == 0
-            asked = [object_id(number) for number in (2, 1, 4, 0, 3)]
-            assert tier.contains_each(asked) == [False, True, False, True, True]
-            assert tier.contains_each([]) == []
+        for number in (0, 1, 3):
+            tier.put_from(object_id(number), object_bytes(number))
+        assert tier.count_leading([object_id(number) for number in (3, 1, 0, 4, 3)]) == 3
+        assert tier.count_leading([object_id(number) for number in (4, 3)]) == 0
+        assert tier.count_leading([]) == 0
+        asked = [object_id(number) for number in (2, 1, 4, 0, 3)]
+        assert tier.contains_each(asked) == [False, True, False, True, True]
+        assert tier.contains_each([]) == []
 
     def test_absent_object_is_a_miss(self, tier: Tier) -> None:
         assert not tier.contains(object_id(1))

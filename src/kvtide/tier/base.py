@@ -9,26 +9,21 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from kvtide.evict import Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
-__all__ = [
-    "Batched",
-    "Buffer",
-    "FilePart",
-    "Lender",
-    "LentObject",
-    "Replacing",
-    "Reporting",
-    "WrappedTier",
-    "is_lender",
-]
+__all__ = ["Buffer", "FilePart", "LentObject", "RangeRead", "Take", "Tier", "WrappedTier"]
 
+# Takes the next bytes of a range, valid during the call only; False if no more are wanted. Called with none while a
+# source waits, to be asked that.
+Take = Callable[[memoryview], bool]
+
+# A tier that answers whole reads is read in slices: one is lost if it breaks off.
+SLICE_BYTES = 1 << 18
 # URLs of pools of servers.
 POOL_SCHEMES = ("pool", "pool+file", "pool+dns", "pool+etcd", "pool+etcds")
 
@@ -52,12 +47,53 @@ class ObjectInfo(NamedTuple):
     last_use_s: float
 
 
-class Tier(Protocol):
-    """Stores whole objects under their ids. Safe to use from several threads between `open` and `close`."""
+class FilePart(NamedTuple):
+    """An object's place in an open file."""
 
-    @property
-    def name(self) -> str:
-        """Return the tier's name in statistics and logs."""
+    descriptor: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class LentObject:
+    """An object of `size` bytes, in `file` or, without one, in `views`. `head` are its first bytes, 256 if it has them.
+
+    Read it only. `release` gives it back; call it once.
+    """
+
+    size: int
+    head: bytes
+    views: Sequence[memoryview]
+    file: FilePart | None
+    release: Callable[[], None]
+
+
+class RangeRead(NamedTuple):
+    """A range of an object: where it begins, and memory for its bytes, one at least."""
+
+    offset: int
+    buffer: memoryview
+
+
+class Tier:
+    """Stores whole objects under their ids. Safe to use from several threads between `open` and `close`.
+
+    The first half is every tier's own. In the second half the defaults are those of a tier that can't do it, and
+    `testing.tier_suite` holds a tier to what it says it can.
+    """
+
+    name = "tier"
+    # The tier keeps the objects itself, on this machine: `report_to` and `offer_to` have an effect.
+    is_own = False
+    # Many look-ups take hardly longer than one: `count_leading`.
+    is_batched = False
+    can_lend = False
+    can_replace = False
+    takes_advice = False
+    # A stack sends only what the tiers in front evict.
+    takes_evicted = False
+    # An id that wants the latest is looked for in all regions; tiers of one machine have only copies.
+    looks_in_regions = False
 
     def open(self) -> None:
         """Take the resources. TierUnavailable if that can't be done."""
@@ -66,7 +102,8 @@ class Tier(Protocol):
         """Give the resources back. Idempotent."""
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Tell whether the object is here now. A hint: it may be gone at the next call."""
+        """True if the object is here now. A hint: it may be gone at the next call."""
+        raise NotImplementedError
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read the object's bytes from `offset` on into `buffer` and return how many were read.
@@ -74,113 +111,118 @@ class Tier(Protocol):
         None for an absent object. Fewer bytes than the buffer holds means that the object ended. Unverified: the
         caller checks what it got. ValueError for a negative offset.
         """
+        raise NotImplementedError
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store an object; visible only once it is whole. False if it was not stored.
 
         An object that is here already is kept: equal ids mean equal content. TierFull if there is no room.
         """
+        raise NotImplementedError
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove an object. False if it was not here."""
+        raise NotImplementedError
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return why the object was removed last, if the tier remembers."""
+        return None
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what is here, in no particular order; objects may come and go meanwhile."""
+        raise NotImplementedError
 
     def stats(self) -> TierStats:
         """Return the counters."""
-
-
-@runtime_checkable
-class Batched(Protocol):
-    """A tier for which many look-ups take hardly longer than one."""
-
-    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
-        """Return how many leading ones of these objects are here now. A lower bound: the next may be here too."""
+        raise NotImplementedError
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Tell of each of these objects whether it is here now."""
+        return [self.contains(each) for each in object_ids]
 
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Return how many leading objects are here now. A lower bound: the next may be here too."""
+        return next((count for count, each in enumerate(object_ids) if not self.contains(each)), len(object_ids))
 
-@runtime_checkable
-class Recorded(Protocol):
-    """A tier whose objects outlive the process and are cheap to list with their parents."""
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+        """Hand bytes [start, stop) to `take` in order until it says False; wait as `tier.breaker.until` says.
 
-    def records(self) -> Iterator[ListedBlock]:
-        """Yield every object with its parent, in no particular order. Not a use of the objects."""
+        False if the object, or a byte of the range, is not there. TierUnavailable if the read comes to an early end:
+        what was taken counts.
+        """
+        buffer = memoryview(bytearray(min(SLICE_BYTES, stop - start)))
+        while start < stop:
+            came = self.get_into(object_id, buffer[: stop - start], start)
+            if not came:
+                return False
+            start += came
+            if not take(buffer[:came]):
+                break
+        return True
 
+    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+        """Read ranges that ascend and lie apart, each as `get_into` reads one; return how many bytes of each came.
 
-@runtime_checkable
-class Forcible(Protocol):
-    """A tier that looks in all regions for an id that wants the latest; tiers of one machine have only copies."""
-
-    looks_in_regions: bool
-
-
-@runtime_checkable
-class Noting(Protocol):
-    """A tier that remembers what engines decided, or tells who does."""
-
-    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
-        """Add to the counts of tokens. TierUnavailable if they are lost."""
-
-
-@runtime_checkable
-class Checked(Protocol):
-    """A tier that can check its own accounting."""
-
-    def check(self) -> None:
-        """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
-
-
-@runtime_checkable
-class Replacing(Protocol):
-    """A tier in which another form of an object, of the same meaning, can take its place."""
+        At most RANGES_MAX. None for an absent object. One that is replaced meanwhile may give bytes of both forms.
+        """
+        sizes = list[int]()
+        for offset, buffer in ranges:
+            size = self.get_into(object_id, buffer, offset)
+            if size is None:
+                return None
+            sizes.append(size)
+        return sizes
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Replace an object. False if it was not here or not replaced: what was here then stays, or is a miss.
+        """Replace an object by another form of the same meaning, if the tier `can_replace`.
 
-        A reader gets bytes of one form or of the other, in ranges of both if it reads several: sections tell.
+        False if it was not here or not replaced: what was here then stays, or is a miss. A reader gets bytes of one
+        form or of the other, in ranges of both if it reads several: sections tell.
         """
+        return False
 
+    def lend(self, object_id: ObjectId) -> LentObject | None:
+        """Lend an object; None if it is not here, or the tier can't. A use of the object, as `get_into` is."""
+        return None
 
-@runtime_checkable
-class Reporting(Protocol):
-    """A tier that tells what it evicts or deletes by itself; what other processes remove is found out by reading."""
+    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
+        """Lend an object if that needs no waiting for a disk; None says nothing about others, and counts nothing."""
+        return None
+
+    def records(self) -> Iterator[ListedBlock]:
+        """Yield every object that outlives the process with its parent, in no particular order. Not a use."""
+        return iter(())
 
     def report_to(self, on_removed: OnRemoved) -> None:
-        """Call this from now on, from any thread and under the tier's own locks: it must not call the tier."""
+        """Call this whenever the tier evicts or deletes, from any thread and under its own locks: it must not call it.
 
-
-@runtime_checkable
-class Evicting(Protocol):
-    """A tier that offers what it evicts."""
+        What other processes remove is found out by reading.
+        """
 
     def offer_to(self, offer: Offer) -> None:
         """Call this from now on before an object is evicted, under the tier's own locks: it must not call the tier."""
 
-
-@runtime_checkable
-class Ordered(Protocol):
-    """A tier whose objects leave in an order that can be told of requests."""
-
     @property
     def hears_requests(self) -> bool:
-        """Tell whether `note_request` matters."""
+        """True if `note_request` matters to the order in which objects leave."""
+        return False
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Note that a prompt asks for these objects, all of its full blocks. True if its advice is taken."""
-
-
-@runtime_checkable
-class Advised(Protocol):
-    """A tier elsewhere that passes advice on to whoever orders its objects."""
+        return False
 
     def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
-        """Pass a prompt's advice on. TierUnavailable if it is lost."""
+        """Pass a prompt's advice on to whoever orders the objects elsewhere. TierUnavailable if it is lost."""
+
+    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
+        """Add to what engines decided, counts of tokens. TierUnavailable if they are lost."""
+
+    def would_admit(self, object_id: ObjectId, size: int) -> bool:
+        """True if an object deserves a place now."""
+        return True
+
+    def check(self) -> None:
+        """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
 
 
 class Observer(Protocol):
@@ -194,14 +236,6 @@ class Observer(Protocol):
 
     def removed(self, object_id: ObjectId, tier: int) -> None:
         """An object is no longer in a tier."""
-
-
-@runtime_checkable
-class AdmittingTier(Protocol):
-    """A tier that takes only what deserves a place."""
-
-    def would_admit(self, object_id: ObjectId, size: int) -> bool:
-        """Tell whether an object deserves a place now."""
 
 
 class Removals:
@@ -225,62 +259,13 @@ class Removals:
             return self._reasons.get(object_id)
 
 
-class FilePart(NamedTuple):
-    """An object's place in an open file."""
-
-    descriptor: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class LentObject:
-    """An object of `size` bytes, in `file` or, without one, in `views`. `head` are its first bytes, 256 if it has them.
-
-    Read it only. `release` gives it back; call it once.
-    """
-
-    size: int
-    head: bytes
-    views: Sequence[memoryview]
-    file: FilePart | None
-    release: Callable[[], None]
-
-
-@runtime_checkable
-class Lender(Protocol):
-    """A tier that lends objects."""
-
-    def lend(self, object_id: ObjectId) -> LentObject | None:
-        """Lend an object; None if it is not here. A use of the object, as `get_into` is."""
-
-    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
-        """Lend an object if that needs no waiting for a disk; None says nothing about others, and counts nothing."""
-
-
-class LendingTier(Tier, Lender, Protocol):
-    """A tier that lends objects."""
-
-
-@cache
-def _lends(kind: type) -> bool:
-    return issubclass(kind, Lender)
-
-
-def is_lender(tier: Tier) -> TypeGuard[LendingTier]:
-    """Tell whether a tier lends. Its class is asked once: a look at the protocol takes a tenth of a small GET."""
-    return _lends(type(tier))
-
-
-class WrappedTier:
+class WrappedTier(Tier):
     """Passes everything on. Subclasses see each transfer and look-up before it happens, in `before`."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-
-    @property
-    def name(self) -> str:
-        """Return the wrapped tier's name."""
-        return self.tier.name
+        self.name = tier.name
+        self.is_own = tier.is_own
 
     def before(self, verb: str, size: int) -> None:
         """Called before a verb (`contains`, `get`, `put`, `delete`) with the bytes of the caller's buffer."""
@@ -314,9 +299,12 @@ class WrappedTier:
         return self.tier.delete(object_id, reason)
 
     def report_to(self, on_removed: OnRemoved) -> None:
-        """Pass it on if the wrapped tier reports."""
-        if isinstance(self.tier, Reporting):
-            self.tier.report_to(on_removed)
+        """Pass it on."""
+        self.tier.report_to(on_removed)
+
+    def offer_to(self, offer: Offer) -> None:
+        """Pass it on."""
+        self.tier.offer_to(offer)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Ask the wrapped tier."""

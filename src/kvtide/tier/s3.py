@@ -30,10 +30,9 @@ from obstore.store import from_url
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, Removals
+from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Removals, Tier
 from kvtide.tier.breaker import Breaker, caller_deadline_s, until
 from kvtide.tier.buffers import copy_bytes
-from kvtide.tier.source import RangeRead
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _Result = TypeVar("_Result")
@@ -70,7 +69,7 @@ class _Part(NamedTuple):
     e_tag: str | None
 
 
-class S3Tier:
+class S3Tier(Tier):
     """A tier in a bucket, `s3://BUCKET[/PREFIX][?OPTION=VALUE…]`, also `gs://` and `az://`.
 
     Options are obstore's settings of the store (`region`, `endpoint`, `allow_http`, …); credentials come from where the
@@ -78,6 +77,7 @@ class S3Tier:
     """
 
     name = "s3"
+    can_replace = True
 
     def __init__(self, url: str, clock: Clock) -> None:
         parts = urlsplit(url)
@@ -230,7 +230,7 @@ class S3Tier:
         return True
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Replacing`."""
+        """Put another form of the object in its place; see `Tier.replace`."""
         self._put(object_id, buffer, "overwrite")
         return True
 

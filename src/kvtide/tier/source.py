@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol
 
 from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.tier.base import RangeRead, Take, Tier
 from kvtide.tier.breaker import until
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
@@ -19,86 +19,39 @@ from kvtide.wire.ranges import RANGES_MAX
 
 __all__ = ["RangeSource", "read_heads"]
 
-# Takes the next bytes of a range, valid during the call only; False if no more are wanted. Called with none while a
-# source waits, to be asked that.
-Take = Callable[[memoryview], bool]
-
-# A tier that answers whole reads is read in slices: one is lost if it breaks off.
-SLICE_BYTES = 1 << 18
-
 _log = logging.getLogger(__name__)
 
 
-class Sliceable(Protocol):
-    """The one verb of a tier that is read in slices."""
+class RangeSource(Protocol):
+    """The one verb of a tier that a streamed load takes."""
 
-    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         """See `Tier`."""
 
 
-@runtime_checkable
-class RangeSource(Protocol):
-    """A tier that hands over bytes as they come. Safe to use from several threads."""
-
-    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
-        """Hand bytes [start, stop) to `take` in order until it says False; wait as `tier.breaker.until` says.
-
-        False if the object, or a byte of the range, is not there. TierUnavailable if the read comes to an early end:
-        what was taken counts.
-        """
-
-
-class RangeRead(NamedTuple):
-    """A range of an object: where it begins, and memory for its bytes, one at least."""
-
-    offset: int
-    buffer: memoryview
-
-
-@runtime_checkable
-class RangesSource(Sliceable, Protocol):
-    """A tier for which many ranges of an object cost hardly more round trips than one."""
-
-    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
-        """Read ranges that ascend and lie apart, each as `get_into` reads one; return how many bytes of each came.
-
-        At most RANGES_MAX. None for an absent object. One that is replaced meanwhile may give bytes of both forms.
-        """
-
-
-def read_ranges(tier: Sliceable, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
-    """Do what `RangesSource` does with any tier and any number: one after the other where it takes no more at once."""
-    many = tier.get_ranges_into if isinstance(tier, RangesSource) else partial(_one_by_one, tier)
+def read_ranges(tier: Tier, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+    """Read any number of ranges as `Tier.get_ranges_into` reads some."""
     sizes = list[int]()
     for at in range(0, len(ranges), RANGES_MAX):
         some = ranges[at : at + RANGES_MAX]
-        came = many(object_id, some) if len(some) > 1 else _one_by_one(tier, object_id, some)
+        # One range is cheapest as a plain read.
+        came = tier.get_ranges_into(object_id, some) if len(some) > 1 else Tier.get_ranges_into(tier, object_id, some)
         if came is None:
             return None
         sizes += came
     return sizes
 
 
-def _one_by_one(tier: Sliceable, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
-    sizes = list[int]()
-    for offset, buffer in ranges:
-        size = tier.get_into(object_id, buffer, offset)
-        if size is None:
-            return None
-        sizes.append(size)
-    return sizes
-
-
-# Reads on from a position up to the end of a range; else as `read_range`.
+# Reads on from a position up to the end of a range; else as `Tier.read_range`.
 ReadOn = Callable[[int, Take], bool]
 
 
 def read_from_any(
     reads: Iterable[ReadOn], start: int, stop: int, take: Take, note: Callable[[int, Exception], None]
 ) -> bool:
-    """Read a range from the first place that has it, going on at the next where one breaks off; else as `read_range`.
+    """Read a range from the first place that has it, going on at the next where one breaks off.
 
-    note: told of each fault, and at which place.
+    Else as `Tier.read_range`. note: told of each fault, and at which place.
     """
     position, is_wanted, problem = start, True, ""
 
@@ -123,23 +76,8 @@ def read_from_any(
     return False
 
 
-def read_range(tier: RangeSource | Sliceable, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
-    """Read a range from any tier, in slices from one that does not hand over bytes as they come."""
-    if isinstance(tier, RangeSource):
-        return tier.read_range(object_id, start, stop, take)
-    buffer = memoryview(bytearray(min(SLICE_BYTES, stop - start)))
-    while start < stop:
-        came = tier.get_into(object_id, buffer[: stop - start], start)
-        if not came:
-            return False
-        start += came
-        if not take(buffer[:came]):
-            break
-    return True
-
-
 def read_range_of_any(
-    tiers: Sequence[RangeSource | Sliceable],
+    tiers: Sequence[RangeSource],
     object_id: ObjectId,
     start: int,
     stop: int,
@@ -147,7 +85,7 @@ def read_range_of_any(
     note: Callable[[int, Exception], None],
 ) -> bool:
     """Do `read_from_any` with tiers."""
-    reads = [lambda at, take, tier=tier: read_range(tier, object_id, at, stop, take) for tier in tiers]
+    reads = [lambda at, take, tier=tier: tier.read_range(object_id, at, stop, take) for tier in tiers]
     return read_from_any(reads, start, stop, take, note)
 
 

@@ -291,7 +291,7 @@ def tiers_of(
         else:
             tiers.append(open_tier(url, limits, clock, is_pinned))
     urls = [_split_seal(url)[0] for url in urls]
-    demote_to = [tier for tier in tiers if getattr(tier, "takes_evicted", False)]
+    demote_to = [tier for tier in tiers if tier.takes_evicted]
     invalidations = _invalidations(urls, tiers, clock) if follows else None
     return TierStack(
         tiers, ranking or ScoreRanking(lambda object_id: 1.0), demote_to=demote_to, invalidations=invalidations

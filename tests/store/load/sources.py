@@ -20,9 +20,9 @@ from kvtide.store.load import Backfill, LoadAccess, LoadWorkers
 from kvtide.store.load.run import FetchJob, LoadRequest, layered_job
 from kvtide.store.storing import FaultGuard
 from kvtide.testing import block_meta
-from kvtide.tier.base import Buffer, ObjectInfo
+from kvtide.tier.base import Buffer, ObjectInfo, Take, Tier
 from kvtide.tier.breaker import caller_deadline_s
-from kvtide.tier.source import Take, read_range_of_any
+from kvtide.tier.source import read_range_of_any
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section, SectionId, SectionKind, TierStats
 from kvtide.wire import StoredObject, pack_object, parse_object
@@ -120,18 +120,16 @@ class MadeSource:
         )
 
 
-class MadeTier:
+class MadeTier(Tier):
     """A source as a tier of a stack, which others have filled."""
 
     name = "made"
 
     def __init__(self, source: MadeSource) -> None:
         self.source = source
-        self.read_range = source.read_range
 
-    def open(self) -> None: ...
-
-    def close(self) -> None: ...
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+        return self.source.read_range(object_id, start, stop, take)
 
     def contains(self, object_id: ObjectId) -> bool:
         return object_id in self.source.objects
@@ -149,9 +147,6 @@ class MadeTier:
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         return self.source.objects.pop(object_id, None) is not None
-
-    def removed_reason(self, object_id: ObjectId) -> str | None:
-        return None
 
     def objects(self) -> Iterator[ObjectInfo]:
         return iter(())

@@ -12,7 +12,7 @@ from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import Progress, is_ready
 from kvtide.store.load.run import LoadRequest, ObjectRange, layered_job, level_job
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.source import read_heads, read_range
+from kvtide.tier.source import read_heads
 
 OBJECTS = made_objects(4)
 STORED = parsed(OBJECTS)
@@ -94,7 +94,7 @@ def test_heads_end_before_what_is_absent_or_damaged() -> None:
 
 
 def test_tier_is_a_source_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.tier.source.SLICE_BYTES", 1000)
+    monkeypatch.setattr("kvtide.tier.base.SLICE_BYTES", 1000)
     object_id, data = next(iter(OBJECTS.items()))
     tier, parts = MemoryTier(1 << 20, SystemClock(), lambda key: False), list[bytes]()
     tier.open()
@@ -104,7 +104,7 @@ def test_tier_is_a_source_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         parts.append(bytes(part))
         return len(parts) < 3
 
-    assert read_range(tier, object_id, 100, 5000, take)
+    assert tier.read_range(object_id, 100, 5000, take)
     assert b"".join(parts) == data[100:3100]
-    assert not read_range(tier, object_id, len(data) - 10, len(data) + 10, lambda part: True)
+    assert not tier.read_range(object_id, len(data) - 10, len(data) + 10, lambda part: True)
     tier.close()

@@ -32,7 +32,6 @@ from kvtide.server.quotas import Quotas
 from kvtide.server.regions import Region
 from kvtide.server.scheduler import Scheduler
 from kvtide.tier import Tier
-from kvtide.tier.base import Reporting
 from kvtide.tier.pool import Member
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, NamedId, Namespace, ObjectId, TierStats
@@ -283,7 +282,7 @@ class Observability:
 
     def _own_stats(self) -> list[TierStats]:
         """Return the counters of this server's own tiers, without asking another one."""
-        return [tier.stats() for tier in self._local.open_tiers.values() if isinstance(tier, Reporting)]
+        return [tier.stats() for tier in self._local.open_tiers.values() if tier.is_own]
 
     async def keep_history(self) -> None:
         """Note the counters every SAMPLE_S, and look around, until cancelled."""

@@ -23,7 +23,7 @@ from kvtide.server.regions.central import CentralRecords, Recovery
 from kvtide.server.regions.records import Records
 from kvtide.server.regions.requests import Manifest
 from kvtide.tier import Repeater
-from kvtide.tier.base import Advised, Batched, Buffer, Tier, WrappedTier
+from kvtide.tier.base import Buffer, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.http.records import records_clients
@@ -69,10 +69,9 @@ class CentralTier(WrappedTier):
     It is asked by name: of ids without one, which are places of this server, it knows nothing.
     """
 
-    name = "central"
-
     def __init__(self, central: Tier, manifest: Manifest) -> None:
         super().__init__(central)
+        self.name, self.is_own, self.is_batched, self.takes_advice = "central", False, True, True
         self._manifest = manifest
 
     def contains(self, object_id: ObjectId) -> bool:
@@ -103,17 +102,17 @@ class CentralTier(WrappedTier):
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the centre in one request."""
-        return self.tier.count_leading(object_ids) if isinstance(self.tier, Batched) else 0
+        return self.tier.count_leading(object_ids)
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Ask the centre in one request."""
-        if isinstance(self.tier, Batched) and all(isinstance(each, NamedId) for each in object_ids):
+        if all(isinstance(each, NamedId) for each in object_ids):
             return self.tier.contains_each(object_ids)
         return [self.contains(object_id) for object_id in object_ids]
 
     def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
         """Pass a prompt's advice on: the centre keeps what regions evict, and sees nothing of what they hit."""
-        if isinstance(self.tier, Advised) and all(isinstance(each, NamedId) for each in object_ids):
+        if all(isinstance(each, NamedId) for each in object_ids):
             self.tier.advise(object_ids, hint)
 
 

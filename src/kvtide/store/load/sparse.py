@@ -25,10 +25,10 @@ from kvtide.codec.packed import PackedBase, PackedCodec, chunk_bits, put_chunk
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import chunks_of
 from kvtide.store.load.access import BlockSink, LoadAccess, LoadReport, MissReason
-from kvtide.tier.base import Tier
+from kvtide.tier.base import RangeRead, Tier
 from kvtide.tier.breaker import until
 from kvtide.tier.buffers import recycled_buffer
-from kvtide.tier.source import RangeRead, read_ranges
+from kvtide.tier.source import read_ranges
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header
 

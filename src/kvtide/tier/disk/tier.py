@@ -17,7 +17,7 @@ from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict import EvictionOrder, Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved
+from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved, Tier
 from kvtide.tier.disk.directory import JOURNAL_BYTES_MAX, RemovalJournal, side_file_bytes_max
 from kvtide.tier.disk.log import SegmentLog
 from kvtide.tier.disk.segment import CatalogEntry, RecordState, stamp_ms
@@ -32,10 +32,11 @@ _Result = TypeVar("_Result")
 READ_TRIES_MAX = 3
 
 
-class DiskTier:
+class DiskTier(Tier):
     """A store directory of at most `bytes_max` on the disk; whole segments are evicted, oldest first."""
 
     name = "disk"
+    is_own = can_lend = can_replace = True
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class DiskTier:
         return True
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Replacing`."""
+        """Put another form of the object in its place; see `Tier.replace`."""
         return self._guarded("write", lambda: self._log.replace(object_id, buffer))
 
     def _note_evicted(self, object_ids: list[ObjectId]) -> None:

@@ -13,10 +13,9 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.errors import CorruptPayload, RequestRefused, TierUnavailable
-from kvtide.tier.base import Buffer
+from kvtide.tier.base import Buffer, Take
 from kvtide.tier.breaker import Breaker, caller_deadline_s
 from kvtide.tier.http.connection import Endpoint, HttpAnswer, HttpConnection, Patience
-from kvtide.tier.source import Take
 from kvtide.wire import StoredObject, parse_object
 from kvtide.wire.frame import FRAME_HEADER_BYTES, frame_header
 from kvtide.wire.http import pack_request_head

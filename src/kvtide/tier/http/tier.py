@@ -20,13 +20,13 @@ from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided, decisions_text
-from kvtide.tier.base import Buffer, ObjectInfo
+from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Take, Tier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.answers import decoded, range_bytes, ranges_in, refusal
 from kvtide.tier.http.connection import HttpAnswer, Patience, asked_name, object_target, servers_of
 from kvtide.tier.http.hedge import Hedges
 from kvtide.tier.http.peer import Call, Peer, PeerSettings, RangeWatch, put_in_pieces
-from kvtide.tier.source import RangeRead, Take, read_from_any
+from kvtide.tier.source import read_from_any
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
@@ -51,7 +51,7 @@ OPERATION_S_MAX = 10.0
 RANGE_S_MAX = 60.0
 
 
-class HttpTier:
+class HttpTier(Tier):
     """Objects on a server. With several peers each has every object: writes go to all, reads to the first that works.
 
     A server that is silent for `operation_s_max` has failed; an operation may take that long and its bytes over
@@ -60,6 +60,7 @@ class HttpTier:
     """
 
     name = "http"
+    is_batched = takes_advice = can_replace = True
     looks_in_regions = True
 
     def __init__(

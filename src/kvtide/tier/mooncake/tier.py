@@ -19,11 +19,10 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, Removals
+from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Removals, Tier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.mooncake.client import Lane, MooncakeClient
-from kvtide.tier.source import RangeRead
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _PORT = 50051
@@ -110,13 +109,14 @@ class _Listing(msgspec.Struct):
     data: dict[str, _Listed]
 
 
-class MooncakeTier:
+class MooncakeTier(Tier):
     """A tier in a store that others may use too: what it stores begins with the URL's prefix. The master evicts.
 
     ValueError for a bad URL, ModuleNotFoundError without Mooncake's package.
     """
 
     name = "mooncake"
+    is_batched = can_replace = True
 
     def __init__(self, url: str, clock: Clock) -> None:
         self._target = target = parse_mooncake_url(url)
@@ -205,7 +205,7 @@ class MooncakeTier:
         return self._put(object_id, buffer, "put")
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Replacing`."""
+        """Put another form of the object in its place; see `Tier.replace`."""
         return self._put(object_id, buffer, "replace")
 
     def _put(self, object_id: ObjectId, buffer: Buffer, verb: str) -> bool:

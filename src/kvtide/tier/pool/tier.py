@@ -11,17 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Advised, Batched, Buffer, Noting, ObjectInfo, Tier
+from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Take, Tier
 from kvtide.tier.pool.membership import Membership, Watcher
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer, less_loaded
-from kvtide.tier.source import RangeRead, Take, read_range_of_any, read_ranges
+from kvtide.tier.source import read_range_of_any, read_ranges
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _log = logging.getLogger(__name__)
@@ -50,10 +49,11 @@ class _State(NamedTuple):
     earlier: tuple[tuple[float, Placement, tuple[_Member, ...]], ...]
 
 
-class PoolTier:
+class PoolTier(Tier):
     """A tier over servers that `connect` makes tiers of. `here` names this machine: its own server is read first."""
 
     name = "pool"
+    is_batched = takes_advice = can_replace = True
     looks_in_regions = True
 
     def __init__(
@@ -184,26 +184,18 @@ class PoolTier:
                         del waiting[object_id]
         return next((number for number, each in enumerate(object_ids) if each not in found), len(object_ids))
 
-    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Ask for one object after the other."""
-        return [self.contains(object_id) for object_id in object_ids]
-
     def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
         """Tell those who are asked first for blocks of the prompt, each of its own. TierUnavailable if nobody hears."""
         state, told = self._now(), dict[_Member, list[ObjectId]]()
         for object_id in object_ids:
             told.setdefault(self._owners(state, object_id.key)[0], []).append(object_id)
-        tiers = {member: member.tier for member in told if isinstance(member.tier, Advised)}
-        self._each([*tiers], lambda member: tiers[member].advise(told[member], hint))
+        self._each([*told], lambda member: member.tier.advise(told[member], hint))
 
     def _leading_of(self, asked: tuple[_Member, list[ObjectId]]) -> int | None:
         """Return how many leading ones of these objects a server has; None if it does not answer."""
         member, ids = asked
-        tier = member.tier
         try:
-            if isinstance(tier, Batched):
-                return tier.count_leading(ids)
-            return sum(1 for _ in takewhile(tier.contains, ids))
+            return member.tier.count_leading(ids)
         except TierUnavailable as error:
             self._note_fault(member, error)
             return None
@@ -328,8 +320,7 @@ class PoolTier:
         """Tell one server that answers; the pool's figures are the sums over its servers."""
 
         def tell(member: _Member) -> bool:
-            if isinstance(member.tier, Noting):
-                member.tier.note_decisions(namespace, counts)
+            member.tier.note_decisions(namespace, counts)
             return True
 
         self._each(self._now().members, tell, until=bool)

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from kvtide.clock import Clock
 from kvtide.errors import DeviceFault, TierFull, TierUnavailable
 from kvtide.evict import EvictionOrder, Hint, RankedOrder, States
-from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved, Removals
+from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved, Removals, Tier
 from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer, copy_bytes, touch
 from kvtide.types import BlockKey, ObjectId, TierStats
 from kvtide.wire import HEADER_BYTES, object_label
@@ -139,13 +139,13 @@ class Held(NamedTuple, Generic[FramesT]):
     frames: FramesT
 
 
-class FramedTier(ABC, Generic[FramesT]):
+class FramedTier(Tier, ABC, Generic[FramesT]):
     """Keeps copies of objects in at most `bytes_max`; they leave in an order of this tier's, by default by last use.
 
     Objects take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`.
     """
 
-    name: str
+    is_own = can_replace = True
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class FramedTier(ABC, Generic[FramesT]):
         return True
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Replacing`."""
+        """Put another form of the object in its place; see `Tier.replace`."""
         return self.delete(object_id, "replaced") and self.put_from(object_id, buffer)
 
     def _may_go(self, object_id: ObjectId) -> bool:
@@ -394,6 +394,7 @@ class MemoryTier(FramedTier[Arena]):
     """
 
     name = "memory"
+    can_lend = True
 
     def __init__(
         self,

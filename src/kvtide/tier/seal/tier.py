@@ -23,24 +23,7 @@ from kvtide.errors import TierUnavailable
 from kvtide.evict import Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
-from kvtide.tier.base import (
-    Advised,
-    Batched,
-    Buffer,
-    Checked,
-    Evicting,
-    Fill,
-    Forcible,
-    Noting,
-    ObjectInfo,
-    Offer,
-    Ordered,
-    Recorded,
-    Replacing,
-    Tier,
-    WrappedTier,
-    is_lender,
-)
+from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, RangeRead, Take, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import Keyring
 from kvtide.tier.seal.label import HEAD_BYTES
@@ -56,7 +39,7 @@ from kvtide.tier.seal.pieces import (
     sealed_bytes,
     write_head,
 )
-from kvtide.tier.source import RangeRead, Take, read_range, read_ranges
+from kvtide.tier.source import read_ranges
 from kvtide.types import NamedId, Namespace, ObjectId, TierStats
 
 _log = logging.getLogger(__name__)
@@ -90,14 +73,9 @@ class SealedTier(WrappedTier):
     def __init__(self, tier: Tier, ring: Keyring) -> None:
         super().__init__(tier)
         self._ring = ring
-        # Whether a stack should send here only what the tiers in front of this one evict.
-        self.takes_evicted = getattr(tier, "takes_evicted", False)
-        if isinstance(tier, Forcible):
-            self.looks_in_regions = tier.looks_in_regions
-        if isinstance(tier, Evicting):
-            self.offer_to = self._offer_opened
-        if isinstance(tier, Advised):
-            self.advise = tier.advise
+        self.is_batched = self.can_replace = True
+        self.takes_evicted, self.takes_advice = tier.takes_evicted, tier.takes_advice
+        self.looks_in_regions = tier.looks_in_regions
         self._lock = threading.Lock()
         # By the id of the key that is not here.
         self._unopened: OrderedDict[ObjectId, bytes] = OrderedDict()
@@ -120,7 +98,7 @@ class SealedTier(WrappedTier):
             raise ValueError(f"offset must not be negative, got {offset}")
         if not len(buffer):
             came = 0 if self.contains(object_id) else None
-        elif offset == 0 and len(buffer) > AHEAD_PIECES * PIECE_BYTES and is_lender(self.tier):
+        elif offset == 0 and len(buffer) > AHEAD_PIECES * PIECE_BYTES and self.tier.can_lend:
             came = self._read_ahead(object_id, buffer)
         else:
             came = self._read(object_id, buffer, offset)
@@ -254,7 +232,7 @@ class SealedTier(WrappedTier):
             is_wanted = bool(part) or take(part)
             return is_wanted
 
-        read_range(self.tier, object_id, HEAD_BYTES + first * STEP, HEAD_BYTES + end * STEP, taking)
+        self.tier.read_range(object_id, HEAD_BYTES + first * STEP, HEAD_BYTES + end * STEP, taking)
         # The last piece of an object is shorter: only its end shows that it is whole.
         if held and is_wanted and at < stop:
             open_held()
@@ -292,8 +270,8 @@ class SealedTier(WrappedTier):
             return self.tier.put_from(object_id, sealed)
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Seal another form of an object; False if the wrapped tier replaces none."""
-        if not isinstance(self.tier, Replacing):
+        """Seal another form of an object."""
+        if not self.tier.can_replace:
             return False
         with self._sealed(object_id, buffer) as sealed:
             return self.tier.replace(object_id, sealed)
@@ -320,27 +298,22 @@ class SealedTier(WrappedTier):
         return not self._is_unopened(object_id) and self.tier.contains(object_id)
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Ask the wrapped tier, at once if it can tell."""
-        tier = self.tier
-        found = tier.contains_each(object_ids) if isinstance(tier, Batched) else map(tier.contains, object_ids)
+        """Ask the wrapped tier."""
+        found = self.tier.contains_each(object_ids)
         return [is_here and not self._is_unopened(each) for each, is_here in zip(object_ids, found, strict=True)]
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
-        """Ask the wrapped tier, at once if it can tell."""
-        tier = self.tier
+        """Ask the wrapped tier."""
         unopened = (number for number, each in enumerate(object_ids) if self._is_unopened(each))
-        asked = object_ids[: next(unopened, len(object_ids))]
-        if isinstance(tier, Batched):
-            return tier.count_leading(asked)
-        return next((number for number, each in enumerate(asked) if not tier.contains(each)), len(asked))
+        return self.tier.count_leading(object_ids[: next(unopened, len(object_ids))])
 
     def objects(self) -> Iterator[ObjectInfo]:
         """List the wrapped tier, with the sizes that objects have when they are opened."""
         return (info._replace(size=plain_bytes(info.size)) for info in self.tier.objects())
 
     def records(self) -> Iterator[ListedBlock]:
-        """List what outlives the process; nothing where the wrapped tier can't."""
-        return self.tier.records() if isinstance(self.tier, Recorded) else iter(())
+        """List what outlives the process."""
+        return self.tier.records()
 
     def stats(self) -> TierStats:
         """Return the wrapped tier's counters, bytes as they lie there; what could not be opened is no hit."""
@@ -349,18 +322,21 @@ class SealedTier(WrappedTier):
     @property
     def hears_requests(self) -> bool:
         """Tell whether requests matter to the wrapped tier."""
-        return isinstance(self.tier, Ordered) and self.tier.hears_requests
+        return self.tier.hears_requests
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell the wrapped tier what a prompt asks for."""
-        return isinstance(self.tier, Ordered) and self.tier.note_request(object_ids, hint, states)
+        return self.tier.note_request(object_ids, hint, states)
+
+    def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
+        """Pass a prompt's advice on."""
+        self.tier.advise(object_ids, hint)
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Tell the wrapped tier what engines decided."""
-        if isinstance(self.tier, Noting):
-            self.tier.note_decisions(namespace, counts)
+        self.tier.note_decisions(namespace, counts)
 
-    def _offer_opened(self, offer: Offer) -> None:
+    def offer_to(self, offer: Offer) -> None:
         """Offer what the wrapped tier evicts as it was before it was sealed."""
 
         def opened(object_id: ObjectId, size: int, fill: Fill) -> None:
@@ -370,12 +346,10 @@ class SealedTier(WrappedTier):
 
             offer(object_id, plain_bytes(size), fill_opened)
 
-        assert isinstance(self.tier, Evicting)
         self.tier.offer_to(opened)
 
     def check(self) -> None:
         """AssertionError if more is kept than may be, or the wrapped tier's accounting is off."""
         assert len(self._scratches) <= SCRATCHES_MAX
         assert len(self._unopened) <= UNOPENED_MAX
-        if isinstance(self.tier, Checked):
-            self.tier.check()
+        self.tier.check()

@@ -23,28 +23,9 @@ from kvtide.evict import Hint, Ranking, RecencyRanking, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.background import Background, Demoter
-from kvtide.tier.base import (
-    AdmittingTier,
-    Advised,
-    Batched,
-    Buffer,
-    Checked,
-    Evicting,
-    Forcible,
-    Lender,
-    LentObject,
-    Noting,
-    ObjectInfo,
-    Observer,
-    Ordered,
-    Recorded,
-    Replacing,
-    Reporting,
-    Tier,
-    is_lender,
-)
+from kvtide.tier.base import Buffer, LentObject, ObjectInfo, Observer, RangeRead, Take, Tier
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
-from kvtide.tier.source import RangeRead, Take, read_range_of_any, read_ranges
+from kvtide.tier.source import read_range_of_any, read_ranges
 from kvtide.tier.stack.generations import Generations
 from kvtide.types import DIGEST_BYTES, NamedId, Namespace, ObjectId, TierStats, wants_latest
 
@@ -72,16 +53,15 @@ def run_places(
     `places` yields the numbers of an object's tiers, the fastest first, of those before a number; `ask` runs an action
     on a tier, or gives its last argument if that fails.
     """
-    batched = {number: tier for number, tier in enumerate(tiers) if isinstance(tier, Batched)}
     found: list[int] = []
     while len(found) < len(object_ids):
         number = next(places(object_ids[len(found)], None), None)
         if number is None:
             break
         found.append(number)
-        if number in batched:
+        if tiers[number].is_batched:
             following = object_ids[len(found) : len(found) + LOOK_UPS_MAX]
-            count = ask(tiers[number], "contains", partial(batched[number].count_leading, following), 0)
+            count = ask(tiers[number], "contains", partial(tiers[number].count_leading, following), 0)
             found += [next(places(object_id, number), number) for object_id in following[:count]]
     return found
 
@@ -94,10 +74,7 @@ def contained(object_ids: Sequence[ObjectId], tiers: Sequence[Tier], faults: Tie
         asked = [object_ids[number] for number in numbers]
         if not asked:
             break
-        if isinstance(tier, Batched):
-            found = faults.ask(tier, "contains", partial(tier.contains_each, asked), [False] * len(asked))
-        else:
-            found = [faults.ask(tier, "contains", partial(tier.contains, each), False) for each in asked]
+        found = faults.ask(tier, "contains", partial(tier.contains_each, asked), [False] * len(asked))
         for number, is_here in zip(numbers, found, strict=True):
             present[number] = is_here
     return present
@@ -272,7 +249,7 @@ WRITE_BACK_BYTES_MAX = 256 << 20
 CLOSE_S_MAX = 30.0
 
 
-class TierStack:
+class TierStack(Tier):
     """A tier made of tiers. One that fails to open is left out, the others serve.
 
     `ranking` is told of every use; give the same one to the tiers that admit and evict by it. Of the tiers, those in
@@ -281,6 +258,7 @@ class TierStack:
     """
 
     name = "stack"
+    can_lend = can_replace = True
 
     def __init__(
         self,
@@ -318,8 +296,7 @@ class TierStack:
         """Tell it from now on where objects are. Call it before `open`."""
         self._observer = observer
         for position, tier in enumerate(self._tiers):
-            if isinstance(tier, Reporting):
-                tier.report_to(partial(self._note_removed, position))
+            tier.report_to(partial(self._note_removed, position))
 
     def _note_removed(self, position: int, object_ids: Sequence[ObjectId]) -> None:
         if self._observer is not None:
@@ -338,7 +315,7 @@ class TierStack:
                 self._faults.note(tier, "open", error)
         self.open_tiers = {self._faults.label(tier): tier for tier in self._open}
         self.demoter.open()
-        evicting = [tier for tier in self._open if tier not in self._late and isinstance(tier, Evicting)]
+        evicting = [tier for tier in self._open if tier not in self._late and tier.is_own]
         if self._demote_to and evicting:
             evicting[-1].offer_to(lambda object_id, *rest: self.demoter.offer(self.named(object_id), *rest))
         if self._invalidations is not None:
@@ -375,7 +352,7 @@ class TierStack:
     @property
     def hears_requests(self) -> bool:
         """Tell whether requests matter to a tier."""
-        return any(isinstance(tier, Ordered) and tier.hears_requests for tier in self._open)
+        return any(tier.hears_requests for tier in self._open)
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell tiers in whose order prefixes count that a prompt asks for these objects, its blocks in order.
@@ -384,9 +361,9 @@ class TierStack:
         """
         is_taken, (named, *states) = False, ([self.named(each) for each in ids] for ids in (object_ids, *states))
         for tier in self._open if named else ():
-            if isinstance(tier, Ordered) and tier.hears_requests:
+            if tier.hears_requests:
                 is_taken |= tier.note_request(named, hint, states)
-            if hint is not None and isinstance(tier, Advised) and self._writer.reserve(DIGEST_BYTES * len(named)):
+            if hint is not None and tier.takes_advice and self._writer.reserve(DIGEST_BYTES * len(named)):
                 advise = partial(self._ask, tier, "advise", partial(tier.advise, named, hint), None)
                 is_taken |= self._writer.submit(advise, DIGEST_BYTES * len(named))
         return is_taken
@@ -413,7 +390,7 @@ class TierStack:
 
     def _allowed(self, object_id: ObjectId, tiers: Sequence[Tier]) -> Sequence[Tier]:
         """Return those of the tiers that may answer for the id: a copy of this machine is never the latest."""
-        return [tier for tier in tiers if isinstance(tier, Forcible)] if wants_latest(object_id) else tiers
+        return [tier for tier in tiers if tier.looks_in_regions] if wants_latest(object_id) else tiers
 
     def run_places(self, object_ids: Sequence[ObjectId]) -> list[int]:
         """Return the fastest tier of each object of the longest leading run that is here now."""
@@ -484,9 +461,9 @@ class TierStack:
         """Lend the object from the first tier that has it and need not wait."""
         return self._lend(object_id, lambda tier: tier.lend_at_once(object_id))
 
-    def _lend(self, object_id: ObjectId, lend: Callable[[Lender], LentObject | None]) -> LentObject | None:
+    def _lend(self, object_id: ObjectId, lend: Callable[[Tier], LentObject | None]) -> LentObject | None:
         for position, tier in enumerate(self._open):
-            lent = self._ask(tier, "read", partial(lend, tier), None) if is_lender(tier) else None
+            lent = self._ask(tier, "read", partial(lend, tier), None) if tier.can_lend else None
             if lent is not None:
                 if self._ranking.note_use(object_id) >= USES_BEFORE_PROMOTION and position:
                     self.prefetch([object_id], lent.size)
@@ -494,7 +471,7 @@ class TierStack:
         return None
 
     def _admitting(self, tiers: Sequence[Tier], object_id: ObjectId, size: int) -> list[Tier]:
-        return [tier for tier in tiers if not isinstance(tier, AdmittingTier) or tier.would_admit(object_id, size)]
+        return [tier for tier in tiers if tier.would_admit(object_id, size)]
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store in the slowest tier that is written at once, and in faster ones that admit it. True if one has it.
@@ -561,7 +538,7 @@ class TierStack:
         Those that can't and are written in the background are told of it as of a new one.
         """
         object_id = self.named(object_id)
-        able = [tier for tier in reversed(self._open) if isinstance(tier, Replacing)]
+        able = [tier for tier in reversed(self._open) if tier.can_replace]
         done = [self._put(tier, object_id, buffer, partial(tier.replace, object_id, buffer)) for tier in able]
         for tier in self._open:
             if tier in self._write_back and tier not in able:
@@ -570,7 +547,7 @@ class TierStack:
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Have every tier that remembers decisions, or tells who does, add to its counts."""
-        for tier in (each for each in self._open if isinstance(each, Noting)):
+        for tier in self._open:
             self._ask(tier, "note", partial(tier.note_decisions, namespace, counts), None)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
@@ -588,11 +565,10 @@ class TierStack:
                         seen.add(info.id)
                     yield info
 
-    def records(self) -> Iterator[tuple[int, Iterator[ListedBlock]]]:
+    def records_by_tier(self) -> Iterator[tuple[int, Iterator[ListedBlock]]]:
         """Yield the tiers that keep objects over a restart, by number, with what each has."""
         for tier in self._open:
-            if isinstance(tier, Recorded):
-                yield self._tiers.index(tier), tier.records()
+            yield self._tiers.index(tier), tier.records()
 
     def tier_stats(self, names: Collection[str] | None = None) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw; of these names alone, if given.
@@ -606,8 +582,7 @@ class TierStack:
     def check(self) -> None:
         """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
         for tier in self._open:
-            if isinstance(tier, Checked):
-                tier.check()
+            tier.check()
 
     def stats(self) -> TierStats:
         """Return the sums over the tiers; an object in two tiers counts twice."""

@@ -16,9 +16,8 @@ from redis.exceptions import RedisError
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, Removals
+from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Removals, Tier
 from kvtide.tier.breaker import caller_deadline_s, until
-from kvtide.tier.source import RangeRead
 from kvtide.tier.valkey.nodes import ValkeyAddress, ValkeyNodes, parse_valkey_url
 from kvtide.tier.valkey.resp import Refusal, pack_command
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
@@ -37,13 +36,14 @@ _BODY_COMMANDS = frozenset({b"GET", b"GETRANGE"})
 _STALE_MAP = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN"})
 
 
-class ValkeyTier:
+class ValkeyTier(Tier):
     """A tier on servers that others may use too: what it stores begins with the URL's prefix.
 
     The servers evict by their own `maxmemory-policy`. ValueError for a bad URL (valkey_url.py has its form).
     """
 
     name = "valkey"
+    is_batched = can_replace = True
 
     def __init__(self, url: str, clock: Clock) -> None:
         target = parse_valkey_url(url)
@@ -138,7 +138,7 @@ class ValkeyTier:
         return self._put(object_id, buffer, b"NX")
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Replacing`."""
+        """Put another form of the object in its place; see `Tier.replace`."""
         return self._put(object_id, buffer, b"XX")
 
     def _put(self, object_id: ObjectId, buffer: Buffer, condition: bytes) -> bool:
