@@ -32,8 +32,8 @@ from gpu_cases import DRY, FULL, copy_case, is_real, overlap_case, pages_case, r
 from gpu_codecs import groups_case, tide_case  # noqa: E402
 from gpu_peers import lmcache_case, nvcomp_case  # noqa: E402
 from kvtide.cli.report import envelope  # noqa: E402
-from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels  # noqa: E402
-from kvtide.engines.gpu.program import compile_kernels, kernel_sources  # noqa: E402
+from kvtide_gpu.kernels import Budget, CudaKernels, Kernels  # noqa: E402
+from kvtide_gpu.program import compile_kernels, kernel_sources  # noqa: E402
 
 # A100, H100 and H200, B200, RTX 50: each has machine code of its own.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")

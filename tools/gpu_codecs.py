@@ -12,13 +12,13 @@ from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, ProfileFitter
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
 from kvtide.engines import installed_profiles
-from kvtide.engines.gpu.groups import DeviceGroups
-from kvtide.engines.gpu.kernels import Kernels
-from kvtide.engines.gpu.targets import StoredBlock, page_target
-from kvtide.engines.gpu.tide import DeviceTide
-from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
-from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.testing import block_meta, smooth_bits
+from kvtide_gpu.groups import DeviceGroups
+from kvtide_gpu.kernels import Kernels
+from kvtide_gpu.targets import StoredBlock, page_target
+from kvtide_gpu.tide import DeviceTide
+from kvtide_gpu.tide_encode import DeviceTideEncoder, PagedBlock
+from kvtide_gpu.tide_model import DeviceModel
 
 
 def model_block(model: TideModel, layout: BlockLayout, start: int, seed: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gpu_cases import STREAM_SYMBOLS, Size, host_seconds, is_real, rans_data, rate, seconds
-from kvtide.engines.gpu.kernels import Kernels
+from kvtide_gpu.kernels import Kernels
 
 
 def nvcomp_case(kernels: Kernels, size: Size) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.gpu.twin import TwinKernels, compile_twin
 
-from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels
+from kvtide_gpu.kernels import Budget, CudaKernels, Kernels
 
 has_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -31,5 +31,5 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 def kernels_alone(any_block_fits: None) -> Iterator[None]:
     """Kernels are compared here, not how well profiles fit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtide.engines.gpu.tide_encode.check_promise", lambda fit, tokens: None)
+        patch.setattr("kvtide_gpu.tide_encode.check_promise", lambda fit, tokens: None)
         yield

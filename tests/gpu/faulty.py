@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
+from kvtide_gpu.kernels import Kernels
 
 
 class Switch:

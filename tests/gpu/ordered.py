@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvtide.engines.gpu.kernels import Kernels
 from kvtide.engines.streams import DeviceStream
+from kvtide_gpu.kernels import Kernels
 
 # How many pieces of work of each stream are known to be over.
 Seen = Counter[str]

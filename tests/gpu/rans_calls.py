@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.codec.entropy import Elements, Escapes, RansTables, Runs, Streams, check_decode, check_encode
-from kvtide.engines.gpu.kernels import (
+from kvtide.errors import CorruptPayload
+from kvtide_gpu.kernels import (
     STATES_BYTES,
     STREAM,
     THREADS,
@@ -21,7 +22,6 @@ from kvtide.engines.gpu.kernels import (
     pack,
     warp_blocks,
 )
-from kvtide.errors import CorruptPayload
 
 
 def prepare_decode(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtide.engines.gpu import program
-from kvtide.engines.gpu.kernels import Budget, CudaKernels
-from kvtide.engines.gpu.program import CUBINS_MAX, compile_kernels, kept_kernels
+from kvtide_gpu import program
+from kvtide_gpu.kernels import Budget, CudaKernels
+from kvtide_gpu.program import CUBINS_MAX, compile_kernels, kept_kernels
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra gpu")
 

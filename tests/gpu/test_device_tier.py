@@ -11,8 +11,6 @@ from tests.gpu.twin import needs_compiler
 
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
-from kvtide.engines.gpu.kernels import Kernels
-from kvtide.engines.gpu.memory import STAGE_BYTES, KernelMemory
 from kvtide.errors import TierUnavailable
 from kvtide.evict import RankedOrder, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
@@ -20,6 +18,8 @@ from kvtide.tier import Tier, stack_of, tiers_of
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import DeviceTier, MemoryTier
 from kvtide.tier.stack import TierStack
+from kvtide_gpu.kernels import Kernels
+from kvtide_gpu.memory import STAGE_BYTES, KernelMemory
 
 pytestmark = needs_compiler
 PAGE = 4096

@@ -15,12 +15,12 @@ from tests.gpu.twin import needs_compiler
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.published.shared import ProfiledCodec
-from kvtide.engines.gpu.groups import DeviceGroups
-from kvtide.engines.gpu.kernels import Kernels
-from kvtide.engines.gpu.targets import StoredBlock, block_target
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
+from kvtide_gpu.groups import DeviceGroups
+from kvtide_gpu.kernels import Kernels
+from kvtide_gpu.targets import StoredBlock, block_target
 
 pytestmark = needs_compiler
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -184,7 +184,7 @@ def test_values_that_are_not_finite_are_refused(kernels: Kernels, bad: int, toke
 
 
 def test_distributions_on_the_device_are_bounded(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.engines.gpu.groups.TABLES_MAX", 100)
+    monkeypatch.setattr("kvtide_gpu.groups.TABLES_MAX", 100)
     codec, meta = ChunkwiseCodec(3, 0, fitted("chunkwise", LAYOUT)), block_meta(LAYOUT)
     bits = smooth_bits(LAYOUT, 9)
     groups, expected = DeviceGroups(kernels), codec.encode(meta, bits)

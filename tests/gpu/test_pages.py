@@ -20,8 +20,6 @@ from kvtide.codec import Codec, CodecRegistry, LevelledCodec, LosslessCodec
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
-from kvtide.engines.gpu.kernels import CudaKernels, Kernels
-from kvtide.engines.gpu.pages import KernelPages, opened_pages
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.sequence import BlockRef, LoadOrder, StepCommands, StoreOrder
 from kvtide.engines.paged.worker import WorkerHalf
@@ -29,6 +27,8 @@ from kvtide.errors import DeviceFault
 from kvtide.store.cache import Cache, cache_for
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
+from kvtide_gpu.kernels import CudaKernels, Kernels
+from kvtide_gpu.pages import KernelPages, opened_pages
 
 pytestmark = needs_compiler
 PAGE_TOKENS = 8

@@ -7,8 +7,8 @@ import re
 import pytest
 from tests.gpu.twin import SOURCES
 
-from kvtide.engines.gpu.program import compile_kernels, kernel_sources
 from kvtide.errors import DeviceFault
+from kvtide_gpu.program import compile_kernels, kernel_sources
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra gpu")
 

@@ -11,8 +11,8 @@ from tests.gpu.rans_calls import prepare_decode, prepare_encode
 from tests.gpu.twin import needs_compiler
 
 from kvtide.codec.entropy import ESCAPE, Escapes, RansCoder, RansTables, Runs, Streams
-from kvtide.engines.gpu.kernels import Kernels
 from kvtide.errors import CorruptPayload
+from kvtide_gpu.kernels import Kernels
 
 pytestmark = needs_compiler
 QUICK = settings(

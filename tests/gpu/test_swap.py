@@ -8,9 +8,9 @@ from tests.gpu.ordered import Order, OrderedKernels
 from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.engines.gpu.kernels import Kernels
-from kvtide.engines.gpu.pages import KernelPages
 from kvtide.testing import smooth_bits
+from kvtide_gpu.kernels import Kernels
+from kvtide_gpu.pages import KernelPages
 from kvtide_lab.swap.device import KernelSwapper
 
 pytestmark = needs_compiler

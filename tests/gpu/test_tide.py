@@ -16,15 +16,15 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
-from kvtide.engines.gpu.kernels import Kernels
-from kvtide.engines.gpu.targets import PageTarget, block_target, page_target
-from kvtide.engines.gpu.tide import DeviceTide
-from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.engines.paged.device import DevicePages
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import parse_object
+from kvtide_gpu.kernels import Kernels
+from kvtide_gpu.targets import PageTarget, block_target, page_target
+from kvtide_gpu.tide import DeviceTide
+from kvtide_gpu.tide_model import DeviceModel
 
 pytestmark = needs_compiler
 QUICK = settings(

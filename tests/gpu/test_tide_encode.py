@@ -16,14 +16,14 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.promise import check_promise
-from kvtide.engines.gpu.kernels import Kernels
-from kvtide.engines.gpu.targets import block_target, page_target
-from kvtide.engines.gpu.tide_encode import DeviceTideEncoder, PagedBlock
-from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.engines.paged.device import DevicePages
 from kvtide.errors import UnencodableBlock
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
+from kvtide_gpu.kernels import Kernels
+from kvtide_gpu.targets import block_target, page_target
+from kvtide_gpu.tide_encode import DeviceTideEncoder, PagedBlock
+from kvtide_gpu.tide_model import DeviceModel
 
 pytestmark = needs_compiler
 QUICK = settings(
@@ -77,7 +77,7 @@ def test_profile_is_judged_by_what_it_is_on_the_processor(
     values[:, :, 20] *= 30
     values[4, 1, 30] *= 1e6
     seen: list[list[tuple[Any, Any]]] = []
-    for module in ("kvtide.engines.gpu.tide_encode", "kvtide.codec.tide.codec"):
+    for module in ("kvtide_gpu.tide_encode", "kvtide.codec.tide.codec"):
         monkeypatch.setattr(f"{module}.check_promise", lambda fit, tokens: seen.append(fit))
     assert encoded(kernels, codec, cost, meta, bits) == codec.encode(meta, bits)
     device, processor = seen
@@ -90,7 +90,7 @@ def test_profile_is_judged_by_what_it_is_on_the_processor(
 
 
 def test_blocks_that_the_profile_does_not_fit_are_refused(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.engines.gpu.tide_encode.check_promise", check_promise)
+    monkeypatch.setattr("kvtide_gpu.tide_encode.check_promise", check_promise)
     codec, bits = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 1).rounded(), smooth_bits(LAYOUT, 5)
     noise = np.random.default_rng(3).permutation(bits.reshape(-1)).reshape(bits.shape)
     for other in (np.full_like(bits, 0x3F80), noise):

@@ -264,13 +264,13 @@ def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for(
 ) -> None:
     import torch
 
-    from kvtide.engines import gpu
+    import kvtide_gpu
     from kvtide.engines.paged.device import DevicePages
     from kvtide.engines.vllm import pages as vllm_pages
 
     attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
     monkeypatch.setattr(vllm_pages, "get_layers_from_vllm_config", lambda *args: {"a": attention, "b": attention})
-    monkeypatch.setattr(gpu, "cuda_pages", lambda layers, layout, multiprocessors: ("kernels", multiprocessors))
+    monkeypatch.setattr(kvtide_gpu, "cuda_pages", lambda layers, layout, multiprocessors: ("kernels", multiprocessors))
     served = _served(_config(), _caches(_spec()))
     # On no processor, and no device needed.
     pages = torch.zeros((4, 2, 16, 128), dtype=torch.float32, device="meta")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvtide.engines.gpu.kernels import THREADS, Kernels, Opened, Staging, address, warp_blocks
+from kvtide_gpu.kernels import THREADS, Kernels, Opened, Staging, address, warp_blocks
 from kvtide_lab.swap.pages import Swap, runs
 
 PIECE_BYTES = 16 << 20

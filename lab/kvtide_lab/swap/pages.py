@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvtide.block import BlockLayout
-from kvtide.engines.gpu.kernels import Opened
+from kvtide_gpu.kernels import Opened
 
 
 class Swap:

@@ -78,7 +78,7 @@ def _row_pool(
     if not backends <= _SPLIT_BACKENDS:
         raise UnsupportedModel(f"pages of attention backend {sorted(backends - _SPLIT_BACKENDS)} are not known")
     if settings.device_kernels:
-        from kvtide.engines.gpu import cuda_pages
+        from kvtide_gpu import cuda_pages
 
         return cuda_pages(layers, layout, settings.device_multiprocessors)
     from kvtide.engines.paged.device import DevicePages

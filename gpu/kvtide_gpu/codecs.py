@@ -20,14 +20,14 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec, LevelledCodec, PromisingCodec
 from kvtide.codec.published.shared import ProfiledCodec
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.gpu.groups import DeviceGroups
-from kvtide.engines.gpu.kernels import Kernels, Opened, device_faults
-from kvtide.engines.gpu.targets import PageTarget, StoredBlock, block_target
-from kvtide.engines.gpu.tide import DeviceTide
-from kvtide.engines.gpu.tide_encode import TOKENS_MAX, DeviceTideEncoder, PagedBlock
-from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.errors import DeviceFault, UnencodableBlock
 from kvtide.types import Section
+from kvtide_gpu.groups import DeviceGroups
+from kvtide_gpu.kernels import Kernels, Opened, device_faults
+from kvtide_gpu.targets import PageTarget, StoredBlock, block_target
+from kvtide_gpu.tide import DeviceTide
+from kvtide_gpu.tide_encode import TOKENS_MAX, DeviceTideEncoder, PagedBlock
+from kvtide_gpu.tide_model import DeviceModel
 
 # What is decoded together takes several times its blocks' size on the device while it lasts.
 BLOCKS_AT_ONCE = 16

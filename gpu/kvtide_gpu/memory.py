@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtide.engines.gpu.kernels import Kernels, device_faults
 from kvtide.errors import DeviceFault
 from kvtide.tier.buffers import copy_bytes
 from kvtide.tier.ram import DevicePiece
+from kvtide_gpu.kernels import Kernels, device_faults
 
 # One part is copied by the device while another is filled or emptied by the processor.
 STAGE_BYTES = 4 << 20

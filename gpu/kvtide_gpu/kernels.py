@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from kvtide.codec.entropy import SYMBOLS, RansTables
 from kvtide.config import cache_home
-from kvtide.engines.gpu.program import kept_kernels
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
+from kvtide_gpu.program import kept_kernels
 
 # 64 registers a thread and 256 threads a block: so many blocks fill a multiprocessor.
 BLOCKS_PER_MULTIPROCESSOR = 4

@@ -20,8 +20,8 @@ from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.model import ONE, SIXTEENTHS, Group, TideModel
 from kvtide.codec.tide.promise import Seen
 from kvtide.codec.tide.rows import Place, RangeRows
-from kvtide.engines.gpu.kernels import DeviceRans, Kernels, Staging, address
-from kvtide.engines.gpu.targets import PageTarget
+from kvtide_gpu.kernels import DeviceRans, Kernels, Staging, address
+from kvtide_gpu.targets import PageTarget
 
 TILE = 64
 DEPTH = 32

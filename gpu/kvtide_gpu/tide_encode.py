@@ -21,12 +21,12 @@ from kvtide.codec.tide.grid import THIRD, CodedLists
 from kvtide.codec.tide.promise import check_promise, promise_of
 from kvtide.codec.tide.rows import RangeRows, place_groups
 from kvtide.codec.tide.section import Base, Loudness, SectionBytes, Steps, join_base, join_refinement, kept_tokens
-from kvtide.engines.gpu.kernels import THREADS, Staging, address, warp_blocks
-from kvtide.engines.gpu.targets import PageTarget
-from kvtide.engines.gpu.tide_jobs import PARTS, SECTION, extent_of
-from kvtide.engines.gpu.tide_model import TILE, TOKEN_BYTES, DeviceModel, loud_columns, per_token, seen_of
 from kvtide.errors import UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
+from kvtide_gpu.kernels import THREADS, Staging, address, warp_blocks
+from kvtide_gpu.targets import PageTarget
+from kvtide_gpu.tide_jobs import PARTS, SECTION, extent_of
+from kvtide_gpu.tide_model import TILE, TOKEN_BYTES, DeviceModel, loud_columns, per_token, seen_of
 
 TOKENS_MAX = 1024
 MATRIX_THREADS = 128

@@ -18,10 +18,6 @@ from kvtide.clock import SystemClock
 from kvtide.codec import Codec
 from kvtide.codec.published.shared import ProfiledCodec
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.gpu.codecs import BlockEncoder, DeviceCodec, DeviceDecoder
-from kvtide.engines.gpu.kernels import Budget, CudaKernels, Kernels, device_faults
-from kvtide.engines.gpu.memory import KernelMemory
-from kvtide.engines.gpu.targets import BlockCopier, PageTarget, page_target
 from kvtide.engines.paged import Captured, PagePool
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.streams import DeviceStream
@@ -29,6 +25,10 @@ from kvtide.errors import DeviceFault
 from kvtide.tier.breaker import Breaker
 from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
+from kvtide_gpu.codecs import BlockEncoder, DeviceCodec, DeviceDecoder
+from kvtide_gpu.kernels import Budget, CudaKernels, Kernels, device_faults
+from kvtide_gpu.memory import KernelMemory
+from kvtide_gpu.targets import BlockCopier, PageTarget, page_target
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

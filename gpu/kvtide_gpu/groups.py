@@ -25,7 +25,9 @@ from kvtide.codec.published.integers import (
     plane_bits,
 )
 from kvtide.codec.published.shared import CodedLayers, ProfiledCodec, SectionPart
-from kvtide.engines.gpu.kernels import (
+from kvtide.errors import CorruptPayload, UnencodableBlock
+from kvtide.types import Section
+from kvtide_gpu.kernels import (
     ALIGNMENT,
     CODES_BYTES,
     LANES_BYTES,
@@ -39,9 +41,7 @@ from kvtide.engines.gpu.kernels import (
     pack,
     warp_blocks,
 )
-from kvtide.engines.gpu.targets import PageTarget, StoredBlock
-from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.types import Section
+from kvtide_gpu.targets import PageTarget, StoredBlock
 
 # A table takes 0.7 KB of the device; a model with 32 layers of 1,024 channels has 131,072 at a level.
 TABLES_MAX = 1 << 18

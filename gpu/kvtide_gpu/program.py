@@ -33,7 +33,7 @@ _DIGEST_BYTES = 32
 
 def kernel_sources() -> dict[str, bytes]:
     """Return the source files by name."""
-    folder = resources.files("kvtide.engines.gpu") / "kernels"
+    folder = resources.files("kvtide_gpu") / "kernels"
     return {each.name: each.read_bytes() for each in folder.iterdir() if each.name.endswith((".cu", ".cuh"))}
 
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec.tide.section import SectionBytes, split_base, split_refinement
-from kvtide.engines.gpu.kernels import THREADS, Kernels, Staging, address, warp_blocks
-from kvtide.engines.gpu.targets import PageTarget, StoredBlock
-from kvtide.engines.gpu.tide_jobs import DeviceRange, GroupJobs, RangePlan, SectionJobs
-from kvtide.engines.gpu.tide_model import DeviceModel
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section, SectionKind
+from kvtide_gpu.kernels import THREADS, Kernels, Staging, address, warp_blocks
+from kvtide_gpu.targets import PageTarget, StoredBlock
+from kvtide_gpu.tide_jobs import DeviceRange, GroupJobs, RangePlan, SectionJobs
+from kvtide_gpu.tide_model import DeviceModel
 
 MATRIX_THREADS = 128
 # Ranges at a final step that are remembered: objects of one store have few steps.

@@ -13,10 +13,10 @@ from kvtide.block import BlockMeta
 from kvtide.codec.tide.grid import ENTER_UNITS, TABLES, THIRD, CodedLists, Units, planes
 from kvtide.codec.tide.rows import place_groups
 from kvtide.codec.tide.section import Apart, Base, SectionBytes, Steps
-from kvtide.engines.gpu.kernels import Kernels, Staging, address
-from kvtide.engines.gpu.targets import PageTarget
-from kvtide.engines.gpu.tide_model import DEPTH, TILE, DeviceModel
 from kvtide.errors import CorruptPayload
+from kvtide_gpu.kernels import Kernels, Staging, address
+from kvtide_gpu.targets import PageTarget
+from kvtide_gpu.tide_model import DEPTH, TILE, DeviceModel
 
 # A base of more planes is of no sound profile.
 PLANES_MAX = 32
