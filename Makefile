@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # What CMake looks for, unless one is named.
 COMPILERS := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
-INPUTS := pyproject.toml lab/pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+INPUTS := pyproject.toml lab/pyproject.toml gpu/pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 PIP_VLLM := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -67,7 +67,7 @@ newcomer: .venv/installed
 
 # And what tests and linters need.
 .venv/installed: .venv/demo
-	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,seal,mooncake,dev]"
+	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,seal,mooncake,dev]" --editable ./gpu
 	@touch $@
 
 # And what builds the site and checks deploy/: the extras alone, since installing kvtide again would compile it again.

@@ -127,6 +127,23 @@ def open_cache() -> Iterator[Callable[..., Cache]]:
         cache.close()
 
 
+@pytest.fixture
+def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+    """Install a distribution: its name, a group of entry points, and one of these as `name = value`.
+
+    Its modules are what lies in the test's folder.
+    """
+
+    def install(distribution: str, group: str, point: str) -> None:
+        info = tmp_path / f"{distribution}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{point}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Any:
     """A Llama with random weights: three layers, two KV heads of size 16."""

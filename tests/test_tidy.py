@@ -12,7 +12,7 @@ import tidy
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("package", ["src/kvtide", "lab/kvtide_lab"])
+@pytest.mark.parametrize("package", ["src/kvtide", "lab/kvtide_lab", "gpu/kvtide_gpu"])
 def test_source_keeps_the_house_rules(package: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = tidy.main(str(ROOT / package))
     assert (capsys.readouterr().out, status) == ("", 0)
@@ -23,6 +23,7 @@ def test_source_keeps_the_house_rules(package: str, capsys: pytest.CaptureFixtur
     [
         ("keys.py", "from kvtide.tier import Tier", "imports tier"),
         ("explain.py", "import kvtide_lab.sim", "kvtide_lab may be imported only"),
+        ("explain.py", "import kvtide_gpu", "kvtide_gpu may be imported only"),
         ("explain.py", "import torch", "torch may be imported only"),
         ("codec/x.py", "import time", "is pure"),
         ("tier/x.py", "import pickle", "pickle may be imported only"),

@@ -20,6 +20,7 @@ from tidy import OPEN, repeated_classes
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ROOT / "src" / "kvtide"
 LAB = ROOT / "lab" / "kvtide_lab"
+GPU = ROOT / "gpu" / "kvtide_gpu"
 # Goals of the product as a whole; what is over one is printed with it.
 GOALS = {
     "product_lines": 30_000,
@@ -148,13 +149,14 @@ def closure(entry: str, files: Sequence[Source]) -> list[Source]:
 
 def measure(wheel: Path | None) -> dict[str, Any]:
     """Return all figures of the tree, and of a wheel."""
-    product, lab = sources(PRODUCT), sources(LAB)
-    modules = ((file.path, file.tree) for file in [*product, *lab])
+    product, lab, gpu = sources(PRODUCT), sources(LAB), sources(GPU)
+    modules = ((file.path, file.tree) for file in [*product, *lab, *gpu])
     repeated = [problem.message for _, problem in repeated_classes(modules, ROOT)]
-    kernels = sum(path.read_text(encoding="utf-8").count("\n") for path in PRODUCT.rglob("*.cuh"))
+    kernels = sum(path.read_text(encoding="utf-8").count("\n") for path in GPU.rglob("*.cuh"))
     figures: dict[str, Any] = {
         "product_lines": sum(file.lines for file in product),
         "product_files": len(product),
+        "gpu_lines": sum(file.lines for file in gpu),
         "kernel_lines": kernels,
         "exported_names": sum(len(exported(file)) for file in product),
         "repeated_class_names": len(repeated),
@@ -166,7 +168,13 @@ def measure(wheel: Path | None) -> dict[str, Any]:
         figures[f"closure_files_{name}"] = len(found)
     if wheel is not None:
         figures["wheel_mb"] = round(wheel.stat().st_size / 1e6, 2)
-    parts = {"product": product, "lab": lab, "tests": sources(ROOT / "tests"), "tools": sources(ROOT / "tools")}
+    parts = {
+        "product": product,
+        "lab": lab,
+        "gpu": gpu,
+        "tests": sources(ROOT / "tests"),
+        "tools": sources(ROOT / "tools"),
+    }
     parts |= {
         f"kvtide.{folder.name}": [file for file in product if folder in file.path.parents]
         for folder in sorted(PRODUCT.iterdir())

@@ -39,8 +39,6 @@ OPEN = {
     *("engines.paged.device", "plan.base", "plan.policies"),
     *("store.repack", "store.load.run", "store.load.run", "store.load.sparse", "store.load.streamed"),
 }
-# Kernels are the same algorithm in another language: they read the tables of the one in Python.
-TWINS = {"engines.gpu": ("codec.tide", "codec.entropy", "codec.published")}
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 700
 # Only these may import the heavy, optional or dangerous thing named; the empty set means nobody.
@@ -55,9 +53,11 @@ FENCED = {
     "shelve": set(),
     "kvtide._native": {"codec", "importance", "server", "cli"},
     "kvtide_lab": set(),
+    "kvtide_gpu": set(),
 }
-# What measures kvtide may look into all of it, and is held to the rules of a single file alone.
-LAB = "kvtide_lab"
+# Other distributions may look into all of kvtide, and are held to the rules of a single file alone: what measures it,
+# and kernels, which are its codecs in another language and read their tables.
+APART = {"kvtide_lab", "kvtide_gpu"}
 # Ranks 0 and 1 do no I/O, read no clock and start no thread (locks are theirs: the index is thread-safe).
 PURE_RANK_MAX = 1
 IMPURE = {"time", "datetime", "random", "secrets", "subprocess", "socket", "asyncio", "concurrent"}
@@ -119,7 +119,7 @@ def door_problems(tree: ast.AST, path: Path, root: Path) -> Iterator[Problem]:
         folder = inner.rpartition(".")[0]
         if inner == module or not folder or inner in OPEN or not is_module(inner, root):
             continue
-        if f"{here}.".startswith(f"{folder}.") or folder in TWINS.get(here, ()):
+        if f"{here}.".startswith(f"{folder}."):
             continue
         yield Problem(lineno, f"{inner} is inside {folder}/; import what its __init__ exports")
 
@@ -197,7 +197,7 @@ def problems(path: Path, root: Path) -> Iterator[Problem]:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     here = first_component(path, root)
-    if root.name != LAB:
+    if root.name not in APART:
         if here not in RANK:
             yield Problem(1, f"{here} has no import rank; add it to tools/tidy.py and ARCHITECTURE.md")
             return

@@ -88,11 +88,11 @@ def install_wheel(folder: Path) -> tuple[Path, Path]:
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
     run(python, "-m", *PIP, "install", "--no-deps", wheel, cwd=folder)
-    # After its own packages; the links to the checkout that lie there are not followed from here. The lab, which offers
-    # profiles, is found by its metadata there and must be importable.
+    # After its own packages; the links to the checkout that lie there are not followed from here. The lab and the
+    # kernels, which offer entry points, are found by their metadata there and must be importable.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     others = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "others.pth").write_text("\n".join([*others, str(ROOT / "lab")]))
+    (packages / "others.pth").write_text("\n".join([*others, str(ROOT / "lab"), str(ROOT / "gpu")]))
     where = run(python, "-c", WHERE, cwd=folder).strip()
     if not Path(where).is_relative_to(packages):
         raise ValueError(f"kvtide was imported from {where}")

@@ -1,4 +1,4 @@
-"""Builds what is released, into dist/: the sdist, from it a wheel for each kind of Python found here, and kvtide-lab.
+"""Builds what is released, into dist/: the sdist, wheels from it for each kind of Python here, kvtide-lab, kvtide-gpu.
 
 Usage: wheels.py [PYTHON…]   (interpreters, names or paths; default: those found on PATH)
 
@@ -76,7 +76,7 @@ def main(interpreters: list[str]) -> None:
         old.unlink()
     kinds = kinds_of(interpreters or on_path())
     python = tools(ROOT / ".venv-wheels")
-    for source, kind in ((ROOT, "--sdist"), (ROOT / "lab", "--wheel")):
+    for source, kind in ((ROOT, "--sdist"), (ROOT / "lab", "--wheel"), (ROOT / "gpu", "--wheel")):
         run(python, "-m", "build", kind, "--outdir", DIST, source, cwd=ROOT)
     (sdist,) = DIST.glob("kvtide-*.tar.gz")
     if sdist.stat().st_size > SDIST_BYTES_MAX:

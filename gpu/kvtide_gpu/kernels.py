@@ -194,7 +194,7 @@ class CudaKernels(Opened, DeviceStream):
     def open(self) -> None:
         """Compile, or read what was compiled before, and load.
 
-        ImportError without the extra `gpu`; DeviceFault if the device does not take them.
+        ImportError without cuda-bindings; DeviceFault if the device does not take them.
         """
         from cuda.bindings import driver
 

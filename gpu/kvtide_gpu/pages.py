@@ -181,7 +181,7 @@ class _KernelCaptured:
 def cuda_pages(layers: Sequence[torch.Tensor], layout: BlockLayout, multiprocessors: int) -> PagePool:
     """Return pages on a CUDA device with kernels for as many multiprocessors, or what torch alone can do there.
 
-    The latter, with the reason logged, where the extra `gpu` is missing or the device does not take the kernels.
+    The latter, with the reason logged, where cuda-bindings is missing or the device does not take the kernels.
     """
     kernels = CudaKernels(layers[0].device, Budget.of_multiprocessors(multiprocessors))
     return opened_pages(kernels, layers, layout)

@@ -38,7 +38,7 @@ def kernel_sources() -> dict[str, bytes]:
 
 
 def compiler_version() -> str:
-    """Return the version of NVRTC. ImportError without the extra `gpu`."""
+    """Return the version of NVRTC. ImportError without cuda-bindings."""
     from cuda.bindings import nvrtc
 
     _, *version = nvrtc.nvrtcVersion()
@@ -48,7 +48,7 @@ def compiler_version() -> str:
 def compile_kernels(architecture: str) -> bytes:
     """Return the kernels' machine code (cubin) for an architecture such as "sm_90".
 
-    ImportError without the extra `gpu`. DeviceFault with the compiler's log if it does not compile.
+    ImportError without cuda-bindings. DeviceFault with the compiler's log if it does not compile.
     """
     from cuda.bindings import nvrtc
 

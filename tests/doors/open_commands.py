@@ -90,7 +90,7 @@ COMMANDS = (
         "docs/gpu.md: You have a GPU: ten minutes",
         "a made-up report",
         Source.OURS,
-        "tests/cli/test_doctor_gpu.py::test_goals_that_are_reached_are_ok",
+        "tests/gpu/test_report.py::test_goals_that_are_reached_are_ok",
     ),
     Capability("make a token", "kvtide token", _GRANTS, _PROCESS, Source.OURS),
     Capability("invalidate a namespace", "kvtide invalidate NAMESPACE --server", _REGIONS, _PROCESS, Source.CACHEGEN),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,18 +72,14 @@ def test_users_profiles_come_before_installed_ones(tmp_path: Path) -> None:
 
 
 def test_package_of_profiles_that_is_broken_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, offer: Callable[[str, str, str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = [each.digest for each in installed_profiles()]
     for name, content in (("raises", "1 / 0"), ("cut", "")):
         (tmp_path / f"{name}_profiles").mkdir()
         (tmp_path / f"{name}_profiles" / "__init__.py").write_text(content)
-        info = tmp_path / f"{name}-1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-        (info / "entry_points.txt").write_text(f"[kvtide.profiles]\n{name} = {name}_profiles\n")
+        offer(name, "kvtide.profiles", f"{name} = {name}_profiles")
     (tmp_path / "cut_profiles" / "a.kvprofile").write_bytes(b"KVTP")
-    monkeypatch.syspath_prepend(tmp_path)
     assert [each.digest for each in installed_profiles()] == expected
     assert [each in caplog.text for each in ("raises_profiles", "cut_profiles")] == [True, True]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.gpu.twin import TwinKernels, needs_compiler
 
-from kvtide.cli.doctor_gpu import GOALS
+from kvtide_gpu.report import GOALS
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

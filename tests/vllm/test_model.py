@@ -258,26 +258,29 @@ def test_pages_of_another_shape_are_refused() -> None:
         page_pools(model, {"a": pages}, None, SETTINGS)
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, "torch"), ({"device_kernels": True}, "kernels")])
+@pytest.mark.parametrize(("is_asked_for", "is_installed"), [(False, True), (True, True), (True, False)])
 def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offer: Any, is_asked_for: bool, is_installed: bool, caplog: Any
 ) -> None:
     import torch
 
-    import kvtide_gpu
     from kvtide.engines.paged.device import DevicePages
     from kvtide.engines.vllm import pages as vllm_pages
 
     attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
     monkeypatch.setattr(vllm_pages, "get_layers_from_vllm_config", lambda *args: {"a": attention, "b": attention})
-    monkeypatch.setattr(kvtide_gpu, "cuda_pages", lambda layers, layout, multiprocessors: ("kernels", multiprocessors))
+    if is_installed:
+        (tmp_path / "made_up.py").write_text("def pages(layers, layout, multiprocessors): return multiprocessors")
+        offer("kvtide-gpu", "kvtide.device", "pages = made_up:pages")
+    else:
+        monkeypatch.setattr("kvtide.engines.entry_points", lambda **wanted: ())
     served = _served(_config(), _caches(_spec()))
     # On no processor, and no device needed.
     pages = torch.zeros((4, 2, 16, 128), dtype=torch.float32, device="meta")
-    settings = ConnectorSettings.parse({"store": "memory://", **options})
+    settings = ConnectorSettings.parse({"store": "memory://", "device_kernels": is_asked_for})
     pool, _ = vllm_pages.page_pools(served, {"a": pages, "b": pages}, None, settings)
-    found = "torch" if isinstance(pool, DevicePages) else pool
-    assert found == ("torch" if expected == "torch" else ("kernels", 32))
+    assert pool == 32 if is_asked_for and is_installed else isinstance(pool, DevicePages)
+    assert ("pip install 'kvtide[gpu]'" in caplog.text) == (is_asked_for and not is_installed)
 
 
 def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

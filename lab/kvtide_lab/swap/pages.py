@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from kvtide.block import BlockLayout
-from kvtide_gpu.kernels import Opened
 
 
 class Swap:
@@ -29,7 +28,7 @@ class Swap:
         self._wait()
 
 
-class PageSwapper(Opened):
+class PageSwapper:
     """Moves pages of all layers between `layers` and as many slots as are asked for in this machine's memory.
 
     layers: one tensor (pages, bytes of a page) of int8 for each layer, all on one device. At most `in_flight_max`
@@ -67,6 +66,13 @@ class PageSwapper(Opened):
         if self._copiers is not None:
             self._copiers.shutdown(wait=True)
         self._copiers, self._host, self._streams = None, [], {}
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def swap_out(self, pages: Sequence[int], slots: Sequence[int]) -> Swap:
         """Copy pages, as they are when the engine's stream comes here, into slots. ValueError for unequal counts."""

@@ -22,13 +22,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvtide
-from kvtide.cli.doctor_gpu import gpu_path, measured, verdicts
 from kvtide.cli.report import CONSOLE, DoctorFinding, JsonOption, cpu_name, emit_json, format_bytes
 from kvtide.cli.store import DEFAULT_STORE, StoreOption, listed, looking_at, rows_of
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
 from kvtide.config import Limits, cache_home
-from kvtide.engines import untested_vllm, vllm_distribution
+from kvtide.engines import device_part, untested_vllm, vllm_distribution
 from kvtide.errors import TierUnavailable
 from kvtide.server.http import listener_on
 from kvtide.server.settings import DEFAULT_LISTEN, FILES_MAX, ListenAddress, ServerSettings, parse_address
@@ -39,6 +38,8 @@ from kvtide.tier.seal import Keyring, sealing_key_id, split_seal
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 _LOW_DISK_BYTES = 2 << 30
+# Of NVIDIA's driver, also inside containers; of WSL.
+_GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 # Objects whose seal is looked at, those used last.
 SEALS_MAX = 200
 
@@ -184,10 +185,10 @@ GpuOption = Annotated[
 def doctor(url: StoreOption = DEFAULT_STORE, gpu: GpuOption = None, as_json: JsonOption = False) -> None:
     """Check this installation, or judge a GPU; exit status 1 if something needed is broken or a goal is missed."""
     if gpu is not None:
-        findings = verdicts(measured(gpu))
+        findings = _judged(gpu)
     else:
         installed = [_python(), _native(), *map(_optional, _OPTIONAL), _vllm()]
-        findings = [*installed, _cpu(), gpu_path(), _model(), _port(), _descriptors(), *store_findings(url)]
+        findings = [*installed, _cpu(), _gpu(), _model(), _port(), _descriptors(), *store_findings(url)]
     is_good = all(finding.status != "bad" for finding in findings)
     if as_json:
         emit_json({"version": kvtide.__version__, "ok": is_good, "rows": findings})
@@ -290,6 +291,28 @@ def _cpu() -> DoctorFinding:
     return DoctorFinding(
         "cpu", "ok", f"{cpu_name()}, {os.cpu_count()} cores, {' '.join(paths) or 'portable path only'}"
     )
+
+
+def _gpu() -> DoctorFinding:
+    """Tell who copies an engine's pages on this machine."""
+    if not _has_gpu():
+        return DoctorFinding("gpu", "off", "no CUDA device here")
+    needed = "" if importlib.util.find_spec("kvtide_gpu") else "pip install 'kvtide[gpu]' and "
+    detail = f"torch copies vLLM's pages; for kernels, which no device has proven yet: {needed}device_kernels: true"
+    return DoctorFinding("gpu", "off", detail)
+
+
+def _has_gpu() -> bool:
+    return any(path.exists() for path in _GPU_FILES)
+
+
+def _judged(report: Path) -> list[DoctorFinding]:
+    try:
+        judge = device_part("report")
+    except ImportError as error:
+        raise ValueError(f"a GPU's report can't be judged: {error}") from error
+    findings: list[DoctorFinding] = judge(report, _has_gpu())
+    return findings
 
 
 def _model() -> DoctorFinding:

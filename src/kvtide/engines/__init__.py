@@ -1,4 +1,5 @@
-"""Engine connectors, profiles of models (installed ones, files, the command that makes one), tested versions of vLLM.
+"""Engine connectors, profiles of models (installed ones, files, the command that makes one), tested versions of vLLM,
+and what the distribution kvtide-gpu brings.
 
 Each connector imports its engine; none is imported by the package itself.
 """
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from importlib import resources
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from kvtide.codec import PROFILE_BYTES_MAX, Profile
 from kvtide.engines.plugin import untested_vllm, vllm_distribution
@@ -20,6 +22,7 @@ from kvtide.tier import shown_url
 __all__ = [
     "calibrate_command",
     "calibrate_words",
+    "device_part",
     "installed_profiles",
     "option_bytes",
     "option_text",
@@ -30,7 +33,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_ENTRY_POINTS = "kvtide.profiles"
+_PROFILES, _DEVICE = "kvtide.profiles", "kvtide.device"
 DEFAULT_PROFILE_KIND = "tide-layer"
 # Before hex digits.
 _HEX = "hex:"
@@ -42,13 +45,24 @@ def installed_profiles() -> Sequence[Profile]:
     A package that can't be imported, or has a profile that can't be read, is left out with a warning.
     """
     found = list[tuple[str, Profile]]()
-    for package in sorted({point.value for point in entry_points(group=_ENTRY_POINTS)}):
+    for package in sorted({point.value for point in entry_points(group=_PROFILES)}):
         try:
             files = [each for each in resources.files(package).iterdir() if each.name.endswith(".kvprofile")]
             found += [(each.name, Profile.parse(each.read_bytes())) for each in files]
         except Exception as error:  # noqa: BLE001 - importing a package of somebody else's runs its code
             _log.warning("profiles of the package %s are left out: %r", package, error)
     return [profile for _, profile in sorted(found, key=lambda each: each[0])]
+
+
+def device_part(name: str) -> Any:
+    """Load an entry point `kvtide.device` of kvtide-gpu: `pages`, which moves an engine's, or `report`, a judge of one.
+
+    ImportError if it is not installed, with the command, or can't be imported.
+    """
+    points = entry_points(group=_DEVICE, name=name)
+    if not points:
+        raise ModuleNotFoundError("kvtide-gpu is not installed: pip install 'kvtide[gpu]', or ./gpu in a checkout")
+    return next(iter(points)).load()
 
 
 def read_profile(path: Path) -> Profile:

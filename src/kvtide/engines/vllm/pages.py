@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
+from kvtide.engines import device_part
 from kvtide.engines.paged import CellOrder, HostPages, OpaqueLayer, OpaquePages, PagePool, cell_order
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import BYTE_DTYPES, DTYPES, ServedModel
@@ -78,12 +79,15 @@ def _row_pool(
     if not backends <= _SPLIT_BACKENDS:
         raise UnsupportedModel(f"pages of attention backend {sorted(backends - _SPLIT_BACKENDS)} are not known")
     if settings.device_kernels:
-        from kvtide_gpu import cuda_pages
-
-        return cuda_pages(layers, layout, settings.device_multiprocessors)
+        try:
+            pool: PagePool = device_part("pages")(layers, layout, settings.device_multiprocessors)
+            return pool
+        except ImportError as error:
+            _log.warning("no kernels for the engine's pages, torch copies them: %s", error)
+    else:
+        _log.info("torch copies the engine's pages on %s; device_kernels would have kernels do it", layers[0].device)
     from kvtide.engines.paged.device import DevicePages
 
-    _log.info("torch copies the engine's pages on %s; device_kernels would have kernels do it", layers[0].device)
     return DevicePages(layers, layout)
 
 

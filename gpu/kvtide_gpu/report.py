@@ -1,8 +1,7 @@
-"""`kvtide doctor` on GPUs: which way an engine's pages go here, and a verdict on what tools/gpu.py measured."""
+"""`kvtide doctor --gpu`: a verdict on what tools/gpu.py measured."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +15,6 @@ from kvtide.cli.report import DoctorFinding
 REPORT_BYTES_MAX = 1 << 20
 # It takes some minutes on a GPU.
 MEASURING_S_MAX = 1800.0
-# Of the driver, also inside containers; of WSL.
-_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 class _Goal(NamedTuple):
@@ -67,27 +64,19 @@ class _Report(msgspec.Struct, frozen=True):
     tests: _Run | None = None
 
 
-def gpu_path() -> DoctorFinding:
-    """Tell who copies an engine's pages on this machine."""
-    if not _has_device():
-        return DoctorFinding("gpu", "off", "no CUDA device here")
-    has_extra = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
-    needed = "" if has_extra else "pip install 'kvtide[gpu]' and "
-    detail = f"torch copies vLLM's pages; for kernels, which no device has proven yet: {needed}device_kernels: true"
-    return DoctorFinding("gpu", "off", detail)
+def judge(path: Path, has_device: bool) -> list[DoctorFinding]:
+    """Judge a report of tools/gpu.py, which measures this GPU first if there is no file: a line for each kernel,
+    goal and fault. ValueError if there is no report, nor a way to one.
+    """
+    if not path.exists():
+        _measure(path, has_device)
+    return _verdicts(path)
 
 
-def _has_device() -> bool:
-    return any(path.exists() for path in _DEVICES)
-
-
-def measured(path: Path) -> Path:
-    """Return the path once a file is there: tools/gpu.py writes one where a GPU is. ValueError if it can't be had."""
-    if path.exists():
-        return path
+def _measure(path: Path, has_device: bool) -> None:
     script = Path(kvtide.__file__).parents[2] / "tools" / "gpu.py"
-    if not _has_device() or not script.exists():
-        missing = "a checkout of kvtide" if _has_device() else "a CUDA device"
+    if not has_device or not script.exists():
+        missing = "a checkout of kvtide" if has_device else "a CUDA device"
         raise ValueError(f"no file {path}, and without {missing} it can't be measured: see docs/gpu.md")
     command = [sys.executable, str(script), "--out", str(path)]
     # What it is at goes to stderr; stdout has the file once more.
@@ -97,11 +86,9 @@ def measured(path: Path) -> Path:
         raise ValueError(f"{script} did not end within {MEASURING_S_MAX:.0f} s") from error
     if not path.exists():
         raise ValueError(f"{script} ended without writing {path}")
-    return path
 
 
-def verdicts(path: Path) -> list[DoctorFinding]:
-    """Judge a report of tools/gpu.py: a line for each kernel, goal and fault. ValueError if it is none."""
+def _verdicts(path: Path) -> list[DoctorFinding]:
     with path.open("rb") as file:
         data = file.read(REPORT_BYTES_MAX + 1)
     try:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.doors.user import kvtide
 
-from kvtide.cli import doctor_gpu
-from kvtide.cli.doctor_gpu import gpu_path, measured, verdicts
+from kvtide.cli import doctor
+from kvtide_gpu.report import judge
 
 GOOD: dict[str, Any] = {
     "is_measured": True,
@@ -32,7 +33,7 @@ GOOD: dict[str, Any] = {
 def statuses(folder: Path, report: dict[str, Any]) -> dict[str, str]:
     path = folder / "gpu.json"
     path.write_text(json.dumps(report))
-    return {finding.subject: finding.status for finding in verdicts(path)}
+    return {finding.subject: finding.status for finding in judge(path, has_device=False)}
 
 
 def test_goals_that_are_reached_are_ok(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_dry_run_has_no_verdict_on_goals(tmp_path: Path) -> None:
 def test_each_kernel_is_proven_here_or_not_run_here(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({**GOOD, "kernels": {"pack": True, "rans_decode": None, "tide_put": False}}))
-    found = {finding.subject: (finding.status, finding.detail) for finding in verdicts(path)}
+    found = {finding.subject: (finding.status, finding.detail) for finding in judge(path, has_device=False)}
     assert found["kernel pack"] == ("ok", "proven here")
     assert found["kernel rans_decode"] == ("off", "not run here")
     assert found["kernel tide_put"] == ("bad", "in a case that failed")
@@ -84,27 +85,36 @@ def test_what_failed_is_bad(tmp_path: Path) -> None:
 def test_what_is_no_report_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(ValueError, match="is no report"):
-        verdicts(tmp_path / "x")
+        judge(tmp_path / "x", has_device=False)
 
 
-def test_without_file_and_device_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_gpu, "_DEVICES", ())
+def test_without_file_and_device_the_way_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"without a CUDA device .* docs/gpu.md"):
-        measured(tmp_path / "gpu.json")
+        judge(tmp_path / "gpu.json", has_device=False)
 
 
 def test_device_is_measured_where_there_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **options: Any) -> None:
         assert Path(command[1]).name == "gpu.py"
-        Path(command[3]).write_text("{}")
+        Path(command[3]).write_text(json.dumps(GOOD))
 
-    monkeypatch.setattr(doctor_gpu, "_DEVICES", (tmp_path,))
     monkeypatch.setattr(subprocess, "run", run)
-    assert measured(tmp_path / "gpu.json").exists()
+    assert judge(tmp_path / "gpu.json", has_device=True)
 
 
 def test_doctor_says_which_way_pages_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_gpu, "_DEVICES", (tmp_path,))
-    assert "torch copies vLLM's pages; for kernels" in gpu_path().detail
-    monkeypatch.setattr(doctor_gpu, "_DEVICES", ())
-    assert gpu_path().detail.startswith("no CUDA device here")
+    monkeypatch.setattr(doctor, "_GPU_FILES", (tmp_path,))
+    assert "torch copies vLLM's pages; for kernels" in doctor._gpu().detail
+    monkeypatch.setattr(doctor, "_GPU_FILES", ())
+    assert doctor._gpu().detail.startswith("no CUDA device here")
+
+
+def test_doctor_judges_a_report_by_the_distribution_that_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text(json.dumps(GOOD))
+    assert {row["status"] for row in kvtide("doctor", "--gpu", tmp_path / "gpu.json")["rows"]} == {"ok"}
+
+
+def test_doctor_without_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.engines.entry_points", lambda **wanted: ())
+    with pytest.raises(ValueError, match=r"pip install 'kvtide\[gpu\]', or ./gpu in a checkout"):
+        doctor.doctor(gpu=tmp_path / "gpu.json")
