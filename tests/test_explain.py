@@ -31,7 +31,7 @@ PROMPT = range(70)  # four full blocks of 16, and 6 tokens
 def stored(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> Cache:
     cache = open_cache(tmp_path)
     fill(cache, metas_of(layout, 4))
-    cache.tiers._tiers[0].close()  # what memory still has must not hide the disk
+    cache.tiers._places[0].tier.close()  # what memory still has must not hide the disk
     return cache
 
 

@@ -43,8 +43,7 @@ class Blocked(WrappedTier):
 def blocked(server: RunningServer, *verbs: str) -> Iterator[Blocked]:
     """Let a server's only tier hang."""
     store = server.store
-    store._open[0] = store._tiers[0] = tier = Blocked(store._open[0], set(verbs))
-    store._faults._labels[id(tier)] = tier.name
+    tier = store._open[0].tier = Blocked(store._open[0].tier, set(verbs))
     try:
         yield tier
     finally:

@@ -114,7 +114,7 @@ def test_store_deleted_under_a_running_engine_still_answers(
     with attach(tiny_model, str(tmp_path / "store"), block_tokens=16) as cached:
         first = cached.generate(prompt, **GREEDY)
         assert cached.cache.flush(10)
-        cached.cache.tiers._tiers[0].close()
+        cached.cache.tiers._places[0].tier.close()
         shutil.rmtree(tmp_path / "store")
         assert torch.equal(cached.generate(prompt, **GREEDY), first)
         assert cached.last is not None and cached.last.hit_tokens == 0

@@ -122,7 +122,7 @@ def scenario(kernels: Kernels, switch: Switch) -> None:
         assert read_all(stack, number) == object_bytes(number)
     stack.check()
     stack.close()
-    faults = stack._faults.count(device)
+    faults = stack.guard.counts.all()[device.name]
     assert not switch.failed or faults or switch.failed == ["finish"], switch.failed
 
 

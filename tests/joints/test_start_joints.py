@@ -21,7 +21,7 @@ from kvtide.engines.settings import ConnectorSettings
 from kvtide.server.settings import ServerSettings, records_path
 from kvtide.store.cache import cache_for
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier import Tier, stack_of
+from kvtide.tier import stack_of
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
@@ -94,7 +94,7 @@ def test_path_that_says_where_it_is_names_a_store_and_makes_nothing(
     assert stack.tier_names == ["memory", "disk"]
     assert list(tmp_path.rglob("*")) == [tmp_path / "here"]
     records = records_path(ServerSettings(tiers=(url,)))
-    assert records is not None and records.parent == stack._tiers[1].root  # type: ignore[attr-defined]
+    assert records is not None and records.parent == stack._places[1].tier.root  # type: ignore[attr-defined]
 
 
 def test_folder_as_a_path_is_a_disk_store_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_engine_short_of_memory_starts_without_the_memory_tier(tmp_path: Path) -
     command = [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, timeout=120)
     assert run.stdout == "['disk'] 3\n", run.stderr
-    assert run.stderr.count("memory tier: ") == 1
+    assert run.stderr.count("(memory tier)") == 1
 
 
 SHORTAGES = [OSError(12, "no memory"), MemoryError(), RuntimeError("can't start new thread")]
@@ -164,7 +164,7 @@ def test_tier_that_can_not_be_opened_or_asked_is_left_out(
     for _ in range(2):
         assert stack.put_from(object_id(1), object_bytes(1)) and stack.contains(object_id(1))
         assert read_all(stack, 1) == object_bytes(1)
-    assert caplog.text.count("disk tier: ") == (1 if when == "open" else 3), "once for each verb"
+    assert caplog.text.count("(disk tier)") == (1 if when == "open" else 3), "once for each verb"
 
 
 def test_no_thread_to_follow_invalidations_leaves_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,10 +187,13 @@ def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) 
     assert stack.tier_names == ["memory", "http-1", "http-2"]
     sent: list[tuple[str, bytes]] = []
 
+    def cut() -> bool:
+        raise OSError("cut")
+
     def put(name: str) -> Any:
         return lambda object_id, buffer: sent.append((name, bytes(buffer))) or True
 
-    memory, always, evicted = stack._tiers
+    memory, always, evicted = (place.tier for place in stack._places)
     for name, tier in (("always", always), ("evicted", evicted)):
         tier.contains = lambda object_id: False  # type: ignore[method-assign]
         tier.put_from = put(name)  # type: ignore[method-assign]
@@ -200,17 +203,10 @@ def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) 
     assert isinstance(memory, MemoryTier)
     memory._offer(object_id(2), 1, lambda buffer: True)
     assert stack.demoter.flush(10) and sent[1:] == [("evicted", b"\0")]
-    _fails(stack, evicted)
+    assert stack.guard("read", cut, False, "http-2") is False
     assert [(each.name, each.faults) for each in stack.tier_stats()] == [("memory", 0), ("http-1", 0), ("http-2", 1)]
-    assert "http-2 tier: cut" in caplog.text
+    assert "can't read (http-2 tier), served as a miss: cut" in caplog.text
     stack.close()
-
-
-def _fails(stack: TierStack, tier: Tier) -> None:
-    def cut() -> bool:
-        raise OSError("cut")
-
-    assert stack._ask(tier, "read", cut, False) is False
 
 
 def kvtide(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -50,7 +50,7 @@ def test_tier_that_cannot_be_opened_or_does_not_answer_is_named(tmp_path: Path) 
     tiers = ("memory://", f"disk://{tmp_path}", f"http://127.0.0.1:{silent.getsockname()[1]}")
     with running_server(health=HEALTH, tiers=tiers) as server:
         # As if the disk had not been there at the start.
-        server.store.open_tiers.pop("disk")
+        server.store._open = [each for each in server.store._open if each.label != "disk"]
         status, found = is_ready(server)
         assert (status, found["parts"]) == (503, {"tier memory": False, "tier disk": False, "tier http": False})
         assert ask(server.service.health_port, "/livez")[0] == 200

@@ -100,7 +100,7 @@ def test_index_knows_what_tier_each_block_is_in(tmp_path: Path, layout: BlockLay
     cache, metas = open_cache(tmp_path), metas_of(layout, 4)
     fill(cache, metas)
     assert tiers_of(cache, metas) == [3, 3, 3, 3]
-    memory, disk = cache.tiers._tiers
+    memory, disk = (place.tier for place in cache.tiers._places)
     memory.delete(metas[1].id, "evicted")
     assert tiers_of(cache, metas) == [3, 2, 3, 3]
     assert cache.index.match([meta.id.key for meta in metas]).tier_blocks[:2] == (1, 4)
@@ -120,7 +120,7 @@ def test_blocks_evicted_from_memory_are_known_to_be_on_disk(
     fill(cache, metas)
     for _ in range(3):
         cache.load(metas, Whole(Collector()))
-    memory = cache.tiers._tiers[0]
+    memory = cache.tiers._places[0].tier
     masks = tiers_of(cache, metas)
     assert [bool(mask & 1) for mask in masks] == [memory.contains(meta.id) for meta in metas]
     assert 0 < sum(mask & 1 for mask in masks) < 12
@@ -157,7 +157,7 @@ def test_loads_are_counted_as_decisions_and_told_to_the_store(
     assert cache.stats().decisions == "abandoned:not_there=16,load:in_time=48"
     cache.close()
     other = open_cache(tmp_path)
-    disk = other.tiers._tiers[1]
+    disk = other.tiers._places[1].tier
     assert isinstance(disk, DiskTier)
     assert decisions_text(disk.decisions()) == "abandoned:not_there=16,load:in_time=48"
 
@@ -167,7 +167,7 @@ def test_slow_tier_does_not_hold_up_what_memory_has(
 ) -> None:
     cache, metas = open_cache(tmp_path), metas_of(layout, 6)
     fill(cache, metas)
-    memory, disk = cache.tiers._tiers
+    memory, disk = (place.tier for place in cache.tiers._places)
     for meta in metas[2:]:
         memory.delete(meta.id, "evicted")
     go_on = threading.Event()
@@ -331,7 +331,7 @@ def test_tier_that_fails_is_a_miss_not_an_error(
         raise TierUnavailable("gone")
 
     monkeypatch.setattr(MemoryTier, "get_into", fails)
-    monkeypatch.setattr(cache.tiers._open[1], "get_into", fails)
+    monkeypatch.setattr(cache.tiers._open[1].tier, "get_into", fails)
     report = cache.load(metas, Whole(Collector()))
     assert (report.blocks, report.reason) == (0, MissReason.ABSENT)
 

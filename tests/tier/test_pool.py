@@ -128,7 +128,7 @@ def test_many_look_ups_find_what_single_ones_find(pool: Pool, tier: PoolTier) ->
     fill(tier)
     ids = [object_id(number) for number in range(OBJECTS + 3)]
     stack = TierStack([tier])
-    stack._open = [tier]
+    stack._open = stack._places
     assert tier.count_leading(ids) == OBJECTS
     pool.servers["server-1"].stop()
     assert tier.count_leading(ids) == OBJECTS, "the second owners have them"

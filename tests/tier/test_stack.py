@@ -149,7 +149,7 @@ def test_half_life_that_is_none_is_refused(half_life: float) -> None:
 
 def test_first_reading_is_not_copied_up() -> None:
     stack, memory, _ = stack_of_two(RecencyRanking())
-    stack._tiers[1].put_from(object_id(1), object_bytes(1))
+    stack._places[1].tier.put_from(object_id(1), object_bytes(1))
     read_all(stack, 1)
     assert in_memory(memory) == []
     read_all(stack, 1)
@@ -158,7 +158,7 @@ def test_first_reading_is_not_copied_up() -> None:
 
 def test_part_of_an_object_is_never_copied_up() -> None:
     stack, memory, _ = stack_of_two(RecencyRanking())
-    stack._tiers[1].put_from(object_id(1), object_bytes(1))
+    stack._places[1].tier.put_from(object_id(1), object_bytes(1))
     for _ in range(3):
         assert stack.get_into(object_id(1), memoryview(bytearray(500))) == 500
         assert stack.get_into(object_id(1), memoryview(bytearray(5000)), 10) == 990

@@ -341,7 +341,7 @@ def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected
 
 def test_fault_in_counting_or_tracing_fails_no_request() -> None:
     from kvtide.engines.vllm.connector import KVTideConnector
-    from kvtide.store.storing import FaultGuard
+    from kvtide.tier.faults import FaultGuard
 
     def fail(*words: Any) -> None:
         raise RuntimeError("no tracer")

@@ -26,20 +26,10 @@ from kvtide.plan import Judge
 from kvtide.store.load import Backfill, BlockSource, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.notes import read_judge, write_judge
 from kvtide.store.profiles import ProfileFollower
-from kvtide.store.storing import (
-    QUEUE_TIER,
-    Admission,
-    CoarseBlocks,
-    FaultGuard,
-    Moves,
-    PendingBlock,
-    PlaceNotes,
-    Placer,
-    QueuedBlock,
-    Storer,
-)
+from kvtide.store.storing import QUEUE_TIER, Admission, Moves, PendingBlock, PlaceNotes, Placer, QueuedBlock, Storer
 from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
+from kvtide.tier.faults import FaultGuard
 from kvtide.tier.stack import TierStack
 from kvtide.types import Namespace, ObjectId, TierStats, wants_latest
 from kvtide.wire import object_bytes_max
@@ -106,14 +96,12 @@ class Cache:
         self._pid = 0
         # The last block of the latest request of each session that hints have named.
         self._sessions = Sessions[ObjectId]()
-        self._coarse = CoarseBlocks(clock)
         # What engines decide about the tokens of prompts; told to the tiers in the background.
         self.decisions = DecisionCounter()
         # Where objects go: given before `open` by who takes what is in it.
         self.moves: Moves | None = None
         # What it knows of link, decoding and prefill; engines tell it what they compute.
         self.judge = Judge(limits.load_s_max)
-        self._workers = LoadWorkers(limits.load_threads)
         # Completes what a streamed load has left unfinished, for the faster tiers.
         self.backfill = Backfill(tiers, lambda meta, data: tiers.keep_above(meta.id, data), clock)
         self.access = LoadAccess(
@@ -126,12 +114,13 @@ class Cache:
             self.decisions,
             self.guarded,
             self._queued,
-            self._workers,
+            LoadWorkers(limits.load_threads),
             self.backfill,
             len(codec.coarser) if isinstance(codec, LevelledCodec) else 0,
         )
-        self.profiles = ProfileFollower(tiers, codec, registry, clock, self.guarded)
-        self._placer = Placer(tiers, index, self.profiles, quality, limits, self.guarded, self._coarse, self.decisions)
+        self._counts = self.access.counts
+        self.profiles = ProfileFollower(tiers, codec, registry, clock, self.guarded, self._counts)
+        self._placer = Placer(self.access, self.profiles, limits)
 
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
@@ -142,15 +131,11 @@ class Cache:
         report = self.guarded("list", self._restore, RestoreReport(0, 0))
         took_s = self._clock.monotonic_s() - started_s
         _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
-        self._workers.open()
-        self._storer = Storer(self._placer.store, self._do_chores, self._limits.store_queue_bytes_max)
+        self.access.workers.open()
+        self._storer = Storer(self._placer.store, self._placer.do_chores, self._limits.store_queue_bytes_max)
         self._storer.open()
         self._pid = os.getpid()
         atexit.register(self.close)
-
-    def _do_chores(self) -> None:
-        self.profiles.look()
-        self._placer.tell_decisions()
 
     @property
     def is_open(self) -> bool:
@@ -186,10 +171,10 @@ class Cache:
         assert self._storer is not None
         for meta in self._storer.close(self._limits.close_s_max):
             self.index.remove(meta.id.key, QUEUE_TIER)
-        self._placer.tell_decisions()
+        self._placer.do_chores()
         self.backfill.close()
         self.guarded("store the judge's record", self._store_judge, None)
-        self._workers.close()
+        self.access.workers.close()
         self._storer = None
         self.guarded("close", self.tiers.close, None)
 
@@ -234,8 +219,8 @@ class Cache:
             self._sessions.note(ids[-1].namespace, hint.session, ids[-1])
         is_taken = self.tiers.note_request(ids, hint, states)
         if said is not None:
-            self._placer.counts.add("hints")
-            self._placer.counts.add("hints_ignored", not is_taken)
+            self._counts.add("hints")
+            self._counts.add("hints_ignored", not is_taken)
 
     def _match(self, ids: Sequence[ObjectId], hint: Advice | None = None, states: States = ()) -> int:
         self._note_request(ids, hint, states)
@@ -244,7 +229,7 @@ class Cache:
         for tier in self.tiers.run_places(ids[known:]):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
-        return self._coarse.first_of(ids[:known])
+        return self.access.coarse.first_of(ids[:known])
 
     def match_parts(self, groups: Sequence[Parts], hint: Advice | None = None) -> Hit:
         """Return how many leading blocks of a model of several groups seem restorable; they only seem, as in `match`.
@@ -310,7 +295,7 @@ class Cache:
         load = partial(self._load, metas, strategy, give_up_s)
         report = self.guarded("load", load, LoadReport(0, 0, MissReason.FAULT))
         if report.reason is MissReason.COARSE:
-            self._coarse.note(metas[report.blocks].id)
+            self.access.coarse.note(metas[report.blocks].id)
         self.access.count(report)
         return report
 
@@ -329,7 +314,7 @@ class Cache:
         storer = self._storer
         for count, block in enumerate(blocks):
             if storer is None or not self._queue_one(storer, block):
-                self._placer.counts.add("dropped", len(blocks) - count)
+                self._counts.add("dropped", len(blocks) - count)
                 return count
         return len(blocks)
 
@@ -356,28 +341,27 @@ class Cache:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
         if self._storer is not None:
             self._storer.check()
-        self._workers.check()
+        self.access.workers.check()
         self.backfill.check()
         self.index.check()
         self.tiers.check()
 
     def stats(self, tier_names: Collection[str] | None = None) -> CacheStats:
         """Return the counters. tier_names: the tiers to ask, all by default; those of other machines take a while."""
-        counts = self._placer.counts.all()
-        loaded, profiles = self.access.loaded(), self.profiles.totals()
+        counts = self._counts.all()
         return CacheStats(
-            blocks_loaded=loaded.blocks,
-            blocks_damaged=loaded.damaged,
+            blocks_loaded=counts["loaded"],
+            blocks_damaged=counts["damaged"],
             blocks_stored=counts["stored"],
             blocks_dropped=counts["dropped"],
-            blocks_unencodable=profiles["unfit_blocks"],
-            blocks_without_profile=profiles["unprofiled_blocks"],
-            blocks_checked=profiles["checked_blocks"],
+            blocks_unencodable=counts["unfit_blocks"],
+            blocks_without_profile=counts["unprofiled_blocks"],
+            blocks_checked=counts["checked_blocks"],
             raw_bytes_stored=counts["raw_bytes"],
             bytes_stored=counts["bytes"],
             hints_heard=counts["hints"],
             hints_ignored=counts["hints_ignored"],
-            misses={reason.value: count for reason, count in loaded.misses.items()},
+            misses={reason.value: counts[reason] for reason in MissReason if counts[reason]},
             decisions=decisions_text(self.decisions.counts()),
             tiers=self.tiers.tier_stats(tier_names),
         )

@@ -11,8 +11,7 @@ import hashlib
 import logging
 import struct
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -21,10 +20,10 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LosslessCodec, Profile, PromisingCodec
 from kvtide.errors import CorruptPayload, TierUnavailable, UnencodableBlock
-from kvtide.store.load import Guarded
 from kvtide.store.notes import PROFILE_CODEC, VERSION_CODEC, read_note, write_note
 from kvtide.tier import Tier
 from kvtide.tier.breaker import until
+from kvtide.tier.faults import Counts, FaultGuard
 from kvtide.tier.stack import TierStack
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace, ObjectId, Section
 
@@ -244,13 +243,19 @@ class ProfileFollower:
     """
 
     def __init__(
-        self, tiers: TierStack, codec: Codec | AwaitingCodec, registry: CodecRegistry, clock: Clock, guard: Guarded
+        self,
+        tiers: TierStack,
+        codec: Codec | AwaitingCodec,
+        registry: CodecRegistry,
+        clock: Clock,
+        guard: FaultGuard,
+        counts: Counts,
     ) -> None:
         self._awaiting = codec if isinstance(codec, AwaitingCodec) else None
         # One for each group of layers, or one for all.
         self._codecs = self._with(codec.first) if isinstance(codec, AwaitingCodec) else (codec,)
         self._guard = guard
-        self._totals: Counter[str] = Counter()
+        self._counts = counts
         # By group; the first block of each is checked.
         self._unchecked: dict[int, int] = {}
         self._registry = registry
@@ -301,18 +306,19 @@ class ProfileFollower:
                 if self._unchecked[group] >= CHECK_EVERY:
                     codec.check_decoded(meta, bits, sections)
                     self._unchecked[group] = 0
-                    self._totals["checked_blocks"] += 1
+                    self._counts.add("checked_blocks")
         except UnencodableBlock as error:
-            self._totals["unfit_blocks"] += 1
-            level = logging.WARNING if self._totals["unfit_blocks"] == 1 else logging.DEBUG
+            level = logging.WARNING if self._counts.add("unfit_blocks") == 1 else logging.DEBUG
             _log.log(level, "%s can't keep block %s, stored losslessly: %s", codec.codec_id, meta.id, error)
             return None
-        self._totals["unprofiled_blocks"] += self.is_waiting and not is_exact
+        if self.is_waiting and not is_exact:
+            self._counts.add("unprofiled_blocks")
         return sections
 
-    def totals(self) -> Mapping[str, int]:
+    def totals(self) -> dict[str, int]:
         """Return blocks that were decoded again and kept the promise, that don't fit, and that had no profile."""
-        return self._totals.copy()
+        counts = self._counts.all()
+        return {name: counts[name] for name in ("checked_blocks", "unfit_blocks", "unprofiled_blocks")}
 
     def seek(self, name: bytes, hint: str) -> None:
         """Use the newest profile of a model from now on, and look for it now, for at most START_S_MAX. Raises nothing.

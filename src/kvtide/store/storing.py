@@ -6,33 +6,24 @@ Invariant: a block's content is fixed when it is queued, and what waits or is be
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.block import BlockMeta
-from kvtide.clock import Clock
 from kvtide.codec import Codec, LevelledCodec, LosslessCodec, OrderingCodec
 from kvtide.config import Limits, step_back
-from kvtide.errors import TierUnavailable
 from kvtide.index import TIERS_MAX, RadixIndex
-from kvtide.outcomes import DecisionCounter
-from kvtide.store.load import QUALITY_SLACK, BlockSource, level_meta
+from kvtide.store.load import BlockSource, LoadAccess, level_meta
 from kvtide.store.profiles import ProfileFollower
-from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 
 if TYPE_CHECKING:
     from kvtide.importance import Orders
-
-_log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 MOVES_MAX = 1 << 16
 
@@ -239,115 +230,36 @@ class Storer:
 
 # The queue counts as a tier in the index, after all real ones.
 QUEUE_TIER = TIERS_MAX - 1
-# A block that was found too coarse is not looked up again for so long, unless this process stores it.
-COARSE_S = 60.0
-COARSE_MAX = 1 << 14
-
-
-class Counts:
-    """Sums by name. Safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    def add(self, name: str, count: int = 1) -> int:
-        """Add to a sum and return it."""
-        with self._lock:
-            self._counts[name] += count
-            return self._counts[name]
-
-    def all(self) -> Counter[str]:
-        """Return all sums."""
-        with self._lock:
-            return self._counts.copy()
-
-
-class FaultGuard:
-    """The one boundary where a fault of the cache becomes a miss: counted, and logged once for each verb."""
-
-    def __init__(self) -> None:
-        self._faults = Counts()
-
-    def __call__(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
-        """Run an action; whatever goes wrong in it becomes `fallback`."""
-        try:
-            return action()
-        except Exception as error:  # noqa: BLE001 - the one boundary: a cache fault never fails the engine
-            if self._faults.add(verb) == 1:
-                is_expected = isinstance(error, TierUnavailable)
-                _log.warning("can't %s, served as a miss: %s", verb, error, exc_info=None if is_expected else error)
-            return fallback
-
-
-class CoarseBlocks:
-    """Blocks that were found too coarse lately; at most COARSE_MAX. Safe to use from several threads."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._found_s: OrderedDict[ObjectId, float] = OrderedDict()
-
-    def note(self, object_id: ObjectId) -> None:
-        """Note that a block was found too coarse now."""
-        with self._lock:
-            self._found_s[object_id] = self._clock.monotonic_s()
-            self._found_s.move_to_end(object_id)
-            if len(self._found_s) > COARSE_MAX:
-                self._found_s.popitem(last=False)
-
-    def forget(self, object_id: ObjectId) -> None:
-        """Note that a block was stored again."""
-        with self._lock:
-            self._found_s.pop(object_id, None)
-
-    def first_of(self, ids: Sequence[ObjectId]) -> int:
-        """Return how many leading blocks come before the first that was found too coarse lately."""
-        if not self._found_s:
-            return len(ids)
-        oldest_s = self._clock.monotonic_s() - COARSE_S
-        coarse = (i for i, each in enumerate(ids) if self._found_s.get(each, -math.inf) > oldest_s)
-        return next(coarse, len(ids))
 
 
 class Placer:
     """Encodes blocks and places them in tiers and index; counts the outcomes."""
 
-    def __init__(
-        self,
-        tiers: TierStack,
-        index: RadixIndex,
-        profiles: ProfileFollower,
-        quality: float,
-        limits: Limits,
-        guard: FaultGuard,
-        coarse: CoarseBlocks,
-        decisions: DecisionCounter,
-    ) -> None:
-        self.counts = Counts()
-        self._tiers = tiers
-        self._index = index
+    def __init__(self, access: LoadAccess, profiles: ProfileFollower, limits: Limits) -> None:
+        self._access = access
+        self._tiers = access.tiers
+        self._index = access.index
+        self._counts = access.counts
         self._profiles = profiles
-        self._quality = quality
         self._limits = limits
-        self._guard = guard
-        self._coarse = coarse
-        self._decisions = decisions
 
     def store(self, block: QueuedBlock) -> None:
         """Place a block that was queued; it waits no more. Raises nothing."""
+        guarded = self._access.guarded
         self._profiles.look()
         codec = self._profiles.codec_of(block.group)  # once: a profile that comes meanwhile is not that of the bytes
         if block.orders is not None and isinstance(codec, OrderingCodec):
             codec = codec.ordered(block.orders)
-        self._guard("store", partial(self.place, block.meta, partial(self._packed, block, codec), block.cost), False)
+        guarded("store", partial(self.place, block.meta, partial(self._packed, block, codec), block.cost), False)
         if isinstance(codec, LevelledCodec) and codec.coarser and not block.is_exact:
-            self._guard("store levels", partial(self._place_levels, block, codec), None)
+            guarded("store levels", partial(self._place_levels, block, codec), None)
         self._index.remove(block.meta.id.key, QUEUE_TIER)
 
-    def tell_decisions(self) -> None:
-        """Tell the tiers what engines decided since it was told last. Raises nothing."""
-        self._guard("tell decisions", partial(self._decisions.tell, self._tiers.note_decisions), None)
+    def do_chores(self) -> None:
+        """Look for profiles, and tell the tiers what engines decided since they were told last. Raises nothing."""
+        self._profiles.look()
+        tell = partial(self._access.decisions.tell, self._tiers.note_decisions)
+        self._access.guarded("tell decisions", tell, None)
 
     def _packed(self, block: QueuedBlock, chosen: Codec) -> bytearray | None:
         """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
@@ -359,7 +271,7 @@ class Placer:
             sections = self._profiles.encode(codec, meta, bits, block.group, block.is_exact)
             if sections is not None:
                 # A block computed on top of blocks of this quality is no better, however it is encoded.
-                return pack_object(meta, codec.codec_id, sections, codec.profile, self._quality)
+                return pack_object(meta, codec.codec_id, sections, codec.profile, self._access.quality)
         return None
 
     def _place_levels(self, block: QueuedBlock, codec: LevelledCodec) -> None:
@@ -373,16 +285,16 @@ class Placer:
     def place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None], cost: float | None = None) -> bool:
         """Store an object unless one as good is here; put it in the place of a coarser one."""
         here = self._stored_quality(meta.id)
-        if here is None or here > self._quality * (1 + QUALITY_SLACK):
+        if here is None or here > self._access.quality_max:
             packed, put = pack(), self._tiers.put_from if here is None else self._tiers.replace
             is_stored = packed is not None and put(meta.id, packed)
-            self._coarse.forget(meta.id)
+            self._access.coarse.forget(meta.id)
             if packed is None or not is_stored:
-                self.counts.add("dropped")
+                self._counts.add("dropped")
                 return False
-            self.counts.add("stored")
-            self.counts.add("raw_bytes", meta.layout.raw_bytes)
-            self.counts.add("bytes", len(packed))
+            self._counts.add("stored")
+            self._counts.add("raw_bytes", meta.layout.raw_bytes)
+            self._counts.add("bytes", len(packed))
             # The tiers have told where it is now.
             return True
         for number, tier in enumerate(self._tiers.places(meta.id)):
@@ -396,7 +308,7 @@ class Placer:
         """Return the quality of the object that is here, inf for one that can't be read, None if none is."""
         if not self._tiers.contains(object_id):
             return None
-        if self._quality == 0:
+        if self._access.quality == 0:
             # Namespaces of exact blocks have no others.
             return 0.0
         head = bytearray(HEADER_BYTES)

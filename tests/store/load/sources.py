@@ -18,10 +18,10 @@ from kvtide.outcomes import DecisionCounter
 from kvtide.plan import Judge, PrefillSpeed
 from kvtide.store.load import Backfill, LoadAccess, LoadWorkers
 from kvtide.store.load.run import FetchJob, LoadRequest, layered_job
-from kvtide.store.storing import FaultGuard
 from kvtide.testing import block_meta
 from kvtide.tier.base import Buffer, ObjectInfo, Take, Tier
 from kvtide.tier.breaker import caller_deadline_s
+from kvtide.tier.faults import FaultGuard
 from kvtide.tier.source import read_range_of_any
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section, SectionId, SectionKind, TierStats

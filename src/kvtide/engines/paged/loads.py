@@ -16,8 +16,8 @@ from kvtide.engines.chunks import WriteGate
 from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool, TokenPages
 from kvtide.engines.paged.sequence import BlockRef, LoadOrder
 from kvtide.store import Cache
-from kvtide.store.load import Guarded
 from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
+from kvtide.tier.faults import FaultGuard
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section
@@ -114,7 +114,7 @@ class PageLoad:
         """Tell whether nothing has to come from a tier."""
         return len(self._captured) == len(self._ids) and not self.order.tail
 
-    def restore_kept(self, guarded: Guarded) -> int:
+    def restore_kept(self, guarded: FaultGuard) -> int:
         """Copy the leading blocks that this process has kept, up to one that can't be; return how many."""
         for position, block in enumerate(self._captured):
             if not guarded("restore", partial(self._restore, position, block), False):

@@ -3,7 +3,6 @@
 from kvtide.store.load.access import (
     QUALITY_SLACK,
     BlockSource,
-    Guarded,
     LoadAccess,
     LoadReport,
     LoadWorkers,
@@ -18,7 +17,6 @@ __all__ = [
     "QUALITY_SLACK",
     "Backfill",
     "BlockSource",
-    "Guarded",
     "LoadAccess",
     "LoadReport",
     "LoadWorkers",

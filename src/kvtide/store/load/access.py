@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
-from collections import Counter, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from kvtide.outcomes import Choice, DecisionCounter, Why
 from kvtide.plan import Judge, Way
 from kvtide.store.load.backfill import Backfill
 from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.faults import Counts, FaultGuard
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId, Section
 from kvtide.wire import StoredObject, object_bytes_max
@@ -39,6 +41,9 @@ _Result = TypeVar("_Result")
 AHEAD_THREADS = 2
 # Curves are float32, and headers round up.
 QUALITY_SLACK = 2e-3
+# A block that was found too coarse is not looked up again for so long, unless this process stores it.
+COARSE_S = 60.0
+COARSE_MAX = 1 << 14
 
 # Returns the block's bits: the same at every call, from any thread. It keeps at most the block's raw bytes alive.
 BlockSource = Callable[[], BlockBits]
@@ -57,13 +62,6 @@ WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
 )
 
 
-class Guarded(Protocol):
-    """Turns faults into misses."""
-
-    def __call__(self, verb: str, action: Callable[[], _Result], fallback: _Result) -> _Result:
-        """See `Cache.guarded`."""
-
-
 class MissReason(Enum):
     """The reason why a block was not loaded."""
 
@@ -77,7 +75,7 @@ class MissReason(Enum):
 
 
 def level_meta(meta: BlockMeta, level: int) -> BlockMeta:
-    """Return under which id a block lies that is stored so many levels coarser."""
+    """Identity of a block stored `level` levels coarser."""
     key = BlockKey(hashlib.sha256(meta.id.key + b"level" + level.to_bytes(1)).digest())
     return replace(meta, id=ObjectId(meta.id.namespace, key))
 
@@ -100,14 +98,6 @@ class LoadReport(NamedTuple):
     blocks: int
     stored_bytes: int
     reason: MissReason | None
-
-
-class Loaded(NamedTuple):
-    """Blocks loaded so far. damaged: loaded from the sections that were good."""
-
-    blocks: int
-    damaged: int
-    misses: dict[MissReason, int]
 
 
 class LoadBuffers(NamedTuple):
@@ -161,6 +151,36 @@ class LoadWorkers:
         self._scratch.append(scratch)
 
 
+class CoarseBlocks:
+    """Blocks that were found too coarse lately; at most COARSE_MAX. Safe to use from several threads."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._found_s: OrderedDict[ObjectId, float] = OrderedDict()
+
+    def note(self, object_id: ObjectId) -> None:
+        """Note that a block was found too coarse now."""
+        with self._lock:
+            self._found_s[object_id] = self._clock.monotonic_s()
+            self._found_s.move_to_end(object_id)
+            if len(self._found_s) > COARSE_MAX:
+                self._found_s.popitem(last=False)
+
+    def forget(self, object_id: ObjectId) -> None:
+        """Note that a block was stored again."""
+        with self._lock:
+            self._found_s.pop(object_id, None)
+
+    def first_of(self, ids: Sequence[ObjectId]) -> int:
+        """Return how many leading blocks come before the first that was found too coarse lately."""
+        if not self._found_s:
+            return len(ids)
+        oldest_s = self._clock.monotonic_s() - COARSE_S
+        coarse = (i for i, each in enumerate(ids) if self._found_s.get(each, -math.inf) > oldest_s)
+        return next(coarse, len(ids))
+
+
 class LoadAccess:
     """Tiers, index, codecs and the judge, and what is noted of each load. Thread-safe.
 
@@ -177,7 +197,7 @@ class LoadAccess:
         clock: Clock,
         judge: Judge,
         decisions: DecisionCounter,
-        guarded: Guarded,
+        guarded: FaultGuard,
         queued: Callable[[ObjectId], BlockSource | None],
         workers: LoadWorkers,
         backfill: Backfill,
@@ -186,6 +206,7 @@ class LoadAccess:
         """coarser_levels: in how many of them blocks are stored besides."""
         self.tiers = tiers
         self.index = index
+        self.quality = quality
         self.quality_max = quality * (1 + QUALITY_SLACK)
         self.registry = registry
         self.clock = clock
@@ -196,9 +217,9 @@ class LoadAccess:
         self.workers = workers
         self.backfill = backfill
         self.coarser_levels = coarser_levels
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._misses: Counter[MissReason] = Counter()
+        self.coarse = CoarseBlocks(clock)
+        # What became of blocks, by name or by `MissReason`.
+        self.counts = Counts()
 
     @contextmanager
     def pinned(self, metas: Sequence[BlockMeta]) -> Iterator[None]:
@@ -234,8 +255,7 @@ class LoadAccess:
         left = codec.quality_of(good)
         if left > self.quality_max:
             raise CorruptPayload(f"{stored.meta.id}: the good sections have a KL of {left:.2g}, above what is wanted")
-        with self._lock:
-            self._counts["damaged"] += 1
+        self.counts.add("damaged")
         return good
 
     def absent(self, object_id: ObjectId) -> MissReason:
@@ -247,19 +267,15 @@ class LoadAccess:
         """Remove an object that is not what was stored."""
         self.index.remove(object_id.key)
         self.tiers.delete(object_id, "corrupt")
-        with self._lock:
-            self._counts["corrupt"] += 1
-            is_first = self._counts["corrupt"] == 1
-        if is_first:
+        if self.counts.add("corrupt") == 1:
             _log.warning("removed a corrupt object, served as a miss; further ones are only counted: %s", error)
         return MissReason.CORRUPT
 
     def count(self, report: LoadReport) -> None:
         """Count what a load brought."""
-        with self._lock:
-            self._counts["loaded"] += report.blocks
-            if report.reason is not None:
-                self._misses[report.reason] += 1
+        self.counts.add("loaded", report.blocks)
+        if report.reason is not None:
+            self.counts.add(report.reason)
 
     def decide(self, metas: Sequence[BlockMeta], blocks: int, reason: MissReason | None) -> None:
         """Count that the leading blocks of a load came, and the others were given up."""
@@ -267,11 +283,6 @@ class LoadAccess:
         for position, meta in enumerate(metas):
             decided = (Choice.LOAD, Why.IN_TIME) if position < blocks else (Choice.ABANDONED, why)
             self.decisions.add(*decided, meta.layout.tokens, meta.id.namespace)
-
-    def loaded(self) -> Loaded:
-        """Return the counters."""
-        with self._lock:
-            return Loaded(self._counts["loaded"], self._counts["damaged"], dict(self._misses))
 
 
 class Strategy(Protocol):

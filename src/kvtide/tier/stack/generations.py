@@ -42,6 +42,13 @@ class Generations:
         namespace = object_id.namespace
         return NamedId.of(object_id, Name("", namespace, self._present.get(namespace, 0)), is_latest)
 
+    def present(self, object_id: ObjectId) -> ObjectId | None:
+        """Return the id by its name, None if it is not valid now."""
+        if not self._own:
+            return object_id
+        named = self.named(object_id)
+        return named if self.is_valid(named) else None
+
     def is_valid(self, object_id: ObjectId) -> bool:
         """Tell whether an id is of the present generation, and its namespace is not being emptied."""
         if not self._own or not isinstance(object_id, NamedId):
