@@ -133,14 +133,11 @@ def test_device_that_fails_at_any_call_hides_nothing(kernels: Kernels, is_lost: 
     calls = switch.calls
     assert calls > 20
     for number in range(calls):
-        switch = Switch()
-        switch.fails_at, switch.is_lost = number, is_lost
+        switch = Switch(number, is_lost)
         scenario(FaultyKernels(kernels, switch), switch)
         assert switch.failed
 
 
 def test_device_without_memory_is_unavailable(kernels: Kernels) -> None:
-    switch = Switch()
-    switch.fails_at, switch.is_lost = 0, True
     with pytest.raises(TierUnavailable, match="no 1048576 bytes"):
-        device_tier(FaultyKernels(kernels, switch)).open()
+        device_tier(FaultyKernels(kernels, Switch(0, is_lost=True))).open()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gpu.groups_profiles import fitted
+from tests.gpu.cases import EMULATED, bits_of, fitted_groups, on_processor, untouched
 from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
@@ -23,27 +21,19 @@ from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.targets import StoredBlock, block_target
 
 pytestmark = needs_compiler
-QUICK = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LAYOUT = BlockLayout(layers=3, tokens=27, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
 KINDS: dict[str, type[CachegenCodec | ChunkwiseCodec]] = {"cachegen": CachegenCodec, "chunkwise": ChunkwiseCodec}
-INT = {2: torch.int16, 4: torch.int32}
-
-
-class GroupsCase(NamedTuple):
-    codec: ProfiledCodec
-    meta: BlockMeta
-    bits: BlockBits
 
 
 def _case(
     kind: str, shape: tuple[int, int, int, int], dtype: KVDtype, level: int, seed: int, spread: float
-) -> GroupsCase:
+) -> tuple[ProfiledCodec, BlockMeta, BlockBits]:
     layout = BlockLayout(*shape, dtype)
     bits = smooth_bits(layout, seed)
     if spread != 1.0 and dtype is KVDtype.FLOAT32:
         # Steps of the profile are small for these: escapes and low bits of every number.
         bits = (bits.view(np.float32) * np.float32(spread)).view(np.uint32)
-    return GroupsCase(KINDS[kind](level, 0, fitted(kind, layout)), block_meta(layout, seed), bits)
+    return KINDS[kind](level, 0, fitted_groups(kind, layout)), block_meta(layout, seed), bits
 
 
 cases = st.builds(
@@ -57,42 +47,51 @@ cases = st.builds(
 )
 
 
-def on_processor(codec: ProfiledCodec, meta: BlockMeta, sections: list[Section]) -> BlockBits:
-    out = np.empty(meta.layout.shape, meta.layout.bits_dtype)
-    codec.decode(meta, sections, out)
-    return out
-
-
 def on_device(
     kernels: Kernels, codec: ProfiledCodec, meta: BlockMeta, blocks: list[list[Section]]
 ) -> list[BlockBits | None]:
     """Decode each by itself; None for one that the device leaves, whose pages are as they were."""
     found: list[BlockBits | None] = []
     for sections in blocks:
-        layout = meta.layout
-        block = torch.full(layout.shape, 0x55, dtype=INT[layout.dtype.item_bytes], device=kernels.device)
-        target = block_target(block, layout)
+        block = untouched(meta.layout, kernels.device)
+        target = block_target(block, meta.layout)
         stored = StoredBlock(meta, sections, target.token_starts([0]))
         (is_written,) = DeviceGroups(kernels).write(codec, [stored], target, lambda: None)
-        found.append(block.cpu().numpy().view(layout.bits_dtype) if is_written else None)
+        found.append(bits_of(block, meta.layout) if is_written else None)
         assert is_written or bool((block == 0x55).all())
     return found
 
 
+def check_decoded(kernels: Kernels, codec: ProfiledCodec, meta: BlockMeta, blocks: list[list[Section]]) -> int:
+    """Decode each as the processor does, or refuse it as the processor does; return how many were refused."""
+    refused = 0
+    for sections, found in zip(blocks, on_device(kernels, codec, meta, blocks), strict=True):
+        try:
+            expected = on_processor(codec, meta, sections)
+        except CorruptPayload:
+            refused += 1
+            assert found is None
+            continue
+        assert found is not None
+        assert np.array_equal(found, expected)
+    return refused
+
+
 @given(cases)
-@QUICK
-def test_objects_are_those_of_the_processor_both_ways(kernels: Kernels, case: GroupsCase) -> None:
-    sections = case.codec.encode(case.meta, case.bits)
-    assert DeviceGroups(kernels).encode(case.codec, case.meta, case.bits) == sections
-    (found,) = on_device(kernels, case.codec, case.meta, [sections])
-    assert found is not None
-    assert np.array_equal(found, on_processor(case.codec, case.meta, sections))
+@settings(EMULATED, max_examples=12)
+def test_objects_are_those_of_the_processor_both_ways(
+    kernels: Kernels, case: tuple[ProfiledCodec, BlockMeta, BlockBits]
+) -> None:
+    codec, meta, bits = case
+    sections = codec.encode(meta, bits)
+    assert DeviceGroups(kernels).encode(codec, meta, bits) == sections
+    assert check_decoded(kernels, codec, meta, [sections]) == 0
 
 
 def test_numbers_of_every_kind_are_met(kernels: Kernels) -> None:
     """Low bits in planes that begin inside a word, and escapes: what the cases above may not draw."""
     layout = BlockLayout(2, 33, 2, 10, KVDtype.FLOAT32)
-    codec, meta = CachegenCodec(1, 0, fitted("cachegen", layout)), block_meta(layout)
+    codec, meta = CachegenCodec(1, 0, fitted_groups("cachegen", layout)), block_meta(layout)
     bits = (smooth_bits(layout, 3).view(np.float32) * np.float32(300)).view(np.uint32)
     sections = codec.encode(meta, bits)
     parts = [part for layers in codec.coded(layout, sections) for part in layers.parts]
@@ -106,13 +105,12 @@ def test_payloads_with_their_own_tables_and_without_some_deltas_are_decoded(kern
     codec, meta = KINDS[kind](2), block_meta(LAYOUT)
     sections = codec.encode(meta, smooth_bits(LAYOUT, 4))
     some = [section for section in sections if section.id.refinement in {0, 2, 9}]
-    for kept, found in zip((sections, some), on_device(kernels, codec, meta, [sections, some]), strict=True):
-        assert found is not None
-        assert np.array_equal(found, on_processor(codec, meta, kept))
+    assert check_decoded(kernels, codec, meta, [sections, some]) == 0
 
 
 def test_blocks_of_a_batch_do_not_touch_each_other(kernels: Kernels) -> None:
-    codec, pool = CachegenCodec(3, 0, fitted("cachegen", LAYOUT)), [block_meta(LAYOUT, 0, start) for start in range(3)]
+    codec = CachegenCodec(3, 0, fitted_groups("cachegen", LAYOUT))
+    pool = [block_meta(LAYOUT, 0, start) for start in range(3)]
     coded = [codec.encode(meta, smooth_bits(LAYOUT, 10 + i)) for i, meta in enumerate(pool)]
     damaged = [coded[1][0]._replace(data=bytes(coded[1][0].data)[:-1]), *coded[1][1:]]
     room = torch.zeros((3, *LAYOUT.shape), dtype=torch.int16, device=kernels.device)
@@ -136,7 +134,7 @@ def test_blocks_of_a_batch_do_not_touch_each_other(kernels: Kernels) -> None:
 def test_damaged_payloads_are_refused_as_the_processor_refuses_them(
     kernels: Kernels, kind: str, has_profile: bool
 ) -> None:
-    codec, meta = KINDS[kind](1, 0, fitted(kind, LAYOUT) if has_profile else None), block_meta(LAYOUT)
+    codec, meta = KINDS[kind](1, 0, fitted_groups(kind, LAYOUT) if has_profile else None), block_meta(LAYOUT)
     sections, rng = codec.encode(meta, smooth_bits(LAYOUT, 5)), np.random.default_rng(7)
     damaged = []
     for number in range(60):
@@ -151,21 +149,11 @@ def test_damaged_payloads_are_refused_as_the_processor_refuses_them(
             place = int(rng.integers(min(len(data), 300 if number % 2 else len(data))))
             data[place] ^= 1 << int(rng.integers(8))
         damaged.append([*sections[:which], sections[which]._replace(data=bytes(data)), *sections[which + 1 :]])
-    refused = 0
-    for kept, found in zip(damaged, on_device(kernels, codec, meta, damaged), strict=True):
-        try:
-            expected = on_processor(codec, meta, kept)
-        except CorruptPayload:
-            refused += 1
-            assert found is None
-            continue
-        assert found is not None
-        assert np.array_equal(found, expected)
-    assert refused > 40
+    assert check_decoded(kernels, codec, meta, damaged) > 40
 
 
 def test_prefix_codes_and_blocks_without_profile_are_left_to_the_processor(kernels: Kernels) -> None:
-    meta, bits, profile = block_meta(LAYOUT), smooth_bits(LAYOUT, 6), fitted("cachegen", LAYOUT)
+    meta, bits, profile = block_meta(LAYOUT), smooth_bits(LAYOUT, 6), fitted_groups("cachegen", LAYOUT)
     groups, prefix = DeviceGroups(kernels), CachegenCodec(3, 1, profile)
     assert groups.encode(prefix, meta, bits) is None
     assert groups.encode(CachegenCodec(), meta, bits) is None
@@ -180,12 +168,12 @@ def test_values_that_are_not_finite_are_refused(kernels: Kernels, bad: int, toke
     bits = smooth_bits(LAYOUT, 8)
     bits[1, 1, token, 1, 3] = bad
     with pytest.raises(UnencodableBlock, match="not finite"):
-        DeviceGroups(kernels).encode(CachegenCodec(3, 0, fitted("cachegen", LAYOUT)), block_meta(LAYOUT), bits)
+        DeviceGroups(kernels).encode(CachegenCodec(3, 0, fitted_groups("cachegen", LAYOUT)), block_meta(LAYOUT), bits)
 
 
 def test_distributions_on_the_device_are_bounded(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide_gpu.groups.TABLES_MAX", 100)
-    codec, meta = ChunkwiseCodec(3, 0, fitted("chunkwise", LAYOUT)), block_meta(LAYOUT)
+    codec, meta = ChunkwiseCodec(3, 0, fitted_groups("chunkwise", LAYOUT)), block_meta(LAYOUT)
     bits = smooth_bits(LAYOUT, 9)
     groups, expected = DeviceGroups(kernels), codec.encode(meta, bits)
     for _ in range(2):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.tide_profiles import fitted
+from tests.gpu.cases import fitted_groups, on_processor
 from tests.gpu.faulty import FaultyKernels, Switch
-from tests.gpu.groups_profiles import fitted as fitted_groups
 from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
@@ -93,24 +93,21 @@ def coded(
 ) -> tuple[BlockMeta, list[Section], BlockBits]:
     meta = block_meta(layout, 3, position)
     sections = codec.encode(meta, smooth_bits(layout, 40 + position))
-    out = np.empty(layout.shape, layout.bits_dtype)
-    codec.decode(meta, sections, out)
-    return meta, sections, out
+    return meta, sections, on_processor(codec, meta, sections)
 
 
 def test_blocks_of_many_callers_are_decoded_into_their_pages(kernels: Kernels) -> None:
-    layers = engine_layers(kernels, LAYOUT)
-    blocks = [coded(position) for position in range(5)]
-    orders = [list(range(4 * i, 4 * i + 4)) for i in range(5)]
+    layers, blocks = engine_layers(kernels, LAYOUT), [coded(position) for position in range(5)]
+
+    def decode(i: int) -> bool:
+        meta, sections, _ = blocks[i]
+        return pool.decode(CODEC, meta, sections, range(4 * i, 4 * i + 4), 0)
+
     with pages_of(kernels, layers) as pool, ThreadPoolExecutor(5) as callers:
         pool.follow()
-        done = [
-            callers.submit(pool.decode, CODEC, meta, sections, order, 0)
-            for (meta, sections, _), order in zip(blocks, orders, strict=True)
-        ]
-        assert all(each.result(60) for each in done)
-    for (_, _, bits), order in zip(blocks, orders, strict=True):
-        assert np.array_equal(held(layers, LAYOUT, order), bits)
+        assert all(callers.map(decode, range(5), timeout=60))
+    for i, (_, _, bits) in enumerate(blocks):
+        assert np.array_equal(held(layers, LAYOUT, [*range(4 * i, 4 * i + 4)]), bits)
     assert not any(layer[20:].any() for layer in layers)
 
 
@@ -221,8 +218,7 @@ def test_device_that_fails_at_any_call_fails_no_request(
     calls = switch.calls
     # The first calls are those of a pool being made, which falls back as a whole.
     for number in range(4, calls, 1 if fault_factor > 1 else max(3, calls // 25)):
-        switch = Switch()
-        switch.fails_at, switch.is_lost = number, is_lost
+        switch = Switch(number, is_lost)
         filled = scenario(FaultyKernels(kernels, switch), kept_bytes_max, codec)
         assert is_lost or filled >= 6, (number, switch.failed)
 
@@ -260,8 +256,7 @@ def test_blocks_are_encoded_as_the_processor_does_it_whenever_the_device_fails(
     layers, meta, bits = engine_layers(kernels, SMALL), block_meta(SMALL), smooth_bits(SMALL, 5)
     expected, failed = codec.encode(meta, bits), []
     for number in numbers:
-        switch = Switch()
-        switch.fails_at = number
+        switch = Switch(number)
         with pages_of(FaultyKernels(kernels, switch), layers, SMALL) as pool:
             found = pool.encoder(codec)
             # What the first left behind on the device, the second would use.

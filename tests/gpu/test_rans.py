@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, one_table, runs_for
+from tests.gpu.cases import EMULATED
 from tests.gpu.rans_calls import prepare_decode, prepare_encode
 from tests.gpu.twin import needs_compiler
 
@@ -15,10 +16,6 @@ from kvtide.errors import CorruptPayload
 from kvtide_gpu.kernels import Kernels
 
 pytestmark = needs_compiler
-QUICK = settings(
-    max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-IDENTITY = np.arange(32, dtype=np.uint8)
 
 
 def identity(tables: RansTables, dtype: type = np.uint8) -> np.ndarray:
@@ -50,7 +47,7 @@ def check(kernels: Kernels, rows: list[list[int]], streams: int, count: int, run
     run_symbols=st.integers(1, 130),
     seed=st.integers(0, 2**32),
 )
-@QUICK
+@settings(EMULATED, max_examples=40)
 def test_streams_are_those_of_the_processor(
     kernels: Kernels, rows: list[list[int]], streams: int, count: int, run_symbols: int, seed: int
 ) -> None:

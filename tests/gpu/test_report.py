@@ -1,18 +1,22 @@
-"""`kvtide doctor --gpu`: a verdict for each goal, and none on what was not measured."""
+"""What tools/gpu.py measures, and the verdicts of `kvtide doctor --gpu` on it: none without figures."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from tests.doors.user import kvtide
+from tests.gpu.twin import TwinKernels, needs_compiler
 
 from kvtide.cli import doctor
-from kvtide_gpu.report import judge
+from kvtide_gpu.report import GOALS, judge
 
+TOOLS = Path(__file__).parents[2] / "tools"
 GOOD: dict[str, Any] = {
     "is_measured": True,
     "device": "NVIDIA H200",
@@ -30,15 +34,20 @@ GOOD: dict[str, Any] = {
 }
 
 
-def statuses(folder: Path, report: dict[str, Any]) -> dict[str, str]:
+def verdicts(folder: Path, **changes: Any) -> dict[str, tuple[str, str]]:
+    """Status and detail by subject, of a good report with changes."""
     path = folder / "gpu.json"
-    path.write_text(json.dumps(report))
-    return {finding.subject: finding.status for finding in judge(path, has_device=False)}
+    path.write_text(json.dumps({**GOOD, **changes}))
+    return {finding.subject: (finding.status, finding.detail) for finding in judge(path, has_device=False)}
+
+
+def cases(case: str, **figures: Any) -> dict[str, Any]:
+    return {**GOOD["cases"], case: {**GOOD["cases"].get(case, {}), **figures}}
 
 
 def test_goals_that_are_reached_are_ok(tmp_path: Path) -> None:
-    found = statuses(tmp_path, GOOD)
-    assert set(found.values()) == {"ok"}
+    found = verdicts(tmp_path)
+    assert {status for status, _ in found.values()} == {"ok"}
     assert {"decode_tsym_s", "swap_out_of_pinned", "swap_in_of_pinned", "gemm_slowdown", "gpu tests"} <= set(found)
 
 
@@ -52,33 +61,29 @@ def test_goals_that_are_reached_are_ok(tmp_path: Path) -> None:
     ],
 )
 def test_goal_that_is_missed_is_bad_and_no_other(tmp_path: Path, case: str, figure: str, value: float) -> None:
-    cases = {**GOOD["cases"], case: {**GOOD["cases"][case], figure: value}}
-    found = statuses(tmp_path, {**GOOD, "cases": cases})
-    assert [subject for subject, status in found.items() if status != "ok"] == [figure]
+    found = verdicts(tmp_path, cases=cases(case, **{figure: value}))
+    assert [subject for subject, (status, _) in found.items() if status != "ok"] == [figure]
 
 
 def test_dry_run_has_no_verdict_on_goals(tmp_path: Path) -> None:
-    cases = {"rans": {"decode_tsym_s": None}, "swap": {}, "overlap": {"gemm_slowdown": None}}
-    report = {**GOOD, "is_measured": False, "device": None, "cases": cases, "kernels": {"rans_decode": None}}
-    del report["tests"]
-    found = statuses(tmp_path, report)
-    assert found.pop("gpu sanitizer") == "ok"
-    assert set(found.values()) == {"off"}
+    none = {"rans": {"decode_tsym_s": None}, "swap": {}, "overlap": {"gemm_slowdown": None}}
+    kernels = {"rans_decode": None}
+    found = verdicts(tmp_path, is_measured=False, device=None, cases=none, kernels=kernels, tests=None)
+    assert found.pop("gpu sanitizer")[0] == "ok"
+    assert {status for status, _ in found.values()} == {"off"}
 
 
 def test_each_kernel_is_proven_here_or_not_run_here(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({**GOOD, "kernels": {"pack": True, "rans_decode": None, "tide_put": False}}))
-    found = {finding.subject: (finding.status, finding.detail) for finding in judge(path, has_device=False)}
+    found = verdicts(tmp_path, kernels={"pack": True, "rans_decode": None, "tide_put": False})
     assert found["kernel pack"] == ("ok", "proven here")
     assert found["kernel rans_decode"] == ("off", "not run here")
     assert found["kernel tide_put"] == ("bad", "in a case that failed")
 
 
 def test_what_failed_is_bad(tmp_path: Path) -> None:
-    cases = {**GOOD["cases"], "tide-layer": {"failed": "AssertionError: keys"}}
-    found = statuses(tmp_path, {**GOOD, "cases": cases, "tests": {"status": 1}, "sanitizer": {"status": None}})
-    assert (found["tide-layer"], found["gpu tests"], found["gpu sanitizer"]) == ("bad", "bad", "off")
+    failed = cases("tide-layer", failed="AssertionError: keys")
+    found = verdicts(tmp_path, cases=failed, tests={"status": 1}, sanitizer={"status": None})
+    assert [found[each][0] for each in ("tide-layer", "gpu tests", "gpu sanitizer")] == ["bad", "bad", "off"]
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b'{"is_measured": 1}', b" " * (2 << 20)])
@@ -95,11 +100,14 @@ def test_without_file_and_device_the_way_is_named(tmp_path: Path) -> None:
 
 def test_device_is_measured_where_there_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **options: Any) -> None:
-        assert Path(command[1]).name == "gpu.py"
+        assert Path(command[1]) == TOOLS / "gpu.py"
         Path(command[3]).write_text(json.dumps(GOOD))
 
     monkeypatch.setattr(subprocess, "run", run)
     assert judge(tmp_path / "gpu.json", has_device=True)
+
+
+# `kvtide doctor`
 
 
 def test_doctor_says_which_way_pages_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +126,28 @@ def test_doctor_without_it_says_what_to_install(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("kvtide.engines.entry_points", lambda **wanted: ())
     with pytest.raises(ValueError, match=r"pip install 'kvtide\[gpu\]', or ./gpu in a checkout"):
         doctor.doctor(gpu=tmp_path / "gpu.json")
+
+
+# tools/gpu.py
+
+
+def test_script_starts() -> None:
+    command = [sys.executable, str(TOOLS / "gpu.py"), "--help"]
+    assert "--dry-run" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import gpu_cases
+
+    return gpu_cases
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["copy", "rans", "swap", "pages", "overlap"])
+def test_cases_run_on_the_twin_and_time_nothing(measuring: ModuleType, twin: TwinKernels, case: str) -> None:
+    found = getattr(measuring, f"{case}_case")(twin, measuring.DRY)
+    assert {goal.figure for goal in GOALS if goal.case == case} <= set(found)
+    assert None in found.values()
+    assert not any(isinstance(value, float) for name, value in found.items() if name != "bits")

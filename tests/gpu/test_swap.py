@@ -75,10 +75,8 @@ def test_bad_input_is_refused(kernels: Kernels) -> None:
         KernelSwapper(kernels, [layer[:, :100].contiguous() for layer in layers], slots=1)
     with pytest.raises(ValueError, match="positive"):
         KernelSwapper(kernels, layers, slots=0)
+    bad = [([0, 1], [0], "every page needs a slot"), ([9], [0], "pages below 9"), ([0], [2], "slots below 2")]
     with KernelSwapper(kernels, layers, slots=2) as swapper:
-        with pytest.raises(ValueError, match="every page needs a slot"):
-            swapper.swap_out([0, 1], [0])
-        with pytest.raises(ValueError, match="pages below 9"):
-            swapper.swap_out([9], [0])
-        with pytest.raises(ValueError, match="slots below 2"):
-            swapper.swap_in([2], [0])
+        for pages, slots, match in bad:
+            with pytest.raises(ValueError, match=match):
+                swapper.swap_out(pages, slots)

@@ -1,76 +1,75 @@
-"""Tide decoded by the kernels, run by the kernels, against the processor's codec: the same bits in the pages."""
+"""Tide decoded and encoded by the kernels: the bits in the pages and the objects are the processor's."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject, settings
 from tests.codec.tide_profiles import fitted
-from tests.gpu.tide_cases import TideCase, tide_cases
+from tests.gpu.cases import EMULATED, TideCase, bits_of, on_processor, tide_cases, untouched
 from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
+from kvtide.codec.tide.promise import check_promise
 from kvtide.engines.paged.device import DevicePages
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import parse_object
 from kvtide_gpu.kernels import Kernels
-from kvtide_gpu.targets import PageTarget, block_target, page_target
+from kvtide_gpu.targets import PageTarget, StoredBlock, block_target, page_target
 from kvtide_gpu.tide import DeviceTide
+from kvtide_gpu.tide_encode import DeviceTideEncoder, PagedBlock
 from kvtide_gpu.tide_model import DeviceModel
 
 pytestmark = needs_compiler
-QUICK = settings(
-    max_examples=8,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
-)
 GOLDEN = Path(__file__).parent.parent / "golden"
-INT = {2: torch.int16, 4: torch.int32}
+LAYOUT = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
+CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2).rounded()
+OTHER = TideModel(fitted(BlockLayout(2, 32, 2, 8, KVDtype.BFLOAT16), "layer", 1))
 
 
-def on_processor(codec: TideCodec, meta: BlockMeta, sections: list[Section]) -> BlockBits:
-    out = np.empty(meta.layout.shape, meta.layout.bits_dtype)
-    codec.decode(meta, sections, out)
-    return out
+def device_model(kernels: Kernels, codec: TideCodec = CODEC) -> DeviceModel:
+    assert codec.model is not None
+    return DeviceModel(kernels, codec.model)
 
 
-def empty_block(layout: BlockLayout, device: torch.device) -> torch.Tensor:
-    return torch.full(layout.shape, 0x55, dtype=INT[layout.dtype.item_bytes], device=device)
+def decoded(kernels: Kernels, codec: TideCodec, meta: BlockMeta, sections: list[Section]) -> BlockBits:
+    block = untouched(meta.layout, kernels.device)
+    target = block_target(block, meta.layout)
+    stored = StoredBlock(meta, sections, target.token_starts([0]))
+    assert DeviceTide(device_model(kernels, codec), target).decode([stored], kernels.follow) == [True]
+    return bits_of(block, meta.layout)
 
 
-def bits_of(block: torch.Tensor, layout: BlockLayout) -> BlockBits:
-    return block.cpu().numpy().view(layout.bits_dtype)
+def encoded(kernels: Kernels, codec: TideCodec, meta: BlockMeta, bits: BlockBits) -> list[Section] | UnencodableBlock:
+    signed: Any = bits.view(f"<i{bits.itemsize}")
+    block = torch.from_numpy(signed.copy()).to(kernels.device)
+    source = block_target(block, meta.layout)
+    encoder = DeviceTideEncoder(device_model(kernels, codec), source, codec.steps)
+    (found,) = encoder.encode([PagedBlock(meta, source.token_starts([0]))])
+    return found
 
 
-def tide_on(kernels: Kernels, layout: BlockLayout, cost: str, target: PageTarget) -> DeviceTide:
-    return DeviceTide(DeviceModel(kernels, TideModel(fitted(layout, cost, 1))), target)
+# Decoding
 
 
 @given(tide_cases)
-@QUICK
+@settings(EMULATED, max_examples=8)
 def test_blocks_are_those_of_the_processor(kernels: Kernels, case: TideCase) -> None:
-    layout = case.meta.layout
     try:
         sections = case.codec.encode(case.meta, case.bits)
     except UnencodableBlock:
         reject()
-    block = empty_block(layout, kernels.device)
-    target = block_target(block, layout)
-    tide = tide_on(kernels, layout, case.cost, target)
-    under_way = tide.block(case.meta, target.token_starts([0]))
-    tide.feed([(under_way, sections)])
-    kernels.follow()
-    tide.write([under_way])
-    assert tide.check([under_way]) == [None]
-    assert np.array_equal(bits_of(block, layout), on_processor(case.codec, case.meta, sections))
+    expected = on_processor(case.codec, case.meta, sections)
+    assert np.array_equal(decoded(kernels, case.codec, case.meta, sections), expected)
 
 
 def test_values_beyond_the_range_become_its_largest_as_on_the_processor(kernels: Kernels) -> None:
@@ -80,37 +79,17 @@ def test_values_beyond_the_range_become_its_largest_as_on_the_processor(kernels:
     values[:, :, 3], values[:, :, 9] = 1e5, -3e5
     codec = TideCodec(fitted(wide, "layer", 1), 1e-3, 1).rounded()
     sections = codec.encode(block_meta(wide, 0, 1), values.view(np.uint32))
-    layout = BlockLayout(*wide.shape[:1], *wide.shape[2:], KVDtype.FLOAT16)
-    meta, block = block_meta(layout, 0, 1), empty_block(layout, kernels.device)
-    target = block_target(block, layout)
-    tide = tide_on(kernels, wide, "layer", target)
-    under_way = tide.block(meta, target.token_starts([0]))
-    tide.feed([(under_way, sections)])
-    kernels.follow()
-    tide.write([under_way])
-    assert tide.check([under_way]) == [None]
-    found = bits_of(block, layout)
+    meta = block_meta(BlockLayout(*wide.shape[:1], *wide.shape[2:], KVDtype.FLOAT16), 0, 1)
+    found = decoded(kernels, codec, meta, sections)
     assert {0x7BFF, 0xFBFF} <= set(found.reshape(-1).tolist())
     assert np.array_equal(found, on_processor(codec, meta, sections))
 
 
 def test_golden_object_decodes_to_its_bits(kernels: Kernels) -> None:
-    profile = Profile.parse((GOLDEN / "tide.kvprofile").read_bytes())
+    codec = TideCodec(Profile.parse((GOLDEN / "tide.kvprofile").read_bytes()))
     stored = parse_object((GOLDEN / "tide.kvt").read_bytes())
-    layout = stored.meta.layout
-    block = empty_block(layout, kernels.device)
-    target = block_target(block, layout)
-    tide = DeviceTide(DeviceModel(kernels, TideModel(profile)), target)
-    under_way = tide.block(stored.meta, target.token_starts([0]))
-    tide.feed([(under_way, stored.sections())])
-    kernels.follow()
-    tide.write([under_way])
-    assert tide.check([under_way]) == [None]
-    assert np.array_equal(bits_of(block, layout), on_processor(TideCodec(profile), stored.meta, stored.sections()))
-
-
-LAYOUT = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
-CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2).rounded()
+    sections = stored.sections()
+    assert np.array_equal(decoded(kernels, codec, stored.meta, sections), on_processor(codec, stored.meta, sections))
 
 
 def pages(count: int, device: torch.device) -> tuple[list[torch.Tensor], PageTarget]:
@@ -126,33 +105,27 @@ def read_pages(layers: list[torch.Tensor], order: list[int]) -> BlockBits:
 
 def test_many_blocks_go_to_their_pages_and_nowhere_else(kernels: Kernels) -> None:
     layers, target = pages(14, kernels.device)
-    tide = tide_on(kernels, LAYOUT, "layer", target)
     metas = [block_meta(LAYOUT, 3, position) for position in range(3)]
     coded = [CODEC.encode(meta, smooth_bits(LAYOUT, 40 + i)) for i, meta in enumerate(metas)]
     orders = [[9, 2, 0, 13], [4, 5, 6, 7], [1, 3, 8]]
     starts = [target.token_starts(order, 4 - len(order)) for order in orders]
-    blocks = [tide.block(meta, start) for meta, start in zip(metas, starts, strict=True)]
-    tide.feed(list(zip(blocks, coded, strict=True)))
-    kernels.follow()
-    tide.write(blocks)
-    assert tide.check(blocks) == [None] * 3
+    blocks = [StoredBlock(*each) for each in zip(metas, coded, starts, strict=True)]
+    assert DeviceTide(device_model(kernels), target).decode(blocks, kernels.follow) == [True] * 3
     for meta, sections, order in zip(metas, coded, orders, strict=True):
-        expected = on_processor(CODEC, meta, sections)
         found = read_pages(layers, (order * 4)[-4:] if len(order) < 4 else order)
+        expected = on_processor(CODEC, meta, sections)
         assert np.array_equal(found[:, :, -8 * len(order) :], expected[:, :, -8 * len(order) :])
     assert not any(layer[[10, 11, 12]].any() for layer in layers)
 
 
-@pytest.mark.parametrize("is_reversed", [False, True])
-def test_refinements_improve_what_is_written_as_they_arrive(kernels: Kernels, is_reversed: bool) -> None:
-    meta = block_meta(LAYOUT, 0, 1)
-    sections = CODEC.encode(meta, smooth_bits(LAYOUT, 8))
-    block = empty_block(LAYOUT, kernels.device)
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
+def test_refinements_improve_what_is_written_as_they_arrive(kernels: Kernels, order: tuple[int, ...]) -> None:
+    meta, block = block_meta(LAYOUT, 0, 1), untouched(LAYOUT, kernels.device)
     target = block_target(block, LAYOUT)
-    tide = tide_on(kernels, LAYOUT, "layer", target)
-    under_way = tide.block(meta, target.token_starts([0]))
+    tide = DeviceTide(device_model(kernels), target)
+    sections, under_way = CODEC.encode(meta, smooth_bits(LAYOUT, 8)), tide.block(meta, target.token_starts([0]))
     here: list[Section] = []
-    for refinement in (0, 2, 1) if is_reversed else (0, 1, 2):
+    for refinement in order:
         new = [section for section in sections if section.id.refinement == refinement]
         here += new
         tide.feed([(under_way, new)])
@@ -162,46 +135,40 @@ def test_refinements_improve_what_is_written_as_they_arrive(kernels: Kernels, is
         assert np.array_equal(bits_of(block, LAYOUT), on_processor(CODEC, meta, here))
 
 
-def spoiled(sections: list[Section], which: int, change: str) -> list[Section]:
-    section = sections[which]
-    data = bytearray(section.data)
+def spoiled(data: bytearray, change: str) -> bytes:
     if change == "word":
         data[-40] ^= 4
     elif change == "short":
-        data = data[:-2]
-    elif change == "step":
+        del data[-2:]
+    else:
         data[0] ^= 1
-    return [*sections[:which], section._replace(data=bytes(data)), *sections[which + 1 :]]
+    return bytes(data)
 
 
 @pytest.mark.parametrize(("which", "change"), [(0, "word"), (0, "short"), (1, "word"), (1, "step"), (2, "word")])
 def test_spoiled_block_is_refused_and_its_neighbour_is_not(kernels: Kernels, which: int, change: str) -> None:
     layers, target = pages(8, kernels.device)
-    tide = tide_on(kernels, LAYOUT, "layer", target)
     meta = block_meta(LAYOUT, 0, 1)
-    sections = CODEC.encode(meta, smooth_bits(LAYOUT, 8))
-    good, bad = (tide.block(meta, target.token_starts(order)) for order in ([4, 5, 6, 7], [0, 1, 2, 3]))
-    tide.feed([(bad, spoiled(sections, which, change)), (good, sections)])
+    good = CODEC.encode(meta, smooth_bits(LAYOUT, 8))
+    bad = [*good]
+    bad[which] = bad[which]._replace(data=spoiled(bytearray(bad[which].data), change))
+    tide = DeviceTide(device_model(kernels), target)
+    blocks = [tide.block(meta, target.token_starts(order)) for order in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    tide.feed([*zip(blocks, (bad, good), strict=True)])
     kernels.follow()
-    tide.write([bad, good])
-    faults = tide.check([bad, good])
-    assert faults[1] is None
-    assert isinstance(faults[0], CorruptPayload)
+    tide.write(blocks)
+    faults = tide.check(blocks)
+    assert isinstance(faults[0], CorruptPayload) and faults[1] is None
     assert not any(layer[:4].any() for layer in layers)
-    assert np.array_equal(read_pages(layers, [4, 5, 6, 7]), on_processor(CODEC, meta, sections))
+    assert np.array_equal(read_pages(layers, [4, 5, 6, 7]), on_processor(CODEC, meta, good))
 
 
 def test_block_without_all_bases_is_not_written(kernels: Kernels) -> None:
-    block = empty_block(LAYOUT, kernels.device)
+    block = untouched(LAYOUT, kernels.device)
     target = block_target(block, LAYOUT)
-    tide = tide_on(kernels, LAYOUT, "layer", target)
-    meta = block_meta(LAYOUT, 0, 1)
-    under_way = tide.block(meta, target.token_starts([0]))
-    kernels.follow()
-    tide.write([under_way])
-    (fault,) = tide.check([under_way])
-    assert isinstance(fault, CorruptPayload)
-    assert torch.equal(block, empty_block(LAYOUT, kernels.device))
+    stored = StoredBlock(block_meta(LAYOUT, 0, 1), [], target.token_starts([0]))
+    assert DeviceTide(device_model(kernels), target).decode([stored], kernels.follow) == [False]
+    assert torch.equal(block, untouched(LAYOUT, kernels.device))
 
 
 def test_bad_targets_are_refused(kernels: Kernels) -> None:
@@ -214,8 +181,92 @@ def test_bad_targets_are_refused(kernels: Kernels) -> None:
         page_target([torch.zeros((4, 2, 8, 12), dtype=torch.int16)] * 4, LAYOUT)
     with pytest.raises(ValueError, match="stand together"):
         page_target([torch.zeros((4, 2, 8, 32), dtype=torch.int16)[..., ::2]] * 4, LAYOUT)
-    other = BlockLayout(2, 32, 2, 8, KVDtype.BFLOAT16)
     with pytest.raises(ValueError, match="profile"):
-        DeviceTide(DeviceModel(kernels, TideModel(fitted(other, "layer", 1))), target)
+        DeviceTide(DeviceModel(kernels, OTHER), target)
     with pytest.raises(ValueError, match="a place for each"):
-        tide_on(kernels, LAYOUT, "layer", target).block(block_meta(LAYOUT), np.zeros(3, dtype=np.int64))
+        DeviceTide(device_model(kernels), target).block(block_meta(LAYOUT), np.zeros(3, dtype=np.int64))
+
+
+# Encoding
+
+
+@given(tide_cases)
+@settings(EMULATED, max_examples=6)
+def test_objects_are_those_of_the_processor(kernels: Kernels, case: TideCase) -> None:
+    found = encoded(kernels, *case)
+    try:
+        assert found == case.codec.encode(case.meta, case.bits)
+    except UnencodableBlock:
+        assert isinstance(found, UnencodableBlock)
+
+
+def test_loud_tokens_stand_apart_as_on_the_processor(kernels: Kernels) -> None:
+    meta, bits = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 5)
+    bits[2, 1, 7, 1, 3] = 0x6000  # 2^65
+    bits[0, 0, 9] = 0x4480  # 1024
+    assert encoded(kernels, CODEC, meta, bits) == CODEC.encode(meta, bits)
+
+
+@pytest.mark.parametrize("cost", ["light", "layer", "deep"])
+def test_profile_is_judged_by_what_it_is_on_the_processor(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, cost: str
+) -> None:
+    layout = BlockLayout(5, 40, 2, 8, KVDtype.FLOAT32)
+    codec = TideCodec(fitted(layout, cost, 1), 1e-3, 1).rounded()
+    meta, bits = block_meta(layout), smooth_bits(layout, 5)
+    # One token is halved to fit, one is too loud in a group that comes last.
+    values = bits.view(np.float32)
+    values[:, :, 20] *= 30
+    values[4, 1, 30] *= 1e6
+    seen: list[list[tuple[Any, Any]]] = []
+    for module in ("kvtide_gpu.tide_encode", "kvtide.codec.tide.codec"):
+        monkeypatch.setattr(f"{module}.check_promise", lambda fit, tokens: seen.append(fit))
+    assert encoded(kernels, codec, meta, bits) == codec.encode(meta, bits)
+    device, processor = seen
+    assert len(device) == len(processor) > 0
+    for (promise, found), (wanted_promise, wanted) in zip(device, processor, strict=True):
+        assert promise == wanted_promise
+        if found.tokens == wanted.tokens:
+            assert found == pytest.approx(wanted, rel=1e-6)
+    assert any(found.tokens == wanted.tokens for (_, found), (_, wanted) in zip(device, processor, strict=True))
+
+
+def test_blocks_that_the_profile_does_not_fit_are_refused(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide_gpu.tide_encode.check_promise", check_promise)
+    bits = smooth_bits(LAYOUT, 5)
+    noise = np.random.default_rng(3).permutation(bits.reshape(-1)).reshape(bits.shape)
+    for other in (np.full_like(bits, 0x3F80), noise):
+        found = encoded(kernels, CODEC, block_meta(LAYOUT), other)
+        assert isinstance(found, UnencodableBlock) and "profile does not fit" in str(found)
+
+
+def test_values_that_are_not_finite_are_refused(kernels: Kernels) -> None:
+    bits = smooth_bits(LAYOUT, 5)
+    bits[1, 0, 3, 1, 2] = 0x7F80
+    found = encoded(kernels, CODEC, block_meta(LAYOUT), bits)
+    assert isinstance(found, UnencodableBlock) and "not finite" in str(found)
+
+
+def test_many_blocks_are_read_from_their_pages(kernels: Kernels) -> None:
+    storage = torch.zeros((LAYOUT.layers, 9, 2, 8, 16), dtype=torch.int16, device=kernels.device)
+    pool = DevicePages([layer.view(torch.bfloat16) for layer in storage], LAYOUT)
+    source = page_target(list(storage), LAYOUT)
+    metas = [block_meta(LAYOUT, 2, position) for position in range(2)]
+    blocks = [smooth_bits(LAYOUT, 20 + i) for i in range(2)]
+    orders = [[8, 1, 0, 5], [2, 3, 7, 4]]
+    for bits, order in zip(blocks, orders, strict=True):
+        pool.scatter(bits, order, 0)
+    paged = [PagedBlock(meta, source.token_starts(order)) for meta, order in zip(metas, orders, strict=True)]
+    encoder = DeviceTideEncoder(device_model(kernels), source, CODEC.steps)
+    assert encoder.encode(paged) == [CODEC.encode(meta, bits) for meta, bits in zip(metas, blocks, strict=True)]
+
+
+def test_bad_sources_are_refused(kernels: Kernels) -> None:
+    block = untouched(LAYOUT, kernels.device)
+    source = block_target(block, LAYOUT)
+    encoder = DeviceTideEncoder(device_model(kernels), source, CODEC.steps)
+    assert encoder.encode([]) == []
+    with pytest.raises(ValueError, match="a place for each"):
+        encoder.encode([PagedBlock(block_meta(LAYOUT), np.full(32, -1))])
+    with pytest.raises(ValueError, match="profile"):
+        DeviceTideEncoder(DeviceModel(kernels, OTHER), source, CODEC.steps)

@@ -32,18 +32,9 @@ def compile_twin(folder: Path, flags: Sequence[str] = FLAGS) -> Path:
     """Return the library, made in `folder`."""
     assert "--fmad=false" in COMPILE_OPTIONS
     target = folder / "twin.so"
-    base = [
-        "g++",
-        "-std=c++20",
-        "-shared",
-        "-fPIC",
-        "-ffp-contract=off",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-    ]
-    subprocess.run([*base, *flags, f"-I{SOURCES}", str(HERE / "twin.cpp"), "-o", str(target)], check=True)
+    base = ("g++", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off", f"-I{SOURCES}")
+    warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+    subprocess.run([*base, *warnings, *flags, str(HERE / "twin.cpp"), "-o", str(target)], check=True)
     return target
 
 
