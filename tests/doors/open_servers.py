@@ -25,12 +25,12 @@ STORES = (
     Capability("a server behind an engine", "http://host:7421", "README.md: Serve", _PROCESS, Source.CACHEGEN),
     Capability("replicas", "http://one:7421,two:7421", _CLIENTS, "two server processes", Source.OURS),
     Capability(
-        "late reads go to the replica too",
+        "a silent server's replica answers",
         "http://one:7421,two:7421",
         _CLIENTS,
-        "two servers, one of them slow",
+        "two servers, one of them silent",
         Source.OURS,
-        "tests/faults/test_server_faults.py::test_late_read_is_answered_by_the_replica",
+        "tests/tier/test_roaming.py::test_silent_server_is_left_for_the_other_one_in_time",
     ),
     Capability(
         "go on at another server",

@@ -18,10 +18,8 @@ from kvtide.clock import SystemClock
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import Tier
-from kvtide.tier.http.connection import Endpoint
-from kvtide.tier.http.hedge import LATE_S_MIN, READS_MIN, ReadTimes
-from kvtide.tier.http.peer import Peer, PeerSettings
-from kvtide.tier.http.tier import HttpTier, http_tier
+from kvtide.tier.http.peer import Endpoint, Peer, PeerSettings
+from kvtide.tier.http.tier import HttpTier
 from kvtide.wire import parse_object
 from kvtide_lab.bench.services import wait_until
 
@@ -219,29 +217,3 @@ def test_server_that_is_down_opens_the_breaker_and_is_found_again(tmp_path: Path
     assert not peer.breaker.is_open
     tier.close()
     again.terminate()
-
-
-def test_late_read_is_answered_by_the_replica() -> None:
-    with running_server() as one, running_server() as two:
-        slow = iter([Fault(Kind.NOTHING, True, 0)] * 40)
-        with ChaosProxy(
-            (one.address.host, one.address.port), lambda: next(slow, Fault(Kind.TRICKLE, True, 1000))
-        ) as proxy:
-            tier = http_tier(f"{proxy.url},{two.address}", SystemClock())
-            tier.open()
-            assert tier.put_from(object_id(1), object_bytes(1, SIZE))
-            assert verified(tier, 1) == object_bytes(1, SIZE)
-            # What a busy machine makes of reads is not what is late here.
-            tier.hedges.times = ReadTimes()
-            for _ in range(READS_MIN):
-                tier.hedges.times.note(SIZE + 1, LATE_S_MIN)
-            # The pooled connection is good: give it away so that the next one is slow.
-            slow = iter(())
-            for peer in tier._peers[:1]:
-                peer.close()
-                peer.open()
-            assert verified(tier, 1) == object_bytes(1, SIZE)
-            # The whole of the first answer takes ten minutes.
-            assert (tier.hedges.started, tier.hedges.won) == (1, 1)
-            tier.close()
-            tier.check()

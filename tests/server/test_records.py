@@ -17,7 +17,7 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.regions.records import Records, WriteCondition
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.http.connection import HttpAnswer
+from kvtide.tier.http.peer import HttpAnswer
 from kvtide.tier.http.records import records_clients
 from kvtide.wire.records import Record, RecordKind, RecordName
 

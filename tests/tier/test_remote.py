@@ -13,7 +13,6 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.breaker import Breaker
-from kvtide.tier.http.hedge import LATE_S_MIN, READS_MIN, ReadTimes
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.stack import TierStack
 
@@ -44,20 +43,6 @@ def test_failed_trial_keeps_the_breaker_open(clock: ManualClock) -> None:
 def test_breaker_needs_positive_bounds(faults_max: int, open_s: float, clock: ManualClock) -> None:
     with pytest.raises(ValueError, match="positive"):
         Breaker(faults_max, open_s, clock)
-
-
-def test_read_is_late_after_95_of_100_of_its_size() -> None:
-    times = ReadTimes()
-    for number in range(READS_MIN - 1):
-        times.note(1 << 20, 0.1)
-        assert times.late_s(1 << 20) is None, number
-    for number in range(200):
-        times.note(1 << 20, 0.1 if number % 10 else 1.0)
-    assert times.late_s(1 << 20) == 1.0
-    assert times.late_s(1 << 10) is None
-    for _ in range(READS_MIN):
-        times.note(10, 0.0)
-    assert times.late_s(10) == LATE_S_MIN
 
 
 @contextmanager

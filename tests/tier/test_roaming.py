@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -12,9 +13,9 @@ from tests.servers import RunningServer, running_server
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
-from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.tier.http.connection import Endpoint
-from kvtide.tier.http.peer import Peer, PeerSettings
+from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier.breaker import until
+from kvtide.tier.http.peer import Endpoint, Peer, PeerSettings
 from kvtide.tier.http.tier import HttpTier
 from kvtide.types import BlockKey, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
@@ -35,10 +36,10 @@ def west() -> Iterator[RunningServer]:
         yield server
 
 
-def tier_of(*places: tuple[str, int], tries: int = 1) -> HttpTier:
+def tier_of(*places: tuple[str, int], tries: int = 1, operation_s_max: float = 10.0) -> HttpTier:
     settings = PeerSettings(tries_max=tries)
     peers = [Peer(Endpoint(host, port), [], settings, SystemClock(), time.sleep) for host, port in places]
-    tier = HttpTier(peers, SystemClock())
+    tier = HttpTier(peers, SystemClock(), operation_s_max)
     tier.open()
     return tier
 
@@ -107,4 +108,16 @@ def test_other_region_without_the_object_is_a_miss(east: RunningServer, west: Ru
     with cut_once(east) as proxy:
         tier = tier_of(proxy_place(proxy), place_of(west))
         assert tier.get_into(object_id(1), memoryview(bytearray(SIZE + 1))) is None
+        tier.close()
+
+
+def test_silent_server_is_left_for_the_other_one_in_time(west: RunningServer) -> None:
+    assert west.store.put_from(object_id(1), object_bytes(1))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tier = tier_of(silent.getsockname(), place_of(west), operation_s_max=4.0)
+        started_s = time.monotonic()
+        with until(started_s + 10):
+            assert read_all(tier, 1) == object_bytes(1)
+            assert tier.contains(object_id(1))
+        assert time.monotonic() - started_s < 8
         tier.close()

@@ -25,7 +25,7 @@ from kvtide.clock import Clock, SystemClock
 from kvtide.errors import RequestRefused
 from kvtide.server.settings import ServerLimits
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.http.connection import Endpoint, HttpAnswer, HttpConnection, Patience
+from kvtide.tier.http.peer import Endpoint, HttpAnswer, HttpConnection, Patience
 from kvtide.types import ObjectId
 from kvtide.wire.http import pack_request_head
 from kvtide_lab.bench.disk import made_objects

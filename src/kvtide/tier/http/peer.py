@@ -1,61 +1,216 @@
-"""A kvtide server as its clients see it: bounded connections, retries, a circuit breaker.
+"""A kvtide server as its clients see it: by its URL, over bounded connections, with retries and a circuit breaker.
 
-Invariant: every request that kvtide sends may be repeated: keys name exact bytes.
+Heads are parsed by `wire.http`, bodies go straight into the caller's buffer. Invariant: every request that kvtide sends
+may be repeated: keys name exact bytes.
 """
 
 from __future__ import annotations
 
+import math
+import socket
+import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import msgspec
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvtide.clock import Clock
-from kvtide.errors import CorruptPayload, RequestRefused, TierUnavailable
+from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import Buffer, Take
 from kvtide.tier.breaker import Breaker, caller_deadline_s
-from kvtide.tier.http.connection import Endpoint, HttpAnswer, HttpConnection, Patience
-from kvtide.wire import StoredObject, parse_object
-from kvtide.wire.frame import FRAME_HEADER_BYTES, frame_header
-from kvtide.wire.http import pack_request_head
-from kvtide.wire.protocol import DEADLINE_HEADER, PiecesAnswer
+from kvtide.types import NamedId, Namespace, ObjectId
+from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, pack_request_head, parse_response_head
+from kvtide.wire.protocol import DEADLINE_HEADER, FORCE_HEADER, GENERATION_HEADER, TENANT_HEADER
 
+# Answers that are not an object: errors, listings.
+SMALL_ANSWER_BYTES_MAX = 1 << 20
 # Who waits for a range is asked so often whether to go on.
 _BEAT_S = 0.05
+_WAIT_S_MIN = 1e-3
+_REASON_BYTES_MAX = 200
+# Worth another try: a body that was damaged on its way, a server that is busy, full of requests or restarting.
+_RETRIED = frozenset({408, 422, 429, 500, 502, 503})
+_OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest", "upload"})
+
+Headers = Sequence[tuple[str, str]]
 # Waits so many seconds.
 Sleep = Callable[[float], None]
-# Worth another try: a body that was damaged on its way, a server that is busy, full of requests or restarting.
-_REASON_BYTES_MAX = 200
-_RETRIED = frozenset({408, 422, 429, 500, 502, 503})
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSettings:
-    """Bounds of what one client does with one server."""
+class Endpoint:
+    """A server's listening address: a host and port, with TLS or not, or a path."""
 
-    connections_max: int = 8
-    # Tries of one call, the first included.
-    tries_max: int = 3
-    retry_s: float = 0.02
-    faults_max: int = 5
-    open_s: float = 2.0
-    trial_s: float = 2.0
+    host: str
+    port: int
+    path: str = ""
+    tls: ssl.SSLContext | None = None
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+
+class HttpAnswer(NamedTuple):
+    """An answer read to its end. `size` bytes of it are in the caller's buffer; `body` has them if they are not."""
+
+    status: int
+    headers: Mapping[str, str]
+    size: int
+    body: bytes
+
+
+class Patience:
+    """The time that an exchange may take, and how long its server may be silent."""
+
+    def __init__(self, clock: Clock, deadline_s: float, silence_s_max: float = math.inf) -> None:
+        self.deadline_s = deadline_s
+        self._clock = clock
+        self._silence_s_max = silence_s_max
+        self._heard_s = clock.monotonic_s()
+
+    def note_progress(self) -> None:
+        """Some bytes have moved."""
+        self._heard_s = self._clock.monotonic_s()
+
+    def left_s(self) -> float:
+        """Return how long the next wait may be. TimeoutError if the time is over."""
+        wait_s = min(self.deadline_s, self._heard_s + self._silence_s_max) - self._clock.monotonic_s()
+        if wait_s <= 0:
+            raise TimeoutError("no answer in time")
+        return max(wait_s, _WAIT_S_MIN)
+
+
+class HttpConnection:
+    """A connection for one exchange at a time. Everything that goes wrong is OSError or RequestRefused (502)."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._sock: socket.socket | None = None
+        self._pending = b""
+        # Whether the exchange under way has got any byte back.
+        self.has_answer = False
+        # How much of a body is in the caller's buffer, and the ETag of its object; kept after a fault.
+        self.received = 0
+        self.tag = ""
+
+    def open(self, patience: Patience) -> None:
+        """Connect."""
+        endpoint, wait_s = self._endpoint, patience.left_s()
+        if endpoint.path:
+            self._sock = sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(wait_s)
+            sock.connect(endpoint.path)
+            return
+        self._sock = sock = socket.create_connection((endpoint.host, endpoint.port), wait_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if endpoint.tls is not None:
+            self._sock = endpoint.tls.wrap_socket(sock, server_hostname=endpoint.host)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    @property
+    def is_open(self) -> bool:
+        """True if another exchange may follow."""
+        return self._sock is not None
+
+    def exchange(self, head: bytes, body: Buffer, into: memoryview | None, patience: Patience) -> HttpAnswer:
+        """Send a request and read its answer; the body of a 200 or 206 goes into `into`, if one is given.
+
+        An answer that is longer than `into` is refused.
+        """
+        self.has_answer, self.received, self.tag = False, 0, ""
+        for part in (memoryview(head), memoryview(body)):
+            rest = part
+            while rest:
+                rest = rest[self._when_ready(patience, _send_some, rest) :]
+        answer = parse_response_head(self._read_head(patience))
+        while answer.status == 100:
+            answer = parse_response_head(self._read_head(patience))
+        length = 0 if head.startswith(b"HEAD ") else answer.content_length
+        if into is not None and answer.status in {200, 206}:
+            if length > len(into):
+                raise RequestRefused(502, f"asked for {len(into)} bytes, {length} come")
+            self.tag = answer.headers.get("etag", "")
+            self._read_into(into[:length], patience)
+            small = b""
+        else:
+            if length > SMALL_ANSWER_BYTES_MAX:
+                raise RequestRefused(502, f"an answer of {length} bytes, at most {SMALL_ANSWER_BYTES_MAX} are read")
+            buffer = bytearray(length)
+            self._read_into(memoryview(buffer), patience)
+            small = bytes(buffer)
+        if not answer.is_kept_alive or self._pending:
+            self.close()
+        return HttpAnswer(answer.status, answer.headers, length, small)
+
+    def _read_head(self, patience: Patience) -> bytes:
+        while (end := self._pending.find(HEAD_END)) < 0:
+            if len(self._pending) > HEAD_BYTES_MAX:
+                raise RequestRefused(502, f"the answer's head has more than {HEAD_BYTES_MAX} bytes")
+            scratch = bytearray(HEAD_BYTES_MAX)
+            came = self._when_ready(patience, _receive_some, memoryview(scratch))
+            if not came:
+                raise ConnectionResetError("the server closed before its answer")
+            self.has_answer = True
+            self._pending += scratch[:came]
+        end += len(HEAD_END)
+        head, self._pending = self._pending[:end], self._pending[end:]
+        return head
+
+    def _read_into(self, view: memoryview, patience: Patience) -> None:
+        done = min(len(self._pending), len(view))
+        view[:done] = self._pending[:done]
+        self._pending = self._pending[done:]
+        self.received = done
+        while done < len(view):
+            came = self._when_ready(patience, _receive_some, view[done:])
+            if not came:
+                raise ConnectionResetError(f"the server closed after {done} of {len(view)} bytes")
+            self.received = done = done + came
+
+    def _when_ready(
+        self, patience: Patience, transfer: Callable[[socket.socket, memoryview], int], part: memoryview
+    ) -> int:
+        """Send or receive once, waiting as long as there is patience."""
+        assert self._sock is not None
+        while True:
+            self._sock.settimeout(patience.left_s())
+            try:
+                moved = transfer(self._sock, part)
+            except TimeoutError:
+                # Over, or only a beat: `left_s` knows.
+                continue
+            patience.note_progress()
+            return moved
+
+
+def _send_some(sock: socket.socket, part: memoryview) -> int:
+    return sock.send(part)
+
+
+def _receive_some(sock: socket.socket, part: memoryview) -> int:
+    return sock.recv_into(part)
 
 
 class Call:
-    """One request, which another thread may abort. One for a range that begins at `start` goes on after a fault.
+    """One request. A read of a range that begins at `start` goes on where it was after a fault.
 
-    Wherever it is tried next: at another server it asks for the rest, and begins again if that is of another object.
+    At the same server or another one it asks for the rest, and begins again if that is of another object.
     """
 
     def __init__(
         self,
         method: str,
         target: str,
-        headers: Sequence[tuple[str, str]],
-        body: Buffer,
-        into: memoryview | None,
+        headers: Headers,
+        body: Buffer = b"",
+        into: memoryview | None = None,
         start: int | None = None,
     ) -> None:
         self.method = method
@@ -64,41 +219,44 @@ class Call:
         self.body = body
         self.into = into
         self.start = start
-        # How many bytes are in `into` already, and the ETag of the object that they are of.
+        # How many bytes are in `into` already, and the ETag of their object.
         self.received = 0
         self.tag = ""
-        self._lock = threading.Lock()
+        # True once nobody wants the answer: the call fails, and is not tried again.
+        self.is_given_up = False
         self._link: HttpConnection | None = None
-        self.is_aborted = False
 
-    def use(self, link: HttpConnection) -> None:
-        """Note the connection that it goes over. ConnectionAbortedError if it was aborted before."""
-        with self._lock:
-            if self.is_aborted:
-                raise ConnectionAbortedError("the call was aborted")
-            self._link = link
+    @property
+    def came(self) -> int:
+        """The number of bytes in `into` now."""
+        return self.received + (self._link.received if self._link is not None else 0)
 
-    def leave(self) -> None:
-        """Note that the connection is somebody else's again."""
-        with self._lock:
+    def send(self, link: HttpConnection, headers: Headers, patience: Patience) -> HttpAnswer:
+        """Send it over a connection, for what has not come yet; count what came before a fault.
+
+        ConnectionError, and nothing has come so far, if the rest is of another object or there is none.
+        """
+        length = [("Content-Length", str(len(self.body)))] if self.method in {"PUT", "POST"} else []
+        asked, into = self._missing()
+        head = pack_request_head(self.method, self.target, [*headers, *asked, *length])
+        self._link = link
+        try:
+            answer = link.exchange(head, self.body, into, patience)
+        except BaseException:
             self._link = None
+            self._keep(link)
+            raise
+        self._link = None
+        return answer
 
-    def again(self) -> Call:
-        """Return the same request to be sent elsewhere, for what has not come yet."""
-        other = Call(self.method, self.target, self.headers, self.body, self.into, self.start)
-        other.received, other.tag = self.received, self.tag
-        return other
-
-    def missing(self) -> tuple[Sequence[tuple[str, str]], memoryview | None]:
-        """Return the headers and the part of the buffer for what has not come yet."""
+    def _missing(self) -> tuple[Headers, memoryview | None]:
         if self.start is None or self.into is None or not self.received:
             return self.headers, self.into
         others = [header for header in self.headers if header[0] != "Range"]
         rest = ("Range", f"bytes={self.start + self.received}-{self.start + len(self.into) - 1}")
         return [*others, rest], self.into[self.received :]
 
-    def keep(self, link: HttpConnection) -> None:
-        """Count what an exchange brought before it failed."""
+    def _keep(self, link: HttpConnection) -> None:
         if self.start is None or self.into is None or not link.tag:
             return
         if self.tag in {"", link.tag}:
@@ -121,51 +279,49 @@ class Call:
         headers = {**answer.headers, "content-range": f"bytes {self.start}-{content.removeprefix(expected)}"}
         return answer._replace(headers=headers, size=self.received + answer.size)
 
-    @property
-    def came(self) -> int:
-        """The number of bytes in `into` now, from its beginning on."""
-        link = self._link
-        return self.received + (link.received if link is not None else 0)
-
-    def abort(self) -> None:
-        """End the call where it is; it fails at once and is not tried again."""
-        with self._lock:
-            self.is_aborted = True
-            if self._link is not None:
-                self._link.abort()
-
 
 class RangeWatch(Patience):
-    """Hands over what has come of a range each time that the connection waits, and ends it when no more is wanted."""
+    """Hands over what has come of a range each time that the connection waits; ends it when no more is wanted."""
 
     def __init__(self, clock: Clock, deadline_s: float, silence_s_max: float, call: Call, take: Take) -> None:
         super().__init__(clock, deadline_s, silence_s_max)
         self._call = call
         self._take = take
         self._handed = 0
-        self._is_wanted = True
 
     def left_s(self) -> float:
         """Return how long the next wait may be. ConnectionAbortedError if nothing more is wanted."""
         self.hand_over()
-        if not self._is_wanted:
-            self._call.abort()
+        if self._call.is_given_up:
             raise ConnectionAbortedError("no more is wanted")
         return min(super().left_s(), _BEAT_S)
 
     def hand_over(self, came: int | None = None) -> None:
         """Hand over what has come since: all that has, by default."""
         came, into = self._call.came if came is None else came, self._call.into
-        if self._is_wanted and into is not None:
+        if not self._call.is_given_up and into is not None:
             part, self._handed = into[self._handed : came], max(self._handed, came)
-            self._is_wanted = self._take(part)
+            self._call.is_given_up = not self._take(part)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """Bounds of what one client does with one server."""
+
+    connections_max: int = 8
+    # Tries of one call, the first included.
+    tries_max: int = 3
+    retry_s: float = 0.02
+    faults_max: int = 5
+    open_s: float = 2.0
+    trial_s: float = 2.0
 
 
 class Peer:
     """One server. Safe to use from several threads; at most `connections_max` of them at once, the others wait."""
 
     def __init__(
-        self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], settings: PeerSettings, clock: Clock, sleep: Sleep
+        self, endpoint: Endpoint, headers: Headers, settings: PeerSettings, clock: Clock, sleep: Sleep
     ) -> None:
         self.endpoint = endpoint
         self.breaker = Breaker(settings.faults_max, settings.open_s, clock, settings.trial_s)
@@ -202,53 +358,40 @@ class Peer:
                 answer = self._try(call, patience)
             except (OSError, RequestRefused) as error:
                 problem = str(error) or type(error).__name__
-                if call.is_aborted or isinstance(error, TimeoutError):
-                    is_cut = call.is_aborted or patience.deadline_s >= caller_deadline_s()
+                if call.is_given_up or isinstance(error, TimeoutError):
+                    # It says nothing of the server if the caller's own deadline ended it.
+                    is_cut = call.is_given_up or self._clock.monotonic_s() + _WAIT_S_MIN >= caller_deadline_s()
                     break
             else:
                 if answer.status not in _RETRIED:
                     self.breaker.note_success()
                     return answer
                 problem = f"status {answer.status} {answer.body[:_REASON_BYTES_MAX].decode(errors='replace').strip()}"
-            if not self._pause(attempt, patience):
+            wait_s = self._settings.retry_s * 2**attempt
+            if self._clock.monotonic_s() + wait_s >= patience.deadline_s:
                 break
+            self._sleep(wait_s)
         if not is_cut:
             self.breaker.note_fault()
         raise TierUnavailable(f"{call.method} of {self.endpoint} failed: {problem}")
-
-    def _pause(self, attempt: int, patience: Patience) -> bool:
-        """Wait before the next try. False if the deadline comes first."""
-        wait_s = self._settings.retry_s * 2**attempt
-        if self._clock.monotonic_s() + wait_s >= patience.deadline_s:
-            return False
-        self._sleep(wait_s)
-        return True
 
     def _try(self, call: Call, patience: Patience) -> HttpAnswer:
         """Send a request once; once more if a connection had been closed while it was idle."""
         while True:
             link, is_fresh = self._take(patience)
             try:
-                call.use(link)
                 if is_fresh:
                     link.open(patience)
                 left_ms = max(1, int(1000 * (patience.deadline_s - self._clock.monotonic_s())))
-                length = [("Content-Length", str(len(call.body)))] if call.method in {"PUT", "POST"} else []
-                asked, into = call.missing()
-                headers = [*self._headers, (DEADLINE_HEADER, str(left_ms)), *asked, *length]
-                head = pack_request_head(call.method, call.target, headers)
-                answer = link.exchange(head, call.body, into, patience)
-                call.leave()
-                self._give_back(link, link.is_open)
-                break
+                answer = call.send(link, [*self._headers, (DEADLINE_HEADER, str(left_ms))], patience)
             except BaseException as error:
-                call.leave()
-                call.keep(link)
                 is_stale = not is_fresh and not link.has_answer and isinstance(error, ConnectionError)
                 self._give_back(link, is_usable=False)
-                if not is_stale or call.is_aborted:
+                if not is_stale or call.is_given_up:
                     raise
-        return call.whole(answer)
+            else:
+                self._give_back(link, link.is_open)
+                return call.whole(answer)
 
     def _take(self, patience: Patience) -> tuple[HttpConnection, bool]:
         with self._changed:
@@ -279,68 +422,98 @@ class Peer:
             assert all(link.is_open for link in self._idle)
 
 
-# Frames of one request, but for one that is larger alone.
-REQUEST_BYTES_MAX = 256 << 10
-# Requests one after the other, each with retries of its own, that bring the object no further; and how often what the
-# server had may be lost there.
-TRIES_MAX = 6
-# Wait after the first of them that fails; twice as long after each further one.
-_RETRY_S = 0.05
+class Servers(NamedTuple):
+    """Servers of one URL: where they listen, headers of requests and of those for objects, what they take."""
+
+    endpoints: list[Endpoint]
+    headers: list[tuple[str, str]]
+    object_headers: list[tuple[str, str]]
+    takes_evicted: bool
+    takes_pieces: bool
 
 
-def put_in_pieces(
-    ask: Callable[[Buffer], HttpAnswer], buffer: Buffer, clock: Clock, patience_s: float, sleep: Sleep
-) -> HttpAnswer:
-    """Send an object by requests with bodies of at most REQUEST_BYTES_MAX; return the answer that ends it.
+def servers_of(url: str) -> Servers:
+    """Return the servers of `http://host:port[,host:port]`, `https://…` or `http+unix:///path`.
 
-    After a fault the server is asked again what it lacks. TierUnavailable if it gets no further for `patience_s`, once
-    the caller's deadline is over, or for what is no object.
+    Options: `token_file`; `write=evicted` for a store that gets only what the tiers in front of it evict;
+    `force_latest=1` to look in all regions for what the server lacks; `upload=pieces` to send objects section by
+    section; for TLS `ca_file`, `cert_file` and `key_file`. ValueError for anything else, or a file that can't be read.
     """
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if "@" in parts.netloc:
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        raise ValueError(f"a remote store's URL has no user or password, give {shown}?token_file=PATH")
+    if options.keys() - _OPTIONS or parts.fragment:
+        raise ValueError(f"a remote store's URL takes the options {', '.join(sorted(_OPTIONS))}, got {url!r}")
+    tls = _tls_context(options) if parts.scheme == "https" else None
+    headers = []
+    if "token_file" in options:
+        headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
+    takes_evicted = _is_second(options, "write", "all", "evicted")
+    takes_pieces = _is_second(options, "upload", "whole", "pieces")
+    latest = [(FORCE_HEADER, "1")] if _is_second(options, "force_latest", "0", "1") else []
+    return Servers(_endpoints(url, tls), headers, [*headers, *latest], takes_evicted, takes_pieces)
+
+
+def _is_second(options: Mapping[str, str], name: str, first: str, second: str) -> bool:
+    """True if an option is the second of its two values, the first one being the default."""
+    value = options.get(name, first)
+    if value not in {first, second}:
+        raise ValueError(f"{name} is {first} or {second}, got {value!r}")
+    return value == second
+
+
+def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
+    parts = urlsplit(url)
+    if parts.scheme == "http+unix":
+        if parts.netloc or not parts.path:
+            raise ValueError(f"expected http+unix:///path, got {url!r}")
+        return [Endpoint("", 0, unquote(parts.path))]
+    if parts.path not in {"", "/"}:
+        raise ValueError(f"a remote store's URL has no path, got {url!r}")
+    found = []
+    for name in parts.netloc.split(","):
+        host, colon, port = name.rpartition(":")
+        if not host or not colon:
+            raise ValueError(f"a remote store needs host:port, or several with commas, got {name!r} in {url!r}")
+        if not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) <= 0xFFFF:
+            raise ValueError(f"a remote store's port is a number from 1 to 65535, got {port!r} in {url!r}")
+        found.append(Endpoint(host.removeprefix("[").removesuffix("]"), int(port), tls=tls))
+    return found
+
+
+def _tls_context(options: Mapping[str, str]) -> ssl.SSLContext:
     try:
-        stored = parse_object(buffer)
-    except CorruptPayload as error:
-        raise TierUnavailable(f"this can't be sent in pieces: {error}") from error
-    body: Buffer = stored.head
-    missing: Sequence[int]
-    least, tries, losses, problem, moved_s = len(stored.entries) + 1, 0, 0, "", clock.monotonic_s()
-    while tries < TRIES_MAX and clock.monotonic_s() < min(moved_s + patience_s, caller_deadline_s()):
-        tries, missing = tries + 1, ()
-        try:
-            answer = ask(body)
-            # What was announced may be gone after a restart, or have made room.
-            if answer.status not in {202, 404}:
-                return answer
-            if answer.status == 202:
-                missing = _missing(answer, stored)
-        except TierUnavailable as error:
-            problem = f": {error}"
-            sleep(_RETRY_S * 2**tries)
-        if missing and len(missing) < least:
-            least, tries, moved_s = len(missing), losses, clock.monotonic_s()
-        elif len(missing) > least:
-            least, losses = len(missing), losses + 1
-        body = _frames(stored, missing, memoryview(buffer)) if missing else stored.head
-    raise TierUnavailable(f"{stored.meta.id} still lacks {least} sections there{problem}")
+        context = ssl.create_default_context(cafile=options.get("ca_file"))
+        if "cert_file" in options:
+            context.load_cert_chain(options["cert_file"], options.get("key_file"))
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"can't use the TLS files of the remote store: {error}") from error
+    return context
 
 
-def _missing(answer: HttpAnswer, stored: StoredObject) -> Sequence[int]:
+def _read_token(path: Path) -> str:
     try:
-        missing = msgspec.json.decode(answer.body, type=PiecesAnswer).missing
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TierUnavailable(f"the server's answer can't be read: {error}") from error
-    if not all(0 <= position < len(stored.entries) for position in missing):
-        raise TierUnavailable(f"the server lacks sections that are none, there are {len(stored.entries)}")
-    return missing
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"can't read the token file {path}: {error}") from error
+    if not token.isprintable() or not token:
+        raise ValueError(f"the token file {path} holds no token")
+    return token
 
 
-def _frames(stored: StoredObject, positions: Sequence[int], data: memoryview) -> bytearray:
-    """Return the frames of the first of these sections: at least one, and as many as a request takes."""
-    body = bytearray()
-    for position in positions:
-        entry = stored.entries[position]
-        if body and len(body) + FRAME_HEADER_BYTES + entry.size > REQUEST_BYTES_MAX:
-            break
-        # Not verified here: the server does.
-        body += frame_header(stored, position)
-        body += data[entry.offset : entry.offset + entry.size]
-    return body
+def asked_name(object_id: ObjectId) -> tuple[Namespace, list[tuple[str, str]]]:
+    """Return the namespace and the headers by which a server is asked for an object."""
+    if not isinstance(object_id, NamedId):
+        return object_id.namespace, []
+    tenant, namespace, generation = object_id.name
+    whose = [(TENANT_HEADER, tenant)] if tenant else []
+    latest = [(FORCE_HEADER, "1")] if object_id.is_latest else []
+    return namespace, [*whose, *latest, (GENERATION_HEADER, str(generation))]
+
+
+def object_target(object_id: ObjectId) -> tuple[str, list[tuple[str, str]]]:
+    """Return the path and the headers by which a server is asked for an object."""
+    namespace, headers = asked_name(object_id)
+    return f"/v1/{namespace.hex()}/{object_id.key.hex()}", headers

@@ -12,8 +12,7 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import POOL_SCHEMES
-from kvtide.tier.http.connection import HttpAnswer, Patience, servers_of
-from kvtide.tier.http.peer import Call, Peer, PeerSettings
+from kvtide.tier.http.peer import Call, Headers, HttpAnswer, Patience, Peer, PeerSettings, servers_of
 from kvtide.tier.http.tier import OPERATION_S_MAX
 from kvtide.tier.pool import server_urls
 from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER
@@ -26,7 +25,6 @@ _VERSION_DIGITS_MAX = 18
 STEPS_MAX = 10_000
 # A server has no more records to tell of.
 _LISTED_MAX = 1 << 17
-Headers = Sequence[tuple[str, str]]
 
 
 class RecordsClient:
@@ -96,7 +94,7 @@ class RecordsClient:
 
     def _ask(self, method: str, target: str, headers: Headers, body: bytes = b"") -> HttpAnswer:
         patience = Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max)
-        answer = self._peer.call(Call(method, target, headers, body, None), patience)
+        answer = self._peer.call(Call(method, target, headers, body), patience)
         if answer.status in {200, 204, 304} or (answer.status == 404 and method != "PUT"):
             return answer
         reason = answer.body[:200].decode(errors="replace").strip()

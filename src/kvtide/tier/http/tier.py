@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby, takewhile
 from typing import TypeVar
@@ -17,17 +19,28 @@ from typing import TypeVar
 import msgspec
 
 from kvtide.clock import Clock
-from kvtide.errors import TierFull, TierUnavailable, WrongServer
+from kvtide.errors import CorruptPayload, RequestRefused, TierFull, TierUnavailable, WrongServer
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided, decisions_text
 from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Take, Tier
 from kvtide.tier.breaker import caller_deadline_s
-from kvtide.tier.http.answers import decoded, range_bytes, ranges_in, refusal
-from kvtide.tier.http.connection import HttpAnswer, Patience, asked_name, object_target, servers_of
-from kvtide.tier.http.hedge import Hedges
-from kvtide.tier.http.peer import Call, Peer, PeerSettings, RangeWatch, put_in_pieces
+from kvtide.tier.http.peer import (
+    Call,
+    Headers,
+    HttpAnswer,
+    Patience,
+    Peer,
+    PeerSettings,
+    RangeWatch,
+    Sleep,
+    asked_name,
+    object_target,
+    servers_of,
+)
 from kvtide.tier.source import read_from_any
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
+from kvtide.wire import StoredObject, parse_object
+from kvtide.wire.frame import FRAME_HEADER_BYTES, frame_header
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
@@ -37,10 +50,11 @@ from kvtide.wire.protocol import (
     ExistsAnswer,
     ExistsQuestion,
     ObjectList,
+    PiecesAnswer,
     TenantView,
     hint_headers,
 )
-from kvtide.wire.ranges import PART_HEAD_BYTES_MAX, ByteRange, ranges_header
+from kvtide.wire.ranges import PART_HEAD_BYTES_MAX, ByteRange, parse_parts, ranges_header
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -49,14 +63,23 @@ _Result = TypeVar("_Result")
 OPERATION_S_MAX = 10.0
 # One range, as long as bytes come.
 RANGE_S_MAX = 60.0
+# The part of an operation's time for which a server may be silent while there is another one to ask.
+REPLICA_SHARE = 0.25
+# Frames of one request, unless one is larger alone.
+REQUEST_BYTES_MAX = 256 << 10
+# Requests in a row, each with retries of its own, that bring an object in pieces no further; and how often what the
+# server had may be lost there.
+TRIES_MAX = 6
+# Wait after the first of them that fails; twice as long after each further one.
+_RETRY_S = 0.05
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
 class HttpTier(Tier):
     """Objects on a server. With several peers each has every object: writes go to all, reads to the first that works.
 
-    A server that is silent for `operation_s_max` has failed; an operation may take that long and its bytes over
-    `bytes_s_min`. A read that is later than 95 of 100 before it is sent to a second peer as well, and the first answer
-    counts.
+    A server that is silent for `operation_s_max` has failed, for REPLICA_SHARE of that if another one can be asked; an
+    operation may take `operation_s_max` and its bytes over `bytes_s_min`.
     """
 
     name = "http"
@@ -81,14 +104,12 @@ class HttpTier(Tier):
         self._takes_pieces = takes_pieces
         # Whether a stack should send here only what the tiers in front of this one evict.
         self.takes_evicted = takes_evicted
-        self.hedges = Hedges(clock, operation_s_max)
         self._lock = threading.Lock()
         self._hits = self._misses = self._faults = 0
         self._known = TierStats.sum_of(self.name, [])
 
     def open(self) -> None:
         """Allow calls. Servers that are down now are asked again later."""
-        self.hedges.open()
         for peer in self._peers:
             peer.open()
 
@@ -96,14 +117,10 @@ class HttpTier(Tier):
         """Close the connections."""
         for peer in self._peers:
             peer.close()
-        self.hedges.close()
 
     def contains(self, object_id: ObjectId) -> bool:
         """Ask the server."""
-        answer = self._any("HEAD", *object_target(object_id))
-        if answer.status not in {200, 404}:
-            raise self._refused("HEAD", answer)
-        return answer.status == 200
+        return self._ask("HEAD", *object_target(object_id), allowed=(200, 404)).status == 200
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the server in one request, for those of the first one's namespace, at most EXISTS_KEYS_MAX."""
@@ -120,17 +137,13 @@ class HttpTier(Tier):
         """Tell the server by a look-up of the whole prompt, of its first EXISTS_KEYS_MAX blocks."""
         self._exists(object_ids[:EXISTS_KEYS_MAX], leading_only=True, more_headers=hint_headers(hint))
 
-    def _exists(
-        self, asked: Sequence[ObjectId], leading_only: bool, more_headers: Sequence[tuple[str, str]] = ()
-    ) -> ExistsAnswer:
+    def _exists(self, asked: Sequence[ObjectId], leading_only: bool, more_headers: Headers = ()) -> ExistsAnswer:
         """Ask for objects of one namespace."""
         question = ExistsQuestion([object_id.key.hex() for object_id in asked], leading_only=leading_only)
         namespace, headers = asked_name(asked[0])
         path = f"/v1/{namespace.hex()}/exists"
-        answer = self._any("POST", path, [*headers, *more_headers], msgspec.json.encode(question))
-        if answer.status != 200:
-            raise self._refused("POST", answer)
-        found = decoded(answer, ExistsAnswer)
+        answer = self._ask("POST", path, [*headers, *more_headers], msgspec.json.encode(question))
+        found = _decoded(answer, ExistsAnswer)
         if len(found.present) != len(asked) or not 0 <= found.leading <= len(asked):
             raise TierUnavailable(f"asked for {len(asked)} objects, the server tells of {len(found.present)}")
         return found
@@ -143,11 +156,10 @@ class HttpTier(Tier):
             return 0 if self.contains(object_id) else None
         target, headers = object_target(object_id)
         part = ("Range", f"bytes={offset}-{offset + len(buffer) - 1}")
-        call = Call("GET", target, [*headers, part], b"", buffer, offset)
-        came = self._guarded(lambda: range_bytes(self._read(call, buffer), offset, len(buffer)))
-        with self._lock:
-            self._hits += came is not None
-            self._misses += came is None
+        with self._counted():
+            answer = self._first_answer(Call("GET", target, [*headers, part], into=buffer, start=offset))
+            came = _range_bytes(answer, offset, len(buffer))
+        self._note(is_hit=came is not None)
         return came
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
@@ -157,27 +169,13 @@ class HttpTier(Tier):
             bytearray(sum(stop - start for start, stop in asked) + PART_HEAD_BYTES_MAX * (len(asked) + 1))
         )
         target, headers = object_target(object_id)
-        call = Call("GET", target, [*headers, ("Range", ranges_header(asked))], b"", room)
-        found = self._guarded(lambda: ranges_in(self._read(call, room), room, asked))
+        with self._counted():
+            answer = self._first_answer(Call("GET", target, [*headers, ("Range", ranges_header(asked))], into=room))
+            found = _ranges_in(answer, room, asked)
         for each, part in zip(ranges, found or [], strict=False):
             each.buffer[: len(part)] = part
-        with self._lock:
-            self._hits += found is not None
-            self._misses += found is None
+        self._note(is_hit=found is not None)
         return None if found is None else list(map(len, found))
-
-    def _read(self, call: Call, buffer: memoryview) -> HttpAnswer:
-        peers = self._in_order()
-        deadline_s = self._deadline_s(len(buffer))
-        replica = peers[1] if len(peers) > 1 and not peers[1].breaker.is_open else None
-        for position, peer in enumerate(peers):
-            try:
-                return self.hedges.read(peer, replica if position == 0 else None, call, buffer, deadline_s)
-            except TierUnavailable:
-                if position == len(peers) - 1:
-                    raise
-                call = call.again()
-        raise AssertionError("there is at least one peer")
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         """Hand over a range as it comes, from the first server that has it, going on at the next where one breaks off.
@@ -189,12 +187,12 @@ class HttpTier(Tier):
 
         def read_on(peer: Peer, at: int, take: Take) -> bool:
             into = memoryview(bytearray(stop - at))
-            call = Call("GET", target, [*headers, ("Range", f"bytes={at}-{stop - 1}")], b"", into, at)
+            call = Call("GET", target, [*headers, ("Range", f"bytes={at}-{stop - 1}")], into=into, start=at)
             # However slow the link: what counts is that bytes come.
             deadline_s = min(caller_deadline_s(), self._clock.monotonic_s() + RANGE_S_MAX)
             watch = RangeWatch(self._clock, deadline_s, self._operation_s_max, call, take)
             try:
-                came = range_bytes(peer.call(call, watch, tries_max=1), at, stop - at)
+                came = _range_bytes(peer.call(call, watch, tries_max=1), at, stop - at)
             except TierUnavailable:
                 watch.hand_over()
                 raise
@@ -230,7 +228,7 @@ class HttpTier(Tier):
             elif answer.status in {413, 507}:
                 error = TierFull(f"{peer.endpoint} has no room for {object_id}")
             else:
-                error = refusal("PUT", answer)
+                error = _refusal("PUT", answer)
         if not stored and error is not None:
             with self._lock:
                 self._faults += 1
@@ -245,10 +243,8 @@ class HttpTier(Tier):
         """Remove the object from every server. False if none had it."""
         target, headers = object_target(object_id)
         why = [(REASON_HEADER, reason)] if reason.isalpha() else []
-        answers = [
-            self._guarded(partial(self._ask, peer, Call("DELETE", target, [*headers, *why], b"", None)))
-            for peer in self._peers
-        ]
+        with self._counted():
+            answers = [self._send(peer, "DELETE", target, [*headers, *why]) for peer in self._peers]
         return any(answer.status == 204 for answer in answers)
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
@@ -256,38 +252,29 @@ class HttpTier(Tier):
         text = decisions_text(counts)
         if text:
             target, question = f"/v1/{namespace.hex()}/exists", msgspec.json.encode(ExistsQuestion([]))
-            answer = self._any("POST", target, [(DECISIONS_HEADER, text)], question)
-            if answer.status != 200:
-                raise self._refused("POST", answer)
+            self._ask("POST", target, [(DECISIONS_HEADER, text)], question)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""
         try:
-            return self._any("HEAD", *object_target(object_id)).headers.get(REMOVED_HEADER)
+            return self._ask("HEAD", *object_target(object_id), allowed=(200, 404)).headers.get(REMOVED_HEADER)
         except TierUnavailable:
             return None
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what the first server that answers has of ours."""
         for name in self._view().namespaces:
-            after = ""
+            after, namespace = "", Namespace(bytes.fromhex(name))
             while True:
-                answer = self._any("GET", f"/v1/{name}?limit={LIST_MAX}&after={after}")
-                if answer.status != 200:
-                    raise self._refused("GET", answer)
-                part = decoded(answer, ObjectList)
-                namespace = Namespace(bytes.fromhex(name))
-                for each in part.objects:
+                listed = _decoded(self._ask("GET", f"/v1/{name}?limit={LIST_MAX}&after={after}"), ObjectList).objects
+                for each in listed:
                     yield ObjectInfo(ObjectId(namespace, BlockKey(bytes.fromhex(each.key))), each.size, each.last_use_s)
-                if len(part.objects) < LIST_MAX:
+                if len(listed) < LIST_MAX:
                     break
-                after = part.objects[-1].key
+                after = listed[-1].key
 
     def _view(self) -> TenantView:
-        answer = self._any("GET", "/v1")
-        if answer.status != 200:
-            raise self._refused("GET", answer)
-        return decoded(answer, TenantView)
+        return _decoded(self._ask("GET", "/v1"), TenantView)
 
     def stats(self) -> TierStats:
         """Return our hits, misses and faults, and what the server says it holds: the last that was heard of that."""
@@ -304,46 +291,54 @@ class HttpTier(Tier):
         """Return the peers, those that work first."""
         return sorted(self._peers, key=lambda peer: peer.breaker.is_open)
 
-    def _ask(self, peer: Peer, call: Call) -> HttpAnswer:
-        return peer.call(call, Patience(self._clock, self._deadline_s(len(call.body)), self._operation_s_max))
-
-    def _send(
-        self, peer: Peer, method: str, target: str, headers: Sequence[tuple[str, str]], body: Buffer
+    def _ask(
+        self, method: str, target: str, headers: Headers = (), body: Buffer = b"", allowed: Sequence[int] = (200,)
     ) -> HttpAnswer:
-        return self._ask(peer, Call(method, target, headers, body, None))
+        """Return the first answer that comes. TierUnavailable for a status that is not allowed."""
+        with self._counted():
+            answer = self._first_answer(Call(method, target, headers, body))
+            if answer.status not in allowed:
+                raise _refusal(method, answer)
+        return answer
 
-    def _deadline_s(self, size: int) -> float:
-        own_s = self._clock.monotonic_s() + self._operation_s_max + size / self._bytes_s_min
-        return min(own_s, caller_deadline_s())
-
-    def _any(self, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: Buffer = b"") -> HttpAnswer:
-        """Return the answer of the first peer that gives one."""
-        for peer in self._in_order()[:-1]:
+    def _first_answer(self, call: Call) -> HttpAnswer:
+        """Return the answer of the first peer that gives one; where one breaks off, the next goes on."""
+        *others, last = self._in_order()
+        for peer in others:
             try:
-                return self._ask(peer, Call(method, target, headers, body, None))
+                return peer.call(call, self._patience(call, REPLICA_SHARE))
             except TierUnavailable as error:
                 _log.debug("%s; the next one is asked", error)
-        return self._guarded(lambda: self._ask(self._in_order()[-1], Call(method, target, headers, body, None)))
+        return last.call(call, self._patience(call))
 
-    def _guarded(self, action: Callable[[], _Result]) -> _Result:
+    def _send(self, peer: Peer, method: str, target: str, headers: Headers, body: Buffer = b"") -> HttpAnswer:
+        call = Call(method, target, headers, body)
+        return peer.call(call, self._patience(call))
+
+    def _patience(self, call: Call, silence_share: float = 1.0) -> Patience:
+        moved_bytes = len(call.body) + len(call.into or b"")
+        own_s = self._clock.monotonic_s() + self._operation_s_max + moved_bytes / self._bytes_s_min
+        return Patience(self._clock, min(own_s, caller_deadline_s()), silence_share * self._operation_s_max)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a fault. Being sent to another server is none."""
         try:
-            return action()
-        except TierUnavailable:
+            yield
+        except TierUnavailable as error:
             with self._lock:
-                self._faults += 1
+                self._faults += not isinstance(error, WrongServer)
             raise
 
-    def _refused(self, method: str, answer: HttpAnswer) -> TierUnavailable:
-        error = refusal(method, answer)
+    def _note(self, is_hit: bool) -> None:
         with self._lock:
-            self._faults += not isinstance(error, WrongServer)
-        return error
+            self._hits += is_hit
+            self._misses += not is_hit
 
     def check(self) -> None:
-        """AssertionError if connections or buffers are lost. Call it while nobody uses the tier."""
+        """AssertionError if connections are lost. Call it while nobody uses the tier."""
         for peer in self._peers:
             peer.check()
-        self.hedges.check()
 
 
 def http_tier(
@@ -362,3 +357,103 @@ def http_tier(
     bounds = settings or PeerSettings()
     peers = [Peer(each, [*servers.object_headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
     return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min, servers.takes_pieces)
+
+
+def _range_bytes(answer: HttpAnswer, offset: int, wanted: int) -> int | None:
+    """Return how many bytes came, None for an absent object. TierUnavailable if they are not those asked for."""
+    if answer.status == 404:
+        return None
+    if answer.status == 416:
+        return 0
+    found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+    if answer.status != 206 or found is None:
+        raise _refusal("GET", answer)
+    start, last, size = map(int, found.groups())
+    if not (start == offset and last - start + 1 == answer.size == min(wanted, size - offset)):
+        raise TierUnavailable(f"asked for {wanted} bytes from {offset}, {found[0]} came")
+    return answer.size
+
+
+def _ranges_in(answer: HttpAnswer, body: memoryview, asked: Sequence[ByteRange]) -> list[memoryview] | None:
+    """Return the bytes of each range, None for an absent object. TierUnavailable if they are not those asked for."""
+    if answer.status == 404:
+        return None
+    if answer.status == 416:
+        return [body[:0]] * len(asked)
+    if answer.status != 206:
+        raise _refusal("GET", answer)
+    try:
+        return parse_parts(answer.headers.get("content-type", ""), body[: answer.size], asked)
+    except RequestRefused as error:
+        raise TierUnavailable(str(error)) from error
+
+
+def _refusal(method: str, answer: HttpAnswer) -> TierUnavailable:
+    """Return an answer as an error."""
+    if answer.status == 307:
+        return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
+    text = answer.body[:200].decode(errors="replace").strip()
+    return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
+
+
+def _decoded(answer: HttpAnswer, kind: type[_Result]) -> _Result:
+    """Return an answer's JSON. TierUnavailable if it is of another kind."""
+    try:
+        return msgspec.json.decode(answer.body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TierUnavailable(f"the server's answer can't be read: {error}") from error
+
+
+def put_in_pieces(
+    ask: Callable[[Buffer], HttpAnswer], buffer: Buffer, clock: Clock, patience_s: float, sleep: Sleep
+) -> HttpAnswer:
+    """Send an object by requests with bodies of at most REQUEST_BYTES_MAX; return the answer that ends it.
+
+    After a fault the server is asked again what it lacks. TierUnavailable if it gets no further for `patience_s`, once
+    the caller's deadline is over, or for what is no object.
+    """
+    try:
+        stored = parse_object(buffer)
+    except CorruptPayload as error:
+        raise TierUnavailable(f"this can't be sent in pieces: {error}") from error
+    body: Buffer = stored.head
+    missing: Sequence[int]
+    least, tries, losses, problem, moved_s = len(stored.entries) + 1, 0, 0, "", clock.monotonic_s()
+    while tries < TRIES_MAX and clock.monotonic_s() < min(moved_s + patience_s, caller_deadline_s()):
+        tries, missing = tries + 1, ()
+        try:
+            answer = ask(body)
+            # What was announced may be gone after a restart, or have made room.
+            if answer.status not in {202, 404}:
+                return answer
+            if answer.status == 202:
+                missing = _missing(answer, stored)
+        except TierUnavailable as error:
+            problem = f": {error}"
+            sleep(_RETRY_S * 2**tries)
+        if missing and len(missing) < least:
+            least, tries, moved_s = len(missing), losses, clock.monotonic_s()
+        elif len(missing) > least:
+            least, losses = len(missing), losses + 1
+        body = _frames(stored, missing, memoryview(buffer)) if missing else stored.head
+    raise TierUnavailable(f"{stored.meta.id} still lacks {least} sections there{problem}")
+
+
+def _missing(answer: HttpAnswer, stored: StoredObject) -> Sequence[int]:
+    missing = _decoded(answer, PiecesAnswer).missing
+    if not all(0 <= position < len(stored.entries) for position in missing):
+        raise TierUnavailable(f"the server lacks sections that are none, there are {len(stored.entries)}")
+    return missing
+
+
+def _frames(stored: StoredObject, positions: Sequence[int], data: memoryview) -> bytearray:
+    """Return the frames of the first of these sections: at least one, and as many as a request takes."""
+    body = bytearray()
+    for position in positions:
+        entry = stored.entries[position]
+        if body and len(body) + FRAME_HEADER_BYTES + entry.size > REQUEST_BYTES_MAX:
+            break
+        # Not verified here: the server does.
+        body += frame_header(stored, position)
+        body += data[entry.offset : entry.offset + entry.size]
+    return body
