@@ -19,7 +19,7 @@ from tests.servers import ServerProcess, server_process
 
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier.pool.url import pool_tier
+from kvtide.tier.pool.tier import pool_tier
 from kvtide_lab.bench.services import free_ports, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -247,7 +247,7 @@ def test_mooncake_keeps_blocks_under_its_prefix(tiny_model: Any) -> None:
 def pool() -> Iterator[list[ServerProcess]]:
     """Three servers of one pool. A busy machine is no dead server."""
     with ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr("kvtide.tier.pool.url.OPERATION_S_MAX", 20.0)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr("kvtide.tier.pool.tier.OPERATION_S_MAX", 20.0)
         ports = free_ports(3)
         url = "pool://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         yield [stack.enter_context(server_process("--pool", url, port=port)) for port in ports]

@@ -22,8 +22,7 @@ from kvtide.errors import TierUnavailable, WrongServer
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.pool.placement import PoolMap, PoolServer
-from kvtide.tier.pool.tier import PoolTier
-from kvtide.tier.pool.url import OPERATION_S_MAX, pool_tier
+from kvtide.tier.pool.tier import OPERATION_S_MAX, PoolTier, pool_tier
 from kvtide.tier.stack import TierStack
 from kvtide_lab.bench.services import free_ports, wait_until
 

@@ -21,9 +21,9 @@ from kvtide.errors import TierUnavailable
 from kvtide.server.settings import TlsSettings
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.pool import Member
-from kvtide.tier.pool.membership import EtcdMembership, StaticMembership
+from kvtide.tier.pool.membership import EtcdMembership, StaticMembership, membership_of
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
-from kvtide.tier.pool.url import membership_of, pool_tier, server_urls
+from kvtide.tier.pool.tier import pool_tier, server_urls
 from kvtide_lab.bench.services import BenchService, free_ports, started, wait_until
 
 

@@ -73,7 +73,7 @@ def test_change_is_seen_by_watching_at_once(etcd: BenchService) -> None:
     reader = source(etcd, "watched")
     first = Registered(etcd, "first", "watched")
     wait_until(lambda: _count(reader) == 1, "the first")
-    waiting = threading.Thread(target=reader.wait, args=(60.0, threading.Event()))
+    waiting = threading.Thread(target=reader.watch, args=(60.0,))
     waiting.start()
     second = Registered(etcd, "second", "watched")
     # Without a change it would go on for a minute.

@@ -120,7 +120,7 @@ class Health:
         if self._region is not None and self._region.recovery is not None:
             parts["regions"] = self._region.recovery.is_over
         if self._member is not None:
-            parts["pool"] = self._member.has_map
+            parts["pool"] = self._member.placement is not None
         return Readiness(all(parts.values()) and not self.is_draining, self.is_draining, parts)
 
     async def _tiers_up(self) -> dict[str, bool]:

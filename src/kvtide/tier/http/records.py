@@ -23,7 +23,7 @@ __all__ = ["RecordsClient", "backed_up", "raise_generation", "raise_to", "record
 _VERSION_DIGITS_MAX = 18
 # Requests for one generation.
 STEPS_MAX = 10_000
-# A server has no more records to tell of.
+# No server has more records.
 _LISTED_MAX = 1 << 17
 
 
@@ -61,12 +61,12 @@ class RecordsClient:
         return _record(name, answer, answer.body)
 
     def remove(self, name: RecordName, headers: Headers = ()) -> Record | None:
-        """Remove a record; return what tells others of it, None if there was none."""
+        """Remove a record; return the one that tells others of it, None if there was none."""
         answer = self._ask("DELETE", record_target(name), headers)
         return None if answer.status == 404 else _record(name, answer, b"")
 
     def changes(self, after: int = 0, epoch: str = "") -> RecordList:
-        """Return all that was written after a version, of which the server told in an epoch."""
+        """Return all that was written after a version of the server's epoch."""
         found = self._part(after, epoch)
         records, part = found.records, found
         while not part.is_whole and part.records:
@@ -130,7 +130,7 @@ def records_clients(url: str, clock: Clock, operation_s_max: float = OPERATION_S
 def raise_generation(clients: Sequence[RecordsClient], namespace: str) -> int:
     """Raise a namespace's generation above all that these servers know, on all of them, and return it.
 
-    May be repeated. TierUnavailable if one can't be asked: then the others may have it already.
+    May be repeated. TierUnavailable if one can't be asked; others may have it then.
     """
     name = RecordName(RecordKind.GENERATION, namespace)
     found = [client.read(name, is_latest=True) for client in clients]
@@ -141,7 +141,7 @@ def raise_generation(clients: Sequence[RecordsClient], namespace: str) -> int:
 
 
 def raise_to(client: RecordsClient, name: RecordName, generation: int, headers: Headers = ()) -> Record:
-    """Raise a generation on one server; one that lets us take single steps only and is far behind gets them all."""
+    """Raise a generation on one server, step by step if it takes no larger one."""
     try:
         return client.write(name, str(generation), headers)
     except RequestRefused as error:
@@ -155,7 +155,7 @@ def raise_to(client: RecordsClient, name: RecordName, generation: int, headers: 
 
 
 def backed_up(clients: Sequence[RecordsClient]) -> list[Record]:
-    """Return all records that these servers let us see; of each the largest generation, else the latest version."""
+    """Return all records that these servers show us: the largest generation of each, the latest version of others."""
     found: dict[tuple[str, RecordName], Record] = {}
     for client in clients:
         for each in client.changes().records:
@@ -170,10 +170,7 @@ def _rank(record: Record) -> int:
 
 
 def restore(clients: Sequence[RecordsClient], records: Sequence[Record]) -> None:
-    """Write records as they were backed up; a generation that is higher by now stays.
-
-    RequestRefused (403) for a tenant for which we may not write.
-    """
+    """Write backed-up records; a generation that is higher by now stays. RequestRefused (403) for others' tenants."""
     for client in clients:
         for each in records:
             name, whose = RecordName(each.kind, each.name), [(TENANT_HEADER, each.tenant)] if each.tenant else []

@@ -1,6 +1,7 @@
-"""Sources of a pool's map: a list in the URL, a file, DNS, or etcd.
+"""Sources of a pool's map (a list in the URL, a file, DNS, or etcd), and who follows it.
 
-In etcd each server keeps its own entry under a lease; who reads them has the map.
+`pool://HOST:PORT,HOST:PORT`, `pool+file:///PATH`, `pool+dns://NAME:PORT`, `pool+etcd://HOST:PORT[,…]/PREFIX`, and
+`pool+etcds://…` for etcd under TLS. In etcd each server keeps its own entry under a lease; who reads them has the map.
 
 Invariant: whoever reads one source at one time gets one map, so that clients and servers agree without talking.
 """
@@ -15,17 +16,20 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
 from kvtide.errors import TierUnavailable
-from kvtide.tier.background import LastingFault
-from kvtide.tier.pool.placement import SERVERS_MAX, PlacementKind, PoolMap, PoolServer
+from kvtide.tier.background import LastingFault, Repeater
+from kvtide.tier.pool.placement import SERVERS_MAX, Placement, PlacementKind, PoolMap, PoolServer
+from kvtide.types import BlockKey
 
 _log = logging.getLogger(__name__)
 
@@ -36,46 +40,25 @@ REQUEST_S_MAX = 2.0
 LEASE_S = 5
 ANSWER_BYTES_MAX = 8 << 20
 _LOGGED_MAX = 1000
+_CLOSE_S_MAX = 5.0
+ETCD_OPTIONS = frozenset({"etcd_ca_file", "etcd_cert_file", "etcd_key_file", "etcd_user_file"})
 
 
-class Membership(Protocol):
-    """A source of maps."""
-
-    @property
-    def era(self) -> str:
-        """Return what changes when epochs start over, as after a source has lost its data."""
-
-    def read(self) -> PoolMap:
-        """Return the map as it is now. May wait. TierUnavailable if it can't be had, ValueError if it is none."""
-
-    def wait(self, timeout_s: float, stop: threading.Event) -> None:
-        """Return when the map may have changed, `stop` is set or the time is over."""
-
-    def close(self) -> None:
-        """Give up what is held. Idempotent."""
-
-
-class _Polled:
-    """A source that is asked again and again."""
+class Membership(ABC):
+    """A source of maps, asked again and again. `era` changes when epochs start over, as after a loss of data."""
 
     era = ""
 
-    def wait(self, timeout_s: float, stop: threading.Event) -> None:
-        stop.wait(min(timeout_s, POLL_S))
+    @abstractmethod
+    def read(self) -> PoolMap:
+        """Return the map as it is now. May wait. TierUnavailable if it can't be had, ValueError if it is none."""
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def server_at(address: str, scheme: Literal["http", "https"] = "http") -> PoolServer:
-    """Return a server that is named by where it listens. ValueError without a port."""
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) < 1 << 16:
-        raise ValueError(f"expected HOST:PORT of a server, got {address!r}")
-    return PoolServer(address, address, scheme=scheme)
+    def watch(self, timeout_s: float) -> float:
+        """Wait until the map may have changed, or for so long; return in how many seconds to watch again."""
+        return timeout_s
 
 
-class StaticMembership(_Polled):
+class StaticMembership(Membership):
     """A map that never changes."""
 
     def __init__(self, pool: PoolMap) -> None:
@@ -86,7 +69,7 @@ class StaticMembership(_Polled):
         return self._pool
 
 
-class FileMembership(_Polled):
+class FileMembership(Membership):
     """A map in a JSON file (docs/operations.md). Replace the file whole, with a larger epoch."""
 
     def __init__(self, path: Path) -> None:
@@ -100,7 +83,7 @@ class FileMembership(_Polled):
             raise TierUnavailable(f"can't read the pool's map: {error}") from error
 
 
-class DnsMembership(_Polled):
+class DnsMembership(Membership):
     """Every address that a name has is a server. The epoch counts the changes that this process saw."""
 
     def __init__(
@@ -109,15 +92,15 @@ class DnsMembership(_Polled):
         port: int,
         replicas: int,
         kind: PlacementKind,
-        resolve: Callable[..., object] | None = None,
+        resolve: Callable[..., Sequence[Any]] = socket.getaddrinfo,
         scheme: Literal["http", "https"] = "http",
     ) -> None:
-        self._scheme = scheme
         self._host = host
         self._port = port
         self._replicas = replicas
         self._kind = kind
-        self._resolve = resolve or socket.getaddrinfo
+        self._resolve = resolve
+        self._scheme = scheme
         self._known: PoolMap | None = None
 
     def read(self) -> PoolMap:
@@ -126,61 +109,14 @@ class DnsMembership(_Polled):
             found = self._resolve(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise TierUnavailable(f"can't resolve {self._host}: {error}") from error
-        assert isinstance(found, list)
         hosts = sorted({entry[4][0] for entry in found})
-        servers = tuple(
-            server_at(f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}", self._scheme)
-            for host in hosts
-        )
+        places = (f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts)
+        servers = tuple(server_at(place, self._scheme) for place in places)
         known = self._known
         if known is None or known.servers != servers:
             epoch = known.epoch + 1 if known else 1
             self._known = known = PoolMap(epoch, servers, self._replicas, kind=self._kind)
         return known
-
-
-class Watcher:
-    """A thread that reads a source whenever it may have changed, and hands on maps that are new."""
-
-    def __init__(self, source: Membership, on_map: Callable[[PoolMap], None]) -> None:
-        self._source = source
-        self._on_map = on_map
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._epoch, self._era = -1, ""
-        self._fault = LastingFault(_log, "the pool's map stays as it is")
-
-    def open(self) -> None:
-        """Read the map once, then go on in a thread. A source that can't be read now is read later."""
-        self._closing.clear()
-        self.refresh()
-        self._thread = threading.Thread(target=self._run, name="kvtide-pool", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop. Idempotent."""
-        self._closing.set()
-        self._source.close()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def refresh(self) -> None:
-        """Read the map now; a broken or unreachable source changes nothing and is logged once."""
-        with self._lock:
-            pool = None
-            with self._fault.caught(TierUnavailable, ValueError):
-                pool = self._source.read()
-            if pool is not None and (pool.epoch > self._epoch or self._source.era != self._era):
-                self._epoch, self._era = pool.epoch, self._source.era
-                self._on_map(pool)
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            self._source.wait(POLL_S, self._closing)
-            if not self._closing.is_set():
-                self.refresh()
 
 
 class EtcdAccess(NamedTuple):
@@ -191,8 +127,8 @@ class EtcdAccess(NamedTuple):
     password: str = ""
 
 
-class EtcdMembership:
-    """The map of the servers below a prefix, without what is no server there. ValueError from `read` if none is."""
+class EtcdMembership(Membership):
+    """The map of the servers below a prefix; other entries are passed over. ValueError from `read` if none is left."""
 
     def __init__(
         self,
@@ -204,35 +140,30 @@ class EtcdMembership:
     ) -> None:
         self._endpoints = list(endpoints)
         self._access = access or EtcdAccess()
-        # What etcd gave for user and password.
+        # Etcd's answer to user and password.
         self._token = ""
         self._prefix = f"{prefix}/"
+        start = self._prefix.encode()
+        # All keys that begin with the prefix.
+        self._range = {"key": _b64(start), "range_end": _b64(start[:-1] + bytes([start[-1] + 1]))}
         self._replicas = replicas
         self._kind = kind
-        self._lock = threading.Lock()
-        self._watch: Any = None
         self._revision = 0
-        self._cluster = ""
         self._losses = 0
         self._unread: Sequence[str] = ()
         self._known: PoolMap | None = None
 
-    @property
-    def era(self) -> str:
-        """Return the cluster's id, and how often its revision was found to have gone back."""
-        return f"{self._cluster}-{self._losses}"
-
     def read(self) -> PoolMap:
-        """Return the map of what is registered now."""
-        start, stop = self._prefix.encode(), _behind(self._prefix)
-        found = self._call("/v3/kv/range", {"key": _b64(start), "range_end": _b64(stop), "limit": SERVERS_MAX})
+        """Return the map of what is registered now. The era is the cluster's id, and how often its revision fell."""
+        found = self._call("/v3/kv/range", {**self._range, "limit": SERVERS_MAX})
         members, era = self._members(found.get("kvs", [])), self.era
-        revision, self._cluster = int(found["header"]["revision"]), str(found["header"].get("cluster_id", ""))
+        revision = int(found["header"]["revision"])
         self._losses += revision < self._revision
         self._revision = revision
+        self.era = f"{found['header'].get('cluster_id', '')}-{self._losses}"
         if self._known is None or self._known.servers != members or self.era != era:
             # Everything that changes the members changes the revision, the end of a lease too.
-            self._known = PoolMap(self._revision, members, self._replicas, kind=self._kind)
+            self._known = PoolMap(revision, members, self._replicas, kind=self._kind)
         return self._known
 
     def _members(self, entries: Sequence[Mapping[str, str]]) -> tuple[PoolServer, ...]:
@@ -257,31 +188,20 @@ class EtcdMembership:
                 _log.warning("entries that are no servers are passed over: %s", "; ".join(unread)[:_LOGGED_MAX])
         return tuple(sorted(found.values(), key=lambda each: each.name))
 
-    def wait(self, timeout_s: float, stop: threading.Event) -> None:
-        """Watch the prefix for a while; the time is rounded by REQUEST_S_MAX."""
-        question = {
-            "key": _b64(self._prefix.encode()),
-            "range_end": _b64(_behind(self._prefix)),
-            "start_revision": self._revision + 1,
-        }
+    def watch(self, timeout_s: float) -> float:
+        """Watch the prefix for so long; the time is rounded by REQUEST_S_MAX."""
+        question = {**self._range, "start_revision": self._revision + 1}
         try:
             with self._open("/v3/watch", {"create_request": question}, timeout_s) as answer:
-                with self._lock:
-                    self._watch = answer
                 # The first line says that the watch stands, the next one that something changed.
                 for _ in range(2):
                     answer.readline(ANSWER_BYTES_MAX)
         except TimeoutError:
-            return
+            return 0.0
         except (OSError, HTTPException, TierUnavailable, ValueError) as error:
             _log.debug("watching %s: %s", self._endpoints, error)
-            stop.wait(timeout_s)
-        finally:
-            with self._lock:
-                self._watch = None
-
-    def close(self) -> None:
-        """Nothing outlives a watch, and that ends by itself within its time."""
+            return timeout_s
+        return 0.0
 
     def register(self, server: PoolServer, stop: threading.Event) -> None:
         """Keep a server in the map until `stop` is set, then take it out. Faults are tried again."""
@@ -358,7 +278,162 @@ def _b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _behind(prefix: str) -> bytes:
-    """Return the first key after all that begin with the prefix."""
-    data = prefix.encode()
-    return data[:-1] + bytes([data[-1] + 1])
+class Watcher:
+    """A thread that reads a source whenever it may have changed, and hands on maps that are new."""
+
+    def __init__(self, source: Membership, on_map: Callable[[PoolMap], None]) -> None:
+        self._source = source
+        self._on_map = on_map
+        self._lock = threading.Lock()
+        self._follower = Repeater(self._follow, "kvtide-pool")
+        self._epoch, self._era = -1, ""
+        self._fault = LastingFault(_log, "the pool's map stays as it is")
+
+    def open(self) -> None:
+        """Read the map once, then go on in a thread. A source that can't be read now is read later."""
+        self.refresh()
+        self._follower.open()
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        self._follower.close()
+
+    def refresh(self) -> None:
+        """Read the map now; a broken or unreachable source changes nothing and is logged once."""
+        with self._lock:
+            pool = None
+            with self._fault.caught(TierUnavailable, ValueError):
+                pool = self._source.read()
+            if pool is not None and (pool.epoch > self._epoch or self._source.era != self._era):
+                self._epoch, self._era = pool.epoch, self._source.era
+                self._on_map(pool)
+
+    def _follow(self) -> float:
+        pause_s = self._source.watch(POLL_S)
+        self.refresh()
+        return pause_s
+
+
+class Redirect(NamedTuple):
+    """The server that keeps a block in this one's place, and the epoch of the map that says so."""
+
+    origin: str
+    epoch: int
+
+
+class Member:
+    """Follows the pool's map for the server `me`. A map without it, or none, sends nobody away.
+
+    `placement` is the map made ready for look-ups, None as long as none has come.
+    """
+
+    def __init__(self, me: PoolServer, source: Membership) -> None:
+        self.name = me.name
+        self.placement: Placement | None = None
+        self._me = me
+        self._source = source
+        self._watcher = Watcher(source, self._adopt)
+        self._stop = threading.Event()
+        self._registering: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Follow the map; where members register themselves, do."""
+        self._stop.clear()
+        if isinstance(self._source, EtcdMembership):
+            work = (self._me, self._stop)
+            self._registering = threading.Thread(target=self._source.register, args=work, name="kvtide-etcd")
+            self._registering.start()
+        self._watcher.open()
+
+    def close(self) -> None:
+        """Leave the pool. Idempotent."""
+        self._stop.set()
+        if self._registering is not None:
+            self._registering.join(_CLOSE_S_MAX)
+            self._registering = None
+        self._watcher.close()
+
+    def _adopt(self, pool: PoolMap) -> None:
+        self.placement = Placement(pool)
+
+    def redirect(self, key: BlockKey) -> Redirect | None:
+        """Return where a block is kept; None if that is here, as far as is known."""
+        placement = self.placement
+        if placement is None:
+            return None
+        servers = placement.map.servers
+        owners = [servers[position] for position in placement.owners(key)]
+        is_member = any(each.name == self.name for each in servers)
+        if not is_member or any(owner.name == self.name for owner in owners):
+            return None
+        return Redirect(owners[0].origin, placement.map.epoch)
+
+
+def membership_of(url: str) -> Membership:
+    """Return the source of the map of a pool's URL. ValueError for a bad URL."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    replicas, kind = options.get("replicas", "2"), options.get("kind", PlacementKind.RENDEZVOUS)
+    if not (replicas.isdecimal() and 0 < int(replicas[:3]) <= 8) or kind not in {*PlacementKind}:
+        raise ValueError(f"a pool has 1 to 8 replicas and one of {', '.join(PlacementKind)}, got {replicas} and {kind}")
+    chosen, scheme = PlacementKind(kind), _scheme(options.get("scheme", "http"))
+    if parts.scheme == "pool":
+        servers = tuple(
+            sorted((server_at(each, scheme) for each in parts.netloc.split(",")), key=lambda each: each.name)
+        )
+        return StaticMembership(PoolMap(0, servers, int(replicas), kind=chosen))
+    if parts.scheme == "pool+file" and parts.path and not parts.netloc:
+        return FileMembership(Path(unquote(parts.path)))
+    if parts.scheme == "pool+dns":
+        name = server_at(parts.netloc).address
+        host, _, port = name.rpartition(":")
+        return DnsMembership(host.strip("[]"), int(port), int(replicas), chosen, scheme=scheme)
+    if parts.scheme in {"pool+etcd", "pool+etcds"} and parts.path.strip("/"):
+        endpoints = [server_at(each).address for each in parts.netloc.split(",")]
+        access = _etcd_access(options, parts.scheme == "pool+etcds")
+        return EtcdMembership(endpoints, parts.path.strip("/"), int(replicas), chosen, access)
+    raise ValueError(
+        f"expected pool://HOST:PORT,… or pool+file:///PATH, +dns://NAME:PORT, +etcd://…/PREFIX, got {url!r}"
+    )
+
+
+def server_at(address: str, scheme: Literal["http", "https"] = "http") -> PoolServer:
+    """Return a server that is named by where it listens. ValueError without a port."""
+    host, colon, port = address.rpartition(":")
+    if not host or not colon or not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) < 1 << 16:
+        raise ValueError(f"expected HOST:PORT of a server, got {address!r}")
+    return PoolServer(address, address, scheme=scheme)
+
+
+def _scheme(text: str) -> Literal["http", "https"]:
+    if text not in {"http", "https"}:
+        raise ValueError(f"the scheme of a pool's servers is http or https, got {text!r}")
+    return "https" if text == "https" else "http"
+
+
+def _etcd_access(options: Mapping[str, str], is_tls: bool) -> EtcdAccess:
+    """Return how etcd is reached. ValueError for a file that can't be used, or one that would not be."""
+    user, password = "", ""
+    if not is_tls and options.keys() & (ETCD_OPTIONS - {"etcd_user_file"}):
+        raise ValueError("etcd's TLS files are for pool+etcds://")
+    if "etcd_user_file" in options:
+        try:
+            text = Path(options["etcd_user_file"]).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"can't read etcd's user and password: {error}") from error
+        user, colon, password = text.partition(":")
+        if not (user and colon):
+            raise ValueError(f"expected USER:PASSWORD in {options['etcd_user_file']}")
+    if not is_tls:
+        return EtcdAccess(None, user, password)
+    try:
+        tls = ssl.create_default_context(cafile=options.get("etcd_ca_file"))
+        if "etcd_cert_file" in options:
+            tls.load_cert_chain(options["etcd_cert_file"], options.get("etcd_key_file"))
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"can't use etcd's TLS files: {error}") from error
+    return EtcdAccess(tls, user, password)
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -31,7 +31,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=_NAME_MAX)]
 
 
 class PlacementKind(StrEnum):
-    """The way from a key to its servers. `mod` is what many start with: the key modulo the number of servers."""
+    """The way from a key to its servers. `mod`: the key modulo the number of servers."""
 
     RENDEZVOUS = "rendezvous"
     MOD = "mod"
@@ -40,7 +40,7 @@ class PlacementKind(StrEnum):
 class PoolServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One server. `name` decides what it owns, so that it keeps its blocks when its address changes.
 
-    `socket_path` is where clients on `host` reach it without the network, `scheme` how others do.
+    Clients on `host` reach it through `socket_path`, others at `address` by `scheme`.
     """
 
     name: _Name
@@ -76,15 +76,18 @@ class PoolMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def with_server(self, server: PoolServer) -> PoolMap:
         """Return the next map: with this server, in place of the one of its name if there is one."""
-        others = [each for each in self.servers if each.name != server.name]
-        return msgspec.structs.replace(self, epoch=self.epoch + 1, servers=_sorted([*others, server]))
+        return self._next([*(each for each in self.servers if each.name != server.name), server])
 
     def without_server(self, name: str) -> PoolMap:
         """Return the next map, without a server. ValueError if it is not there, or the only one."""
         others = [each for each in self.servers if each.name != name]
         if len(others) == len(self.servers):
             raise ValueError(f"no server named {name!r} is in the pool")
-        return msgspec.structs.replace(self, epoch=self.epoch + 1, servers=_sorted(others))
+        return self._next(others)
+
+    def _next(self, servers: Sequence[PoolServer]) -> PoolMap:
+        ordered = tuple(sorted(servers, key=lambda server: server.name))
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, servers=ordered)
 
     def to_json(self) -> bytes:
         """Return the map as JSON."""
@@ -99,10 +102,6 @@ class PoolMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.json.decode(data, type=PoolMap)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"not a pool's map: {error}") from error
-
-
-def _sorted(servers: Sequence[PoolServer]) -> tuple[PoolServer, ...]:
-    return tuple(sorted(servers, key=lambda server: server.name))
 
 
 def mix(words: Words) -> Words:
@@ -133,7 +132,7 @@ class Placement:
         return _mixed(int.from_bytes(key[:8], "little")) & (self.map.slots - 1)
 
     def owners(self, key: BlockKey) -> tuple[int, ...]:
-        """Return the positions in `map.servers` of those that keep a key, in the order of their rank."""
+        """Return the positions in `map.servers` of a key's servers, best first."""
         if self._table is not None:
             return tuple(self._table[self.slot(key)].tolist())
         return tuple(self.owners_of(np.frombuffer(key, "<u8", 1))[0].tolist())
@@ -154,45 +153,26 @@ class Placement:
 
 
 def _ranked(pool: PoolMap, replicas: int) -> Table:
-    """Return the best servers of each slot: (slots, replicas)."""
-    numbers = mix(np.arange(1, pool.slots + 1, dtype=np.uint64))
-    classes: dict[float, list[int]] = {}
-    for position, server in enumerate(pool.servers):
-        classes.setdefault(server.weight, []).append(position)
-    tables, scores = [], []
-    for weight, positions in sorted(classes.items()):
-        table, hashes = _best(pool.servers, positions, numbers, replicas)
-        # A share of 1 after rounding would have no logarithm to divide by.
-        share = np.minimum((hashes.astype(np.float64) + 1) / 2**64, 1 - 2**-53)
-        tables.append(table)
-        scores.append(-weight / np.log(share))
-    order = np.argsort(-np.concatenate(scores), axis=0, kind="stable")[:replicas]
-    return np.ascontiguousarray(np.take_along_axis(np.concatenate(tables), order, axis=0).T)
-
-
-def _best(
-    servers: Sequence[PoolServer], positions: Sequence[int], numbers: Words, replicas: int
-) -> tuple[Table, Words]:
-    """Return those of equal weight that hash highest for each slot, and their hashes: (at most replicas, slots) each.
+    """Return the best servers of each slot by weighted rendezvous hashing: (slots, replicas).
 
     One pass over the servers, so that thousands will do: past the first few, few slots have a place for another.
     """
-    count = min(replicas, len(positions))
-    table, hashes = np.zeros((count, len(numbers)), np.uint16), np.zeros((count, len(numbers)), np.uint64)
-    for position in positions:
-        seed = np.uint64(int.from_bytes(hashlib.sha256(servers[position].name.encode()).digest()[:8], "little"))
-        hashed = mix(numbers ^ seed)
-        slots = np.flatnonzero(hashed >= hashes[-1])
-        hashed, owner = hashed[slots], np.full(len(slots), position, np.uint16)
-        for rank in range(count):
-            old_hash, old_owner = hashes[rank, slots], table[rank, slots]
-            is_better = hashed >= old_hash
-            hashes[rank, slots], table[rank, slots] = (
-                np.where(is_better, hashed, old_hash),
-                np.where(is_better, owner, old_owner),
-            )
-            hashed, owner = np.where(is_better, old_hash, hashed), np.where(is_better, old_owner, owner)
-    return table, hashes
+    numbers = mix(np.arange(1, pool.slots + 1, dtype=np.uint64))
+    table, best = np.zeros((replicas, pool.slots), np.uint16), np.full((replicas, pool.slots), -1.0)
+    for position, server in enumerate(pool.servers):
+        seed = np.uint64(int.from_bytes(hashlib.sha256(server.name.encode()).digest()[:8], "little"))
+        # A share of 1 after rounding would have no logarithm to divide by.
+        share = np.minimum((mix(numbers ^ seed).astype(np.float64) + 1) / 2**64, 1 - 2**-53)
+        score = -server.weight / np.log(share)
+        slots = np.flatnonzero(score > best[-1])
+        score, owner = score[slots], np.full(len(slots), position, np.uint16)
+        for rank in range(replicas):
+            old_score, old_owner = best[rank, slots], table[rank, slots]
+            is_better = score > old_score
+            best[rank, slots] = np.where(is_better, score, old_score)
+            table[rank, slots] = np.where(is_better, owner, old_owner)
+            score, owner = np.where(is_better, old_score, score), np.where(is_better, old_owner, owner)
+    return np.ascontiguousarray(table.T)
 
 
 def less_loaded(owners: Sequence[int], loads: Sequence[float]) -> int:

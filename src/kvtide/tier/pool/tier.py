@@ -7,18 +7,21 @@ that nobody has is a miss.
 from __future__ import annotations
 
 import logging
+import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeVar
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided
 from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Take, Tier
-from kvtide.tier.pool.membership import Membership, Watcher
+from kvtide.tier.http import HttpTier, PeerSettings, http_tier
+from kvtide.tier.pool.membership import ETCD_OPTIONS, Membership, Watcher, membership_of
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer, less_loaded
 from kvtide.tier.source import read_range_of_any, read_ranges
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
@@ -32,6 +35,10 @@ REPAIR_BYTES_MAX = 64 << 20
 # Where a block was before the latest changes of the map is remembered so long, and for so many changes.
 MOVED_S_MAX = 600.0
 MOVED_MAPS_MAX = 4
+# A replica is the second try, and a server that fails twice is left alone for a second.
+_PEER = PeerSettings(tries_max=1, faults_max=2, open_s=1.0)
+OPERATION_S_MAX = 2.0
+_OPTIONS = frozenset({"replicas", "kind", "scheme", *ETCD_OPTIONS})
 
 
 class _Member(NamedTuple):
@@ -134,31 +141,29 @@ class PoolTier(Tier):
         """Return who keeps a block, whom to read from first: this machine's own server, else the less loaded one."""
         owners = [state.members[position] for position in state.placement.owners(key)]
         near = [member for member in owners if self._here and member.server.host == self._here]
-        with self._lock:
-            loads = [self._loads.get(member.server.name, 0.0) for member in owners]
-        first = near[0] if near else owners[less_loaded(range(len(owners)), loads)]
+        if near:
+            first = near[0]
+        else:
+            with self._lock:
+                loads = [self._loads.get(member.server.name, 0.0) for member in owners]
+            first = owners[less_loaded(range(len(owners)), loads)]
         return [first, *(member for member in owners if member is not first)]
 
-    def _earlier_owners(self, state: _State, key: BlockKey, now: Sequence[_Member]) -> list[_Member]:
-        """Return who kept a block under the maps before this one, and does not now: they are asked once, last."""
+    def _askable(self, state: _State, key: BlockKey) -> list[_Member]:
+        """Return who may have a block: its owners, then those under the maps before this one."""
+        found = self._owners(state, key)
         fresh_s = self._clock.monotonic_s() - MOVED_S_MAX
-        found: list[_Member] = []
         for at_s, placement, members in state.earlier:
             if at_s >= fresh_s:
                 owners = (members[position] for position in placement.owners(key))
-                found += [member for member in owners if member not in now and member not in found]
+                found += [member for member in owners if member not in found]
         return found
-
-    def _askable(self, key: BlockKey) -> list[_Member]:
-        """Return who may have a block: its owners, then those from before the latest changes."""
-        state = self._now()
-        owners = self._owners(state, key)
-        return [*owners, *self._earlier_owners(state, key, owners)]
 
     def contains(self, object_id: ObjectId) -> bool:
         """Ask the owners, then those from before the latest changes."""
+        members = self._askable(self._now(), object_id.key)
         try:
-            asked = self._each(self._askable(object_id.key), lambda each: each.tier.contains(object_id), until=bool)
+            asked = self._each(members, lambda each: each.tier.contains(object_id), until=bool)
         except WrongServer:
             # A server has a newer map than we have; the next call asks by that.
             self._watcher.refresh()
@@ -218,8 +223,8 @@ class PoolTier(Tier):
     def _read(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         for is_last in (False, True):
             state = self._now()
-            owners = self._owners(state, object_id.key)
-            members = [*owners, *self._earlier_owners(state, object_id.key, owners)]
+            members = self._askable(state, object_id.key)
+            owners = members[: state.placement.replicas]
             try:
                 asked = self._each(members, partial(self._read_from, object_id, ranges), until=bool)
             except WrongServer:
@@ -247,7 +252,7 @@ class PoolTier(Tier):
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         """Hand over a range from the first owner that has it, going on at the next where one breaks off."""
-        members = self._askable(object_id.key)
+        members = self._askable(self._now(), object_id.key)
 
         def note(at: int, error: Exception) -> None:
             self._note_fault(members[at], error)
@@ -313,7 +318,8 @@ class PoolTier(Tier):
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove the object wherever it may be. False if it was nowhere."""
-        asked = self._each(self._askable(object_id.key), lambda member: member.tier.delete(object_id, reason))
+        members = self._askable(self._now(), object_id.key)
+        asked = self._each(members, lambda member: member.tier.delete(object_id, reason))
         return any(is_deleted for _, is_deleted in asked)
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
@@ -389,3 +395,41 @@ def _all_members(state: _State | None) -> list[_Member]:
 def _log_failure(future: Future[None]) -> None:
     if not future.cancelled() and future.exception() is not None:
         _log.error("a repair failed", exc_info=future.exception())
+
+
+def pool_tier(url: str, clock: Clock) -> PoolTier:
+    """Return the tier of a pool's URL, not yet opened. ValueError for a bad one.
+
+    Options: `replicas` (2), `kind` (rendezvous, mod), `scheme` (http, https) where the map does not say; `etcd_…` for
+    etcd under TLS (`pool+etcds://`) and with a user; the others are those of http://.
+    """
+    passed = _passed_options(url)
+    connect = partial(_connect, options=passed, clock=clock)
+    # Bad options are the user's mistake now, not a fault of each server later.
+    if passed.keys() & {"ca_file", "cert_file"}:
+        connect(PoolServer("probe", "127.0.0.1:1", scheme="https"), here="")
+    takes_evicted = connect(PoolServer("probe", "127.0.0.1:1"), here="").takes_evicted
+    here = platform.node()
+    return PoolTier(membership_of(url), partial(connect, here=here), here, clock, takes_evicted)
+
+
+def server_urls(url: str) -> list[str]:
+    """Return the URL of each server that a pool has now. ValueError for a bad URL, TierUnavailable without a map."""
+    return [_url(server.origin, _passed_options(url)) for server in membership_of(url).read().servers]
+
+
+def _passed_options(url: str) -> Mapping[str, str]:
+    """Return the options of a pool's URL that are those of each server."""
+    options = parse_qsl(urlsplit(url).query, keep_blank_values=True)
+    return {name: value for name, value in options if name not in _OPTIONS}
+
+
+def _connect(server: PoolServer, options: Mapping[str, str], here: str, clock: Clock) -> HttpTier:
+    """Return a tier on one server: through its socket if it runs on this machine, else over the network."""
+    is_here = bool(here) and server.host == here and bool(server.socket_path)
+    url = _url(f"http+unix://{quote(server.socket_path)}" if is_here else server.origin, options)
+    return http_tier(url, clock, _PEER, OPERATION_S_MAX)
+
+
+def _url(place: str, options: Mapping[str, str]) -> str:
+    return place + (f"?{urlencode(options)}" if options else "")
