@@ -32,12 +32,12 @@ from kvtide.wire import object_quality, parse_object
 from kvtide_lab.wrapped import Counting, Faulty
 
 pytest.importorskip("cryptography")
-from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, pieces, sealing_key_id
+from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, sealing_key_id
 from kvtide.tier.seal import tier as sealing
-from kvtide.tier.seal.label import HEAD_BYTES
+from kvtide.tier.seal.keys import HEAD_BYTES
 from kvtide.tier.seal.tier import SealedTier
 
-PIECE = pieces.PIECE_BYTES
+PIECE = sealing.PIECE_BYTES
 ONE, TWO, THREE = (f"{number:064x}" for number in (1, 2, 3))
 GOLDEN = Path(__file__).parents[1] / "golden" / "sealed-1.kvt"
 
@@ -240,11 +240,11 @@ def test_read_that_meets_the_closing_of_the_tier_is_a_fault_and_it_opens_again(r
 def test_damage_behind_the_first_part_is_zeros_there(ring: Keyring, slow: Slow) -> None:
     tier, plain = SealedTier(slow, ring), object_bytes(1, 7 * PIECE)
     tier.put_from(object_id(1), plain)
-    sealed = bytearray(pieces.sealed_bytes(len(plain)))
+    sealed = bytearray(sealing.sealed_bytes(len(plain)))
     slow.get_into(object_id(1), memoryview(sealed))
     for place in (0, 100):
         bad = bytearray(sealed)
-        bad[HEAD_BYTES + 4 * pieces.STEP + place] ^= 1
+        bad[HEAD_BYTES + 4 * sealing.STEP + place] ^= 1
         slow.delete(object_id(1), "test")
         slow.put_from(object_id(1), bad)
         assert read_all(tier, 1) == plain[: 4 * PIECE] + bytes(PIECE) + plain[5 * PIECE :]

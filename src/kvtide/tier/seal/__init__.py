@@ -1,6 +1,17 @@
 """Sealed stores: objects encrypted before they reach a tier (docs/format.md, "Sealed objects")."""
 
-from kvtide.tier.seal.keys import Keyring, sealed, split_seal
-from kvtide.tier.seal.label import SEALED_CODEC, sealing_key_id
+from kvtide.clock import Clock
+from kvtide.tier.base import Tier
+from kvtide.tier.seal.keys import SEALED_CODEC, Keyring, sealing_key_id, split_seal
 
 __all__ = ["SEALED_CODEC", "Keyring", "sealed", "sealing_key_id", "split_seal"]
+
+
+def sealed(tier: Tier, source: str, clock: Clock) -> Tier:
+    """Return a tier whose objects are encrypted by the keys of a source.
+
+    ValueError as `Keyring`; ModuleNotFoundError without the library that encrypts, which is imported for this alone.
+    """
+    from kvtide.tier.seal.tier import SealedTier
+
+    return SealedTier(tier, Keyring(source, clock))

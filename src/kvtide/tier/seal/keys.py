@@ -1,5 +1,6 @@
-"""Keys that seal objects, one a line, the newest last: `[TENANT] 64 hex digits`; what follows `#` is skipped.
+"""Keys that seal objects, and the label by which an object names its key, which can be read without any.
 
+Keys stand one a line, the newest last: `[TENANT] 64 hex digits`; what follows `#` is skipped.
 Invariant: no key is ever shown or logged; what is shown is its id, eight bytes of a hash of it.
 """
 
@@ -19,6 +20,8 @@ from urllib.parse import unquote
 from kvtide.clock import Clock
 from kvtide.config import environment_variable
 from kvtide.tier.base import Tier
+from kvtide.types import ObjectId
+from kvtide.wire import head_bytes, object_label
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +32,9 @@ COMMAND_S_MAX = 10.0
 # A file is read again after so long, so that keys can be added while engines run; any source when an object names an
 # unknown key, and as seldom.
 REREAD_S = 30.0
+SEALED_CODEC = "sealed-1"
+# Header and a table of one section; the pieces follow.
+HEAD_BYTES = head_bytes(1)
 
 
 class SealingKey(NamedTuple):
@@ -108,6 +114,14 @@ class Keyring:
         return _Keys(by_id, newest)
 
 
+def sealing_key_id(tier: Tier, object_id: ObjectId) -> bytes | None:
+    """Return the id of the key that sealed what an unwrapped tier has there; None if that is absent or not sealed."""
+    head = memoryview(bytearray(HEAD_BYTES + KEY_ID_BYTES))
+    if tier.get_into(object_id, head) != len(head) or object_label(head).codec.rstrip(b"\0") != SEALED_CODEC.encode():
+        return None
+    return bytes(head[HEAD_BYTES:])
+
+
 def split_seal(url: str) -> tuple[str, str | None]:
     """Return a URL without `seal=`, and where its keys come from, None for a store that is not sealed."""
     base, _, query = url.partition("?")
@@ -119,16 +133,6 @@ def split_seal(url: str) -> tuple[str, str | None]:
         return url, None
     others = "&".join(each for each in options if not each.startswith("seal="))
     return f"{base}?{others}" if others else base, seals[0]
-
-
-def sealed(tier: Tier, source: str, clock: Clock) -> Tier:
-    """Return a tier whose objects are encrypted by the keys of a source.
-
-    ValueError as `Keyring`; ModuleNotFoundError without the library that encrypts, which is imported for this alone.
-    """
-    from kvtide.tier.seal.tier import SealedTier
-
-    return SealedTier(tier, Keyring(source, clock))
 
 
 def _from_hex(digits: str) -> bytes:

@@ -7,8 +7,10 @@ by one of our keys, for this id and this place in the object; others are zeros, 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,34 +18,34 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import cycle
 from mmap import PAGESIZE
+from typing import NamedTuple
 
 import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from kvtide.errors import TierUnavailable
+from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict import Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, RangeRead, Take, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.tier.seal.keys import Keyring
-from kvtide.tier.seal.label import HEAD_BYTES
-from kvtide.tier.seal.pieces import (
-    OVERHEAD,
-    PIECE_BYTES,
-    PREFIX,
-    SALT_BYTES,
-    STEP,
-    Seal,
-    open_pieces,
-    plain_bytes,
-    sealed_bytes,
-    write_head,
-)
+from kvtide.tier.seal.keys import HEAD_BYTES, KEY_BYTES, SEALED_CODEC, Keyring, SealingKey
 from kvtide.tier.source import read_ranges
-from kvtide.types import NamedId, Namespace, ObjectId, TierStats
+from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
+from kvtide.wire import pack_around, parse_header
 
 _log = logging.getLogger(__name__)
 
+# Plain bytes of a piece. Smaller ones cost calls (16 KiB: a fifth more CPU), larger ones are read for little.
+PIECE_BYTES = 64 << 10
+PREFIX = struct.Struct("<8s16sQ")
+SALT_BYTES = 16
+_TAG_BYTES = 16
+OVERHEAD = PREFIX.size + _TAG_BYTES
+STEP = PIECE_BYTES + OVERHEAD
 # Ids that could not be opened, so that they are misses at once and are stored again.
 UNOPENED_MAX = 4096
 # Buffers kept for the next reads and writes; at most so many threads go on without taking fresh memory.
@@ -52,15 +54,6 @@ SCRATCHES_MAX = 8
 # CPU (each reads the record's header again), larger ones leave the disk waiting. At most so many reads go on ahead.
 AHEAD_PIECES = 64
 AHEAD_MAX = SCRATCHES_MAX // 2
-
-
-def _room(pieces: int) -> int:
-    """Return the bytes of memory that pieces are read into, wherever the first one begins."""
-    return HEAD_BYTES + pieces * STEP + PAGESIZE
-
-
-def _workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(AHEAD_MAX, thread_name_prefix="kvtide-unseal")
 
 
 class SealedTier(WrappedTier):
@@ -82,11 +75,15 @@ class SealedTier(WrappedTier):
         self._hits = self._misses = 0
         self._is_told = False
         self._scratches: list[memoryview] = []
-        self._ahead = _workers()
+        self._ahead = self._workers()
+
+    @staticmethod
+    def _workers() -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(AHEAD_MAX, thread_name_prefix="kvtide-unseal")
 
     def close(self) -> None:
         """Close the wrapped tier; what is read ahead comes to its end."""
-        ahead, self._ahead = self._ahead, _workers()
+        ahead, self._ahead = self._ahead, self._workers()
         ahead.shutdown()
         super().close()
 
@@ -102,13 +99,16 @@ class SealedTier(WrappedTier):
             came = self._read_ahead(object_id, buffer)
         else:
             came = self._read(object_id, buffer, offset)
-        with self._lock:
-            self._hits += came is not None
-            self._misses += came is None
+        self._note(is_hit=came is not None)
         return came
 
+    def _note(self, is_hit: bool) -> None:
+        with self._lock:
+            self._hits += is_hit
+            self._misses += not is_hit
+
     def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
-        first, stop = offset // PIECE_BYTES, -(-(offset + len(buffer)) // PIECE_BYTES)
+        first, stop = _touched(offset, len(buffer))
         with self._scratch(_room(stop - first)) as view:
             pieces = self._pieces(object_id, first, stop, view)
             return None if pieces is None else self._open_range(object_id, pieces, buffer, offset)
@@ -117,29 +117,29 @@ class SealedTier(WrappedTier):
         """Read the pieces that the ranges touch, those of several ranges once, and open them."""
         spans = list[tuple[int, int]]()
         for offset, buffer in ranges:
-            first, stop = offset // PIECE_BYTES, -(-(offset + len(buffer)) // PIECE_BYTES)
+            first, stop = _touched(offset, len(buffer))
             if spans and first <= spans[-1][1]:
                 first = spans.pop()[0]
             spans.append((first, stop))
-        sizes = list[int | None]()
         with self._scratch(STEP * sum(stop - first for first, stop in spans)) as room:
-            at = [STEP * sum(stop - first for first, stop in spans[:number]) for number in range(len(spans) + 1)]
-            reads = [RangeRead(HEAD_BYTES + span[0] * STEP, room[at[n] : at[n + 1]]) for n, span in enumerate(spans)]
+            reads, at = list[RangeRead](), 0
+            for first, stop in spans:
+                reads.append(RangeRead(HEAD_BYTES + first * STEP, room[at : at + (stop - first) * STEP]))
+                at += (stop - first) * STEP
             came = read_ranges(self.tier, object_id, reads)
+            sizes = list[int | None]()
             for offset, buffer in ranges if came else ():
-                number = next(n for n, (_, stop) in enumerate(spans) if offset // PIECE_BYTES < stop)
-                pieces = reads[number].buffer[: came[number] if came else 0]
-                pieces = pieces[(offset // PIECE_BYTES - spans[number][0]) * STEP :]
+                piece = offset // PIECE_BYTES
+                number = next(n for n, (_, stop) in enumerate(spans) if piece < stop)
+                pieces = reads[number].buffer[: came[number] if came else 0][(piece - spans[number][0]) * STEP :]
                 sizes.append(self._open_range(object_id, pieces, buffer, offset))
         found = [size for size in sizes if size is not None]
         is_hit = len(found) == len(ranges)
-        with self._lock:
-            self._hits += is_hit
-            self._misses += not is_hit
+        self._note(is_hit)
         return found if is_hit else None
 
     def _pieces(self, object_id: ObjectId, first: int, stop: int, view: memoryview) -> memoryview | None:
-        """Read the pieces from `first` to before `stop`, as far as there are so many."""
+        """Read pieces [first, stop), as far as there are so many."""
         begin = HEAD_BYTES + first * STEP
         # Direct reads begin at a page.
         start = begin // PAGESIZE * PAGESIZE
@@ -160,13 +160,13 @@ class SealedTier(WrappedTier):
             for start, view in zip(range(0, size, step), cycle((other, one)), strict=False):
                 first, stop = start // PIECE_BYTES + AHEAD_PIECES, min(start + step, size)
                 if stop == size:
-                    return start + open_pieces(seal, pieces, buffer[start:stop], start)
+                    return start + _open_pieces(seal, pieces, buffer[start:stop], start)
                 try:
                     coming = self._ahead.submit(self._pieces, object_id, first, first + AHEAD_PIECES, view)
                 except RuntimeError as error:
                     raise TierUnavailable(f"{self.name} is being closed") from error
                 try:
-                    open_pieces(seal, pieces, buffer[start:stop], start)
+                    _open_pieces(seal, pieces, buffer[start:stop], start)
                 finally:
                     # The memory is in use until then.
                     wait([coming])
@@ -194,7 +194,7 @@ class SealedTier(WrappedTier):
             # After the end, or what is cut within its first piece: the reader gets too few bytes.
             return 0
         seal = self._seal_of(object_id, pieces)
-        return None if seal is None else open_pieces(seal, pieces, buffer, offset)
+        return None if seal is None else _open_pieces(seal, pieces, buffer, offset)
 
     def _seal_of(self, object_id: ObjectId, piece: memoryview) -> Seal | None:
         """Return the seal of what begins with this piece; None, and noted, if none of our keys made it."""
@@ -207,7 +207,7 @@ class SealedTier(WrappedTier):
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         """Hand over a range as it comes, a piece as soon as it is whole."""
-        first, end = start // PIECE_BYTES, -(-stop // PIECE_BYTES)
+        first, end = _touched(start, stop - start)
         held, at, seal, is_wanted = bytearray(), start, None, True
 
         def open_held() -> bool:
@@ -218,7 +218,7 @@ class SealedTier(WrappedTier):
             if seal is None:
                 return False
             opened = memoryview(bytearray(min(stop, (at // PIECE_BYTES + 1) * PIECE_BYTES) - at))
-            came = open_pieces(seal, piece, opened, at)
+            came = _open_pieces(seal, piece, opened, at)
             at += came
             is_wanted = take(opened[:came])
             return is_wanted and at < stop
@@ -288,7 +288,7 @@ class SealedTier(WrappedTier):
             for number in range(max(1, -(-len(plain) // PIECE_BYTES))):
                 piece = plain[number * PIECE_BYTES :][:PIECE_BYTES]
                 seal.close(number, piece, sealed[HEAD_BYTES + number * STEP :][: len(piece) + OVERHEAD])
-            write_head(sealed, plain)
+            _write_head(sealed, plain)
             yield sealed
 
     # What the wrapped tier says, in plain sizes and without what can't be opened
@@ -309,7 +309,7 @@ class SealedTier(WrappedTier):
 
     def objects(self) -> Iterator[ObjectInfo]:
         """List the wrapped tier, with the sizes that objects have when they are opened."""
-        return (info._replace(size=plain_bytes(info.size)) for info in self.tier.objects())
+        return (info._replace(size=_plain_bytes(info.size)) for info in self.tier.objects())
 
     def records(self) -> Iterator[ListedBlock]:
         """List what outlives the process."""
@@ -344,7 +344,7 @@ class SealedTier(WrappedTier):
                 sealed = memoryview(bytearray(size))
                 return fill(sealed) and self._open_range(object_id, sealed[HEAD_BYTES:], view, 0) == len(view)
 
-            offer(object_id, plain_bytes(size), fill_opened)
+            offer(object_id, _plain_bytes(size), fill_opened)
 
         self.tier.offer_to(opened)
 
@@ -353,3 +353,82 @@ class SealedTier(WrappedTier):
         assert len(self._scratches) <= SCRATCHES_MAX
         assert len(self._unopened) <= UNOPENED_MAX
         self.tier.check()
+
+
+def _room(pieces: int) -> int:
+    """Return the bytes of memory that pieces are read into, wherever the first one begins."""
+    return HEAD_BYTES + pieces * STEP + PAGESIZE
+
+
+def _touched(offset: int, size: int) -> tuple[int, int]:
+    """Return the pieces [first, stop) that a range of plain bytes lies in."""
+    return offset // PIECE_BYTES, -(-(offset + size) // PIECE_BYTES)
+
+
+def sealed_bytes(size: int) -> int:
+    """Return the sealed size of an object of `size` bytes."""
+    return HEAD_BYTES + size + OVERHEAD * max(1, -(-size // PIECE_BYTES))
+
+
+def _plain_bytes(size: int) -> int:
+    """Return the plain size of a sealed object of `size` bytes; 0 if nothing sealed is so short."""
+    pieces = max(1, -(-(size - HEAD_BYTES) // STEP))
+    return max(0, size - HEAD_BYTES - OVERHEAD * pieces)
+
+
+def _write_head(sealed: memoryview, plain: memoryview) -> None:
+    """Write the header that servers and disks read, without the model's name; zeros in front of what is no object."""
+    try:
+        stored = parse_header(plain)
+    except CorruptPayload:
+        sealed[:HEAD_BYTES] = bytes(HEAD_BYTES)
+        return
+    meta = dataclasses.replace(stored.meta, model="")
+    pack_around(sealed, meta, SEALED_CODEC, SectionId(SectionKind.DATA, 0, 0, meta.layout.layers), stored.quality)
+
+
+class Seal(NamedTuple):
+    """The common parts of all pieces of one written object: prefix, associated data, cipher."""
+
+    prefix: bytes
+    bound: bytes
+    cipher: AESGCM
+    size: int
+
+    @classmethod
+    def of(cls, key: SealingKey, salt: bytes, size: int, object_id: ObjectId) -> Seal:
+        """Derive the cipher of one writing: a salt is never used twice, so that piece numbers can be nonces."""
+        prefix, name = PREFIX.pack(key.id, salt, size), b"".join(object_id)
+        derived = HKDF(SHA256(), KEY_BYTES, salt, b"kvtide-seal-1" + name).derive(key.secret)
+        return cls(prefix, name + prefix, AESGCM(derived), size)
+
+    def close(self, number: int, plain: memoryview, into: memoryview) -> None:
+        """Seal a piece into so many bytes and `OVERHEAD`."""
+        into[: len(self.prefix)] = self.prefix
+        self.cipher.encrypt_into(number.to_bytes(12, "big"), plain, self.bound, into[len(self.prefix) :])
+
+    def open(self, number: int, piece: memoryview, into: memoryview) -> None:
+        """Open a piece into the bytes that it must have; zeros if it is not the one that was sealed."""
+        if len(piece) == len(into) + OVERHEAD and piece[: len(self.prefix)] == self.prefix:
+            try:
+                self.cipher.decrypt_into(number.to_bytes(12, "big"), piece[len(self.prefix) :], self.bound, into)
+                return
+            except InvalidTag:
+                pass
+        into[:] = bytes(len(into))
+
+
+def _open_pieces(seal: Seal, pieces: memoryview, buffer: memoryview, offset: int) -> int:
+    """Open pieces, from the one that holds `offset` on, into the buffer; return how many bytes the range has."""
+    stop = max(offset, min(offset + len(buffer), seal.size))
+    for number in range(offset // PIECE_BYTES, -(-stop // PIECE_BYTES) if stop > offset else 0):
+        piece, pieces = pieces[:STEP], pieces[STEP:]
+        begin, end = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, seal.size)
+        if offset <= begin and end <= stop:
+            seal.open(number, piece, buffer[begin - offset : end - offset])
+            continue
+        opened = memoryview(bytearray(end - begin))
+        seal.open(number, piece, opened)
+        low, high = max(begin, offset), min(end, stop)
+        buffer[low - offset : high - offset] = opened[low - begin : high - begin]
+    return stop - offset
