@@ -50,15 +50,13 @@ def opened(url: str) -> Iterator[Any]:
 
 
 @needs_valkey
-@pytest.mark.parametrize("first", ["load", "store", "many"])
+@pytest.mark.parametrize("first", ["load", "store"])
 def test_a_key_that_holds_no_string_heals(first: str) -> None:
     with valkey_server() as server, opened(f"valkey://127.0.0.1:{server.port}") as tier:
         with redis.Redis(port=server.port, protocol=2) as client:
             client.lpush(tier._key(object_id(1)), "not an object")
         if first == "load":
             assert read_all(tier, 1) is None
-        elif first == "many":
-            assert tier.get_many_into([object_id(1)], [memoryview(bytearray(2000))]) == [None]
         assert tier.put_from(object_id(1), object_bytes(1))
         assert read_all(tier, 1) == object_bytes(1)
 
@@ -139,8 +137,6 @@ def test_a_number_for_an_object_is_no_hit() -> None:
         for view in (buffer, buffer[:2000]):
             with pytest.raises(TierUnavailable, match="expected a string"):
                 tier.get_into(object_id(1), view)
-        with pytest.raises(TierUnavailable, match="expected a string"):
-            tier.get_many_into([object_id(1)], [buffer])
 
 
 def test_only_one_caller_tries_a_peer_that_hangs() -> None:
@@ -223,13 +219,11 @@ def test_a_frozen_valkey_keeps_nobody_beyond_the_deadline(is_connected: bool) ->
         if is_connected:
             assert tier.put_from(object_id(1), data)
         os.kill(server.pid, signal.SIGSTOP)
-        buffers = [memoryview(bytearray(1000)) for _ in ids]
         calls: list[Callable[[], object]] = [
             lambda: tier.contains(object_id(1)),
             lambda: tier.get_into(object_id(1), memoryview(bytearray(9 << 20))),
             lambda: tier.put_from(object_id(2), data),
             lambda: tier.count_leading(ids),
-            lambda: tier.get_many_into(ids, buffers),
         ]
         assert max(asked_until(call) for call in calls) < DEADLINE_S + SPARE_S
         os.kill(server.pid, signal.SIGCONT)

@@ -69,48 +69,22 @@ class TestCluster(TierSuite):
             with redis.Redis(port=service.port, protocol=2) as client:
                 assert client.dbsize() >= 5
 
-    def test_many_are_read_in_their_places(self, tier: Tier) -> None:
-        sizes = [1000 + 777 * number for number in range(40)]
-        for number in range(0, 40, 3):
-            tier.put_from(object_id(number), object_bytes(number, sizes[number]))
-        buffers = [memoryview(bytearray(size + 1)) for size in sizes]
-        came = tier.get_many_into([object_id(number) for number in range(40)], buffers)  # type: ignore[attr-defined]
-        assert came == [None if number % 3 else sizes[number] for number in range(40)]
-        for number in range(0, 40, 3):
-            assert buffers[number][: sizes[number]] == object_bytes(number, sizes[number])
-        stats = tier.stats()
-        assert (stats.hits, stats.misses) == (14, 26)
-        with pytest.raises(ValueError, match="a buffer for each"):
-            tier.get_many_into([object_id(1)], [])  # type: ignore[attr-defined]
-
-    def test_many_follow_redirections(self, tier: Tier) -> None:
+    def test_look_ups_of_many_follow_redirections(self, tier: Any) -> None:
         for number in range(20):
             tier.put_from(object_id(number), object_bytes(number))
-        nodes = tier._nodes  # type: ignore[attr-defined]
-        real = nodes.owner
-        addresses = {real(tier._key(object_id(number))) for number in range(20)}  # type: ignore[attr-defined]
+        nodes, real = tier._nodes, tier._nodes.owner
+        addresses = {real(tier._key(object_id(number))) for number in range(20)}
         nodes.owner = lambda key: min(addresses)
-        buffers = [memoryview(bytearray(1001)) for _ in range(20)]
-        try:
-            came = tier.get_many_into([object_id(number) for number in range(20)], buffers)  # type: ignore[attr-defined]
-        finally:
-            nodes.owner = real
-        assert came == [1000] * 20
-        assert all(buffer[:1000] == object_bytes(number) for number, buffer in enumerate(buffers))
+        assert tier.contains_each([object_id(number) for number in range(22)]) == [True] * 20 + [False] * 2
+        nodes.owner = real
 
-    def test_many_of_a_dead_owner_are_misses_and_the_others_come(self, tier: Tier) -> None:
+    def test_objects_of_a_dead_owner_are_absent_and_the_others_are_found(self, tier: Any) -> None:
         for number in range(20):
             tier.put_from(object_id(number), object_bytes(number))
-        nodes = tier._nodes  # type: ignore[attr-defined]
-        owners = [nodes.owner(tier._key(object_id(number))) for number in range(20)]  # type: ignore[attr-defined]
-        dead = owners[0]
-        nodes._breaker(dead).note_fault()
-        buffers = [memoryview(bytearray(1001)) for _ in range(20)]
-        try:
-            came = tier.get_many_into([object_id(number) for number in range(20)], buffers)  # type: ignore[attr-defined]
-        finally:
-            nodes._breakers.clear()
-        assert came == [None if owner == dead else 1000 for owner in owners]
+        owners = [tier._nodes.owner(tier._key(object_id(number))) for number in range(20)]
+        tier._nodes._servers[owners[0]].breaker.note_fault()
+        found = tier.contains_each([object_id(number) for number in range(20)])
+        assert found == [owner != owners[0] for owner in owners]
         assert tier.stats().faults == 1
 
 

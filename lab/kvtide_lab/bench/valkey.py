@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from socket import IPPROTO_TCP, TCP_NODELAY, create_connection
@@ -18,16 +17,13 @@ from rich.table import Table
 
 from kvtide.tier.buffers import aligned_buffer
 from kvtide_lab.bench.services import valkey_server
-from kvtide_lab.bench.store_clients import StoreClient, TierClient, Took, bench_id, in_turns, move, quartiles
+from kvtide_lab.bench.store_clients import StoreClient, TierClient, Took, in_turns, move, quartiles
 
 _VALUE_BYTES = 4 << 20
 _VALUES = 32
 _SLICE = 4
 _THREADS = (1, 4)
 _SEED = 6
-# A run of small blocks, such as a narrow codec makes: what a round trip costs shows there.
-_BATCH_VALUE_BYTES = 64 << 10
-_BATCH_VALUES = 64
 
 
 class ValkeyBenchRow(msgspec.Struct, frozen=True):
@@ -51,10 +47,6 @@ class ValkeyBenchResult(msgspec.Struct, frozen=True):
     put_vs_raw_resp_spread: tuple[float, float]
     get_vs_redis_py_spread: tuple[float, float]
     get_vs_redis_py_4_threads: float
-    # Small values read in one call, against one call each.
-    batch_get_vs_single: float
-    batch_get_vs_single_spread: tuple[float, float]
-    batch_value_bytes: int
     server: str
     value_bytes: int
     rounds: int
@@ -113,34 +105,11 @@ class _RedisPy:
         self._client.close()
 
 
-class _Tier(TierClient):
-    """The tier, that also reads many values in one call."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(f"valkey://127.0.0.1:{port}", _VALUE_BYTES)
-
-    def batch_ratio(self, first: int) -> float:
-        """Return how much longer single reads of small values take than one read of all."""
-        from kvtide.tier.valkey import ValkeyTier
-
-        assert isinstance(self.tier, ValkeyTier)
-        ids = [bench_id(first + number) for number in range(_BATCH_VALUES)]
-        values = [bytes([number]) * _BATCH_VALUE_BYTES for number in range(_BATCH_VALUES)]
-        for object_id, value in zip(ids, values, strict=True):
-            self.tier.put_from(object_id, value)
-        buffers = [memoryview(bytearray(_BATCH_VALUE_BYTES + 1)) for _ in ids]
-        started_s = time.perf_counter()
-        for object_id, buffer in zip(ids, buffers, strict=True):
-            self.tier.get_into(object_id, buffer)
-        single_s = time.perf_counter() - started_s
-        started_s = time.perf_counter()
-        self.tier.get_many_into(ids, buffers)
-        batch_s = time.perf_counter() - started_s
-        assert all(buffer[:-1] == value for buffer, value in zip(buffers, values, strict=True)), "wrong values"
-        return single_s / batch_s
+def _tier(port: int) -> TierClient:
+    return TierClient(f"valkey://127.0.0.1:{port}", _VALUE_BYTES)
 
 
-_CLIENTS: dict[str, Callable[[int], StoreClient]] = {"raw": _Raw, "kvtide": _Tier, "redis-py": _RedisPy}
+_CLIENTS: dict[str, Callable[[int], StoreClient]] = {"raw": _Raw, "kvtide": _tier, "redis-py": _RedisPy}
 
 
 # Figures by verb, client and threads.
@@ -156,16 +125,14 @@ def run(quick: bool) -> ValkeyBenchResult:
     figures: _Figures = {}
     with _flushed_server() as (port, flush, version):
         clients = {name: [make(port) for _ in range(max(_THREADS))] for name, make in _CLIENTS.items()}
-        alone = _Tier(port)
         try:
-            batched = [alone.batch_ratio(1000 * number) for number in range(1, 2 * rounds)]
             for threads, number in itertools.product(_THREADS, range(rounds + 1)):
                 found = _round(number, threads, clients, values, flush)
                 # The first round takes memory from the system.
                 for key, measured in found.items() if number else ():
                     figures.setdefault(key, []).append(measured)
         finally:
-            for client in (alone, *itertools.chain.from_iterable(clients.values())):
+            for client in itertools.chain.from_iterable(clients.values()):
                 client.close()
     get_raw, put_raw = _ratios(figures, "get", "raw", 1), _ratios(figures, "put", "raw", 1)
     get_redis = _ratios(figures, "get", "redis-py", 1)
@@ -177,9 +144,6 @@ def run(quick: bool) -> ValkeyBenchResult:
         put_vs_raw_resp_spread=quartiles(put_raw),
         get_vs_redis_py_spread=quartiles(get_redis),
         get_vs_redis_py_4_threads=statistics.median(_ratios(figures, "get", "redis-py", 4)),
-        batch_get_vs_single=statistics.median(batched),
-        batch_get_vs_single_spread=quartiles(batched),
-        batch_value_bytes=_BATCH_VALUE_BYTES,
         server=version,
         value_bytes=_VALUE_BYTES,
         rounds=rounds,
@@ -256,7 +220,6 @@ def table(result: ValkeyBenchResult) -> Table:
         shown.add_row(row.client, str(row.threads), *rates)
     shown.caption = (
         f"against raw RESP: get {result.get_vs_raw_resp:.2f}, put {result.put_vs_raw_resp:.2f}; "
-        f"against redis-py: get {result.get_vs_redis_py:.2f}, with 4 threads {result.get_vs_redis_py_4_threads:.2f}; "
-        f"{_BATCH_VALUES} values of {result.batch_value_bytes >> 10} KiB in one call: {result.batch_get_vs_single:.2f}"
+        f"against redis-py: get {result.get_vs_redis_py:.2f}, with 4 threads {result.get_vs_redis_py_4_threads:.2f}"
     )
     return shown

@@ -132,10 +132,9 @@ def _address(text: str, shown: str) -> ValkeyAddress:
 
 
 class _Topology(NamedTuple):
-    """The topology that redis-py knows: a cluster, or one server."""
+    """A cluster, or one server at an address, as redis-py knows it."""
 
-    cluster: RedisCluster | None
-    single: redis.Redis | None
+    client: RedisCluster | redis.Redis
     address: ValkeyAddress
 
 
@@ -151,6 +150,16 @@ class _Connection(NamedTuple):
             return not self.connection.can_read(0) if self.resp.is_tls else self.resp.is_idle()
         except (RedisError, OSError):
             return False
+
+
+class _Server:
+    """Connections to one server."""
+
+    def __init__(self, address: ValkeyAddress, breaker: Breaker) -> None:
+        self.address = address
+        self.breaker = breaker
+        self.idle: list[_Connection] = []
+        self.lent = 0
 
 
 class ValkeyNodes:
@@ -169,9 +178,7 @@ class ValkeyNodes:
             **target.tls_settings(),
         }
         self._lock = threading.Lock()
-        self._idle: dict[ValkeyAddress, list[_Connection]] = {}
-        self._lent: dict[ValkeyAddress, int] = {}
-        self._breakers: dict[ValkeyAddress, Breaker] = {}
+        self._servers: dict[ValkeyAddress, _Server] = {}
         self._topology: _Topology | None = None
         self._reason = "not connected yet"
         self._wanted = threading.Event()
@@ -195,10 +202,12 @@ class ValkeyNodes:
         self._refresher = None
         topology, self._topology = self._topology, None
         with self._lock:
-            idle, self._idle = [opened for each in self._idle.values() for opened in each], {}
-        for opened in idle:
-            opened.connection.disconnect()
-        _close(topology)
+            servers, self._servers = self._servers, {}
+        for server in servers.values():
+            for opened in server.idle:
+                opened.connection.disconnect()
+        if topology is not None:
+            topology.client.close()
 
     def owner(self, key: bytes) -> ValkeyAddress:
         """Return the server that owns a key as far as we know. TierUnavailable without a map, or a hole in it."""
@@ -206,10 +215,10 @@ class ValkeyNodes:
         if topology is None:
             self.refresh_soon()
             raise TierUnavailable(f"no Valkey server of {self._target.shown} can be reached: {self._reason}")
-        if topology.cluster is None:
+        if not isinstance(topology.client, RedisCluster):
             return topology.address
         try:
-            node = topology.cluster.nodes_manager.get_node_from_slot(key_slot(key))
+            node = topology.client.nodes_manager.get_node_from_slot(key_slot(key))
         except (RedisError, LookupError) as error:
             self.refresh_soon()
             raise TierUnavailable(f"no Valkey server owns the slot of {key!r} now: {error}") from error
@@ -218,8 +227,8 @@ class ValkeyNodes:
     def note_moved(self, slot: int, address: ValkeyAddress) -> None:
         """Take a server's word for who owns a slot, and ask for the whole map."""
         topology = self._topology
-        if topology is not None and topology.cluster is not None:
-            topology.cluster.nodes_manager.move_slot(MovedError(f"{slot} {address.host}:{address.port}"))
+        if topology is not None and isinstance(topology.client, RedisCluster):
+            topology.client.nodes_manager.move_slot(MovedError(f"{slot} {address.host}:{address.port}"))
         self.refresh_soon()
 
     def refresh_soon(self) -> None:
@@ -233,49 +242,44 @@ class ValkeyNodes:
         TierUnavailable if it can't be had, or fails meanwhile.
         """
         deadline_s = caller_deadline_s()
-        opened = self._take(address, deadline_s)
+        with self._lock:
+            if (server := self._servers.get(address)) is None:
+                breaker = Breaker(1, SHUN_S, self._clock, self._target.options.wait_s_max)
+                self._servers[address] = server = _Server(address, breaker)
+        opened = self._take(server, deadline_s)
         is_whole = False
         try:
             opened.resp.give_up_at(deadline_s)
             yield opened.resp
             is_whole = True
-            self._breaker(address).note_success()
+            server.breaker.note_success()
         except OSError as error:
-            raise self._fault(address, error, self._clock.monotonic_s() >= deadline_s - WAIT_S_MIN) from error
+            raise self._fault(server, error, self._clock.monotonic_s() >= deadline_s - WAIT_S_MIN) from error
         finally:
-            self._give_back(address, opened if is_whole else None)
-            if not is_whole:
-                opened.connection.disconnect()
+            self._give_back(server, opened, is_whole)
 
-    def _take(self, address: ValkeyAddress, deadline_s: float) -> _Connection:
+    def _take(self, server: _Server, deadline_s: float) -> _Connection:
         left_s = deadline_s - self._clock.monotonic_s()
         if left_s < WAIT_S_MIN:
-            raise TierUnavailable(f"the caller's deadline passed before {address} could be asked")
-        if not self._breaker(address).allows():
-            raise TierUnavailable(f"{address} did not answer just now")
+            raise TierUnavailable(f"the caller's deadline passed before {server.address} could be asked")
+        if not server.breaker.allows():
+            raise TierUnavailable(f"{server.address} did not answer just now")
         with self._lock:
-            idle = self._idle.setdefault(address, [])
-            if self._lent.get(address, 0) >= CONNECTIONS_MAX:
-                raise TierUnavailable(f"all {CONNECTIONS_MAX} connections to {address} are in use")
-            self._lent[address] = self._lent.get(address, 0) + 1
-            opened = idle.pop() if idle else None
+            if server.lent >= CONNECTIONS_MAX:
+                raise TierUnavailable(f"all {CONNECTIONS_MAX} connections to {server.address} are in use")
+            server.lent += 1
+            opened = server.idle.pop() if server.idle else None
         if opened is not None and opened.is_ready():
             return opened
         try:
             if opened is not None:
                 opened.connection.disconnect()
-            return self._new_connection(address, left_s / HANDSHAKE_WAITS)
+            return self._new_connection(server.address, left_s / HANDSHAKE_WAITS)
         except (RedisError, OSError) as error:
-            self._give_back(address, None)
+            self._give_back(server, None, is_whole=False)
             is_late = isinstance(error, TimeoutError | redis.TimeoutError)
             is_cut = is_late and left_s / HANDSHAKE_WAITS < self._target.options.wait_s_max
-            raise self._fault(address, error, is_cut) from error
-
-    def _breaker(self, address: ValkeyAddress) -> Breaker:
-        with self._lock:
-            if address not in self._breakers:
-                self._breakers[address] = Breaker(1, SHUN_S, self._clock, self._target.options.wait_s_max)
-            return self._breakers[address]
+            raise self._fault(server, error, is_cut) from error
 
     def _new_connection(self, address: ValkeyAddress, wait_s_max: float) -> _Connection:
         kind = redis.SSLConnection if self._target.is_tls else redis.Connection
@@ -286,36 +290,33 @@ class ValkeyNodes:
         # redis-py keeps the socket that it connected, authenticated and put under TLS to itself.
         return _Connection(connection, RespSocket(connection._sock, self._target.options.wait_s_max, self._clock))
 
-    def _give_back(self, address: ValkeyAddress, opened: _Connection | None) -> None:
+    def _give_back(self, server: _Server, opened: _Connection | None, is_whole: bool) -> None:
         with self._lock:
-            self._lent[address] -= 1
-            if opened is not None and not self._closing.is_set():
-                self._idle[address].append(opened)
+            server.lent -= 1
+            if is_whole and opened is not None and not self._closing.is_set():
+                server.idle.append(opened)
                 opened = None
         if opened is not None:
             opened.connection.disconnect()
 
-    def _fault(self, address: ValkeyAddress, error: Exception, is_cut: bool) -> TierUnavailable:
-        breaker = self._breaker(address)
-        if is_cut and not breaker.is_open:
-            # It says nothing of the server.
-            return TierUnavailable(f"{address}: no answer before the caller's deadline")
-        breaker.note_fault()
+    def _fault(self, server: _Server, error: Exception, is_cut: bool) -> TierUnavailable:
+        if is_cut and not server.breaker.is_open:
+            # The caller's own deadline says nothing of the server.
+            return TierUnavailable(f"{server.address}: no answer before the caller's deadline")
+        server.breaker.note_fault()
         self.refresh_soon()
         is_late = isinstance(error, BlockingIOError | TimeoutError)
         what = f"no answer within {self._target.options.wait_s_max} s" if is_late else str(error)
-        return TierUnavailable(f"{address}: {what or type(error).__name__}")
+        return TierUnavailable(f"{server.address}: {what or type(error).__name__}")
 
     def clients(self) -> list[redis.Redis]:
-        """Return a redis-py client of each server that owns slots, for what is no hot path."""
-        topology = self._topology
-        if topology is None:
+        """Return a redis-py client of each server that owns slots; none before one was reached."""
+        if self._topology is None:
             return []
-        if topology.cluster is None:
-            assert topology.single is not None
-            return [topology.single]
-        cluster = topology.cluster
-        return [cluster.get_redis_connection(node) for node in cluster.get_primaries()]
+        client = self._topology.client
+        if isinstance(client, RedisCluster):
+            return [client.get_redis_connection(node) for node in client.get_primaries()]
+        return [client]
 
     def _refresh_until_closed(self) -> None:
         while not self._closing.is_set():
@@ -328,12 +329,13 @@ class ValkeyNodes:
     def _refresh(self) -> None:
         topology = self._topology
         try:
-            if topology is not None and topology.cluster is not None:
-                topology.cluster.nodes_manager.initialize()
+            if topology is not None and isinstance(topology.client, RedisCluster):
+                topology.client.nodes_manager.initialize()
             elif topology is None or len(self._target.addresses) > 1:
                 # Of several servers without a cluster another one may have become the primary.
                 self._topology = self._connect()
-                _close(topology)
+                if topology is not None:
+                    topology.client.close()
         except (RedisError, OSError, TierUnavailable) as error:
             self._reason = str(error) or type(error).__name__
             _log.debug("no map of %s: %s", self._target.shown, error)
@@ -353,10 +355,10 @@ class ValkeyNodes:
             if said.get("cluster_enabled") == 1:
                 client.close()
                 seeds = [ClusterNode(each.host, each.port) for each in self._target.addresses]
-                return _Topology(RedisCluster(startup_nodes=seeds, **settings), None, address)
+                return _Topology(RedisCluster(startup_nodes=seeds, **settings), address)
             problem = self._unfit(address, said)
             if problem is None:
-                return _Topology(None, client, address)
+                return _Topology(client, address)
             client.close()
         assert problem is not None
         raise problem
@@ -368,10 +370,3 @@ class ValkeyNodes:
         # A server alone is taken as it is: a replica can be read.
         is_replica = said.get("role", "master") != "master" and len(self._target.addresses) > 1
         return TierUnavailable(f"{address} is a replica, and no primary answers") if is_replica else None
-
-
-def _close(topology: _Topology | None) -> None:
-    if topology is not None and topology.cluster is not None:
-        topology.cluster.close()
-    if topology is not None and topology.single is not None:
-        topology.single.close()

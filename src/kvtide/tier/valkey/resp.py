@@ -118,27 +118,18 @@ class RespSocket:
             if sent:
                 rest[0] = rest[0][sent:]
 
-    def receive(self, buffer: memoryview) -> int | Refusal | None:
-        """Read one reply: a number, a string's length with its bytes in `buffer`, 0 for OK, None for null, a refusal.
+    def receive(self, buffer: memoryview | None = None) -> int | Refusal | None:
+        """Read a number, 0 for OK, None for null, a refusal, or a string's length with its bytes in `buffer`.
 
-        What does not fit into the buffer is read and dropped. TierUnavailable if the peer does not speak RESP, or sends
-        an array or a string of more than STRING_BYTES_MAX.
+        With a buffer a string is expected; what does not fit is read and dropped. TierUnavailable for any other reply,
+        and for a string of more than STRING_BYTES_MAX.
         """
-        return self._receive(buffer, self._read_line())
-
-    def receive_string(self, buffer: memoryview) -> int | Refusal | None:
-        """Read one reply as `receive` does; TierUnavailable for a number, which would pass for a string's length."""
         line = self._read_line()
-        if line.startswith(b":"):
-            raise TierUnavailable(f"expected a string in reply, got {line[:40]!r}")
-        return self._receive(buffer, line)
-
-    def _receive(self, buffer: memoryview, line: bytes) -> int | Refusal | None:
         kind, rest = line[:1], line[1:]
         if kind == b"$":
             size = _number(rest)
-            return None if size == -1 else self._read_string(buffer, size)
-        if kind == b":":
+            return None if size == -1 else self._read_string(memoryview(bytearray()) if buffer is None else buffer, size)
+        if kind == b":" and buffer is None:
             return _number(rest)
         if kind == b"+":
             return 0
@@ -147,7 +138,8 @@ class RespSocket:
         if kind == b"-":
             text = rest.decode(errors="replace")
             return Refusal(text.partition(" ")[0], text)
-        raise TierUnavailable(f"expected a RESP reply, got {line[:40]!r}")
+        expected = "a RESP reply" if buffer is None else "a string in reply"
+        raise TierUnavailable(f"expected {expected}, got {line[:40]!r}")
 
     def _read_string(self, buffer: memoryview, size: int) -> int:
         if not 0 <= size <= STRING_BYTES_MAX:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -17,29 +16,24 @@ from redis.exceptions import RedisError
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Removals, Tier
-from kvtide.tier.breaker import caller_deadline_s, until
 from kvtide.tier.valkey.nodes import ValkeyAddress, ValkeyNodes, parse_valkey_url
 from kvtide.tier.valkey.resp import Refusal, pack_command
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 REDIRECTS_MAX = 5
-# Commands under way on one connection, and servers that are asked at the same time, in batches.
-PIPELINED_MAX = 8
-WORKERS = 6
 SCAN_COUNT = 1000
 # Shorter buffers are for headers and the like, before any object was seen.
 _RANGE_BYTES = 64 << 10
 _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
-_NOTHING = memoryview(bytearray())
-# Answers of a server that can't serve now, or is no longer whom we should ask.
 _BODY_COMMANDS = frozenset({b"GET", b"GETRANGE"})
+# Answers of a server that can't serve now, or that no longer owns the key.
 _STALE_MAP = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN"})
 
 
 class ValkeyTier(Tier):
     """A tier on servers that others may use too: what it stores begins with the URL's prefix.
 
-    The servers evict by their own `maxmemory-policy`. ValueError for a bad URL (valkey_url.py has its form).
+    The servers evict by their own `maxmemory-policy`. ValueError for a bad URL (nodes.py has its form).
     """
 
     name = "valkey"
@@ -59,19 +53,14 @@ class ValkeyTier(Tier):
         # copying it first, as it must for a range.
         self._longest_bytes = _RANGE_BYTES
         self._evicted_before = 0
-        self._workers: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
         """Connect; a server that can't be reached now is tried again when somebody needs it."""
         self._nodes.open()
-        self._workers = self._workers or ThreadPoolExecutor(WORKERS, thread_name_prefix="kvtide-valkey")
         self._evicted_before = self._counts()[3] if self._nodes.clients() else 0
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
-            self._workers = None
         self._nodes.close()
 
     def contains(self, object_id: ObjectId) -> bool:
@@ -113,25 +102,29 @@ class ValkeyTier(Tier):
         return next((number for number, is_here in enumerate(present) if not is_here), len(present))
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Ask each owner once for all of its objects."""
-        return [reply == 1 for reply in self._ask_many(object_ids, b"EXISTS", [_NOTHING] * len(object_ids))]
+        """Ask each owner once for all of its objects, which are absent if it can't serve now.
 
-    def get_many_into(self, object_ids: Sequence[ObjectId], buffers: Sequence[memoryview]) -> list[int | None]:
-        """Read whole objects, each into its buffer, without waiting for one before the next is asked for.
-
-        In place: None for an absent object, and for one whose owner can't serve now; the others have their bytes.
-        TierUnavailable if nobody answered. ValueError unless there are as many buffers as objects.
+        TierUnavailable if no owner can.
         """
-        if len(object_ids) != len(buffers):
-            raise ValueError(f"expected a buffer for each object, got {len(buffers)} for {len(object_ids)}")
-        sizes = self._ask_many(object_ids, b"GET", buffers)
-        came = [min(size, len(buffer)) if size else None for size, buffer in zip(sizes, buffers, strict=True)]
+        owned: dict[ValkeyAddress, dict[ObjectId, bytes]] = {}
+        for object_id in object_ids:
+            key = self._key(object_id)
+            owned.setdefault(self._nodes.owner(key), {})[object_id] = key
+        present, problems = set[ObjectId](), list[TierUnavailable]()
+        for address, keys in owned.items():
+            try:
+                replies = self._exchange(address, [(b"EXISTS", key) for key in keys.values()], False, ())
+                for object_id, reply in zip(keys, replies, strict=True):
+                    # A refusal says where to ask instead.
+                    if reply == 1 or (isinstance(reply, Refusal) and self.contains(object_id)):
+                        present.add(object_id)
+            except TierUnavailable as error:
+                problems.append(error)
         with self._lock:
-            hits = sum(size is not None for size in came)
-            self._hits += hits
-            self._misses += len(came) - hits
-            self._longest_bytes = max([self._longest_bytes, *(size or 0 for size in sizes)])
-        return came
+            self._faults += len(problems)
+        if problems and len(problems) == len(owned):
+            raise problems[0]
+        return [object_id in present for object_id in object_ids]
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store an object unless it is here. TierFull if it is larger than the URL allows or the server full."""
@@ -171,8 +164,8 @@ class ValkeyTier(Tier):
     ) -> list[int | None]:
         """Send commands on one key to its owner, in one round trip, following redirections; return a reply to each.
 
-        What is no string under our key is nobody's object: it is removed, and the commands are sent again.
-        A command is its name and what comes after the key. The strings that come in reply are in `buffers`.
+        A command is its name and what comes after the key; strings in reply come into `buffers`. A key that holds no
+        string is no object: it is removed, and the commands are sent again.
         """
         key = self._key(object_id)
         request = [(name, key, *rest) for name, *rest in commands]
@@ -206,71 +199,9 @@ class ValkeyTier(Tier):
             replies, into = [], iter(buffers)
             for name, *_ in request:
                 if is_asking:
-                    connection.receive(_NOTHING)
-                has_body = name in _BODY_COMMANDS
-                replies.append(connection.receive_string(next(into)) if has_body else connection.receive(_NOTHING))
+                    connection.receive()
+                replies.append(connection.receive(next(into) if name in _BODY_COMMANDS else None))
             return replies
-
-    def _ask_many(
-        self, object_ids: Sequence[ObjectId], command: bytes, buffers: Sequence[memoryview]
-    ) -> list[int | None]:
-        """Send one command on each key; return the replies in place, None for what an owner that fails leaves open.
-
-        Servers are asked at the same time. Who is redirected is asked again alone.
-        """
-        owned: dict[ValkeyAddress, list[int]] = {}
-        for position, object_id in enumerate(object_ids):
-            owned.setdefault(self._nodes.owner(self._key(object_id)), []).append(position)
-
-        deadline_s = caller_deadline_s()
-
-        def ask(address: ValkeyAddress) -> list[int | None] | TierUnavailable:
-            mine = owned[address]
-            ids, into = [object_ids[position] for position in mine], [buffers[position] for position in mine]
-            with until(deadline_s):
-                return self._ask_owner(address, ids, command, into)
-
-        several = self._workers if len(owned) > 1 else None
-        answers = dict(zip(owned, several.map(ask, owned) if several else map(ask, owned), strict=True))
-        replies: list[int | None] = [None] * len(object_ids)
-        problems = [answer for answer in answers.values() if isinstance(answer, TierUnavailable)]
-        for address, answer in answers.items():
-            if not isinstance(answer, TierUnavailable):
-                for position, reply in zip(owned[address], answer, strict=True):
-                    replies[position] = reply
-        with self._lock:
-            self._faults += len(problems)
-        if problems and len(problems) == len(owned):
-            raise problems[0]
-        return replies
-
-    def _ask_owner(
-        self, address: ValkeyAddress, object_ids: Sequence[ObjectId], command: bytes, buffers: Sequence[memoryview]
-    ) -> list[int | None] | TierUnavailable:
-        try:
-            came = self._pipelined(address, command, [self._key(object_id) for object_id in object_ids], buffers)
-            return [
-                self._ask(object_id, [command], buffers=[buffer])[0] if isinstance(reply, Refusal) else reply
-                for object_id, buffer, reply in zip(object_ids, buffers, came, strict=True)
-            ]
-        except TierUnavailable as error:
-            return error
-
-    def _pipelined(
-        self, address: ValkeyAddress, command: bytes, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[int | Refusal | None]:
-        """Keep PIPELINED_MAX commands under way: the server holds at most so many values for us."""
-        replies: list[int | Refusal | None] = []
-        with self._nodes.connection(address) as connection:
-            sent = 0
-            for done, buffer in enumerate(buffers):
-                if sent == done or sent - done < PIPELINED_MAX // 2:
-                    more = keys[sent : done + PIPELINED_MAX]
-                    connection.send([part for key in more for part in pack_command(command, key)])
-                    sent += len(more)
-                is_string = command in _BODY_COMMANDS
-                replies.append(connection.receive_string(buffer) if is_string else connection.receive(buffer))
-        return replies
 
     def _redirected(self, refusal: Refusal, address: ValkeyAddress) -> tuple[ValkeyAddress, bool]:
         """Return whom to ask instead, and whether with ASKING. TierUnavailable if the refusal is final."""
