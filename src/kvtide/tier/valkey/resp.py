@@ -128,7 +128,8 @@ class RespSocket:
         kind, rest = line[:1], line[1:]
         if kind == b"$":
             size = _number(rest)
-            return None if size == -1 else self._read_string(memoryview(bytearray()) if buffer is None else buffer, size)
+            into = memoryview(bytearray()) if buffer is None else buffer
+            return None if size == -1 else self._read_string(into, size)
         if kind == b":" and buffer is None:
             return _number(rest)
         if kind == b"+":
