@@ -25,8 +25,7 @@ from kvtide.store.load import Whole
 from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.breaker import until
-from kvtide.tier.mooncake.client import CLOSE_S_MAX, LANES, START_S_MAX
-from kvtide.tier.mooncake.tier import KEYS_MAX, MooncakeTier, parse_mooncake_url
+from kvtide.tier.mooncake import CLOSE_S_MAX, KEYS_MAX, LANES, START_S_MAX, MooncakeTier, parse_mooncake_url
 from kvtide.tier.stack import TierStack
 from kvtide.tier.url import open_tier
 from kvtide.wire import object_bytes_max

@@ -1,4 +1,4 @@
-"""Mooncake's native client in a process of its own, started by `client.py` and run by its path.
+"""Mooncake's native client in a process of its own, started by `mooncake.py` and run by its path.
 
 Its one word: settings as JSON. A thread for each lane takes a request from the lane's socket (JSON: a verb and its
 words), moves bytes between store and the lane's memory, and answers with numbers; negative ones are Mooncake's codes.

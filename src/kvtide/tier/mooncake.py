@@ -2,16 +2,27 @@
 
 A URL is `mooncake://HOST[:PORT][?OPTION=VALUE…]` of the master. Invariant: bytes come to the caller's memory only after
 the store has said that all of the range was read.
+
+Mooncake's native client can't be left in the middle of a call: it waits for up to a minute, holds the interpreter's
+lock while it connects, and writes to its buffer whenever it likes. So it has a process of its own (mooncake_child.py),
+which moves bytes between the store and memory that both share. A lane whose answer did not come in time is used by
+nobody until it has come; a process that keeps a lane for too long is killed, and another one started.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import mmap
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from socket import AF_UNIX, SHUT_RDWR, SOCK_SEQPACKET, socket, socketpair
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
@@ -19,10 +30,10 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
+from kvtide.tier.background import Repeater
 from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Removals, Tier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.buffers import copy_bytes
-from kvtide.tier.mooncake.client import Lane, MooncakeClient
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _PORT = 50051
@@ -39,6 +50,20 @@ LIST_S_MAX = 30.0
 # Mooncake's codes of an object that is not here, or not yet, or no longer; and of one that finds no room.
 _ABSENT = frozenset({-703, -704, -710, -712})
 _NO_ROOM = frozenset({-10, -200})
+LANES = 4
+ANSWER_BYTES_MAX = 1 << 12
+# What a call may take besides the wait for the store: its bytes at this rate.
+RATE_BYTES_S_MIN = 16 << 20
+START_S_MAX = 10.0
+# A socket that is to wait for less would not wait at all, which is another mode.
+WAIT_S_MIN = 0.001
+# How often the process is looked after, and how long after a failed start the next one begins.
+TEND_S = 0.1
+RETRY_S = 0.5
+CLOSE_S_MAX = 1.0
+# What the child says once it is connected; anything else is why it is not.
+READY = "ready"
+WORDS_BYTES_MAX = 4096
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,12 +125,12 @@ class _Replica(msgspec.Struct):
 
 
 class _Listed(msgspec.Struct):
-    """Replicas of one key in memory, as the master lists them."""
-
     values: list[_Replica] | None = None
 
 
 class _Listing(msgspec.Struct):
+    """The replicas of keys in memory, as the master lists them."""
+
     data: dict[str, _Listed]
 
 
@@ -142,7 +167,7 @@ class MooncakeTier(Tier):
         self._client.close()
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Ask the master. It takes a store that died for alive until its `client_ttl` is over."""
+        """Ask the master, to which a store that died is alive until its `client_ttl` is over."""
         return self.contains_each([object_id])[0]
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
@@ -156,7 +181,7 @@ class MooncakeTier(Tier):
         for start in range(0, len(object_ids), KEYS_MAX):
             keys = [self._key(object_id) for object_id in object_ids[start : start + KEYS_MAX]]
             with self._lane() as lane:
-                answers = self._client.ask(lane, 0, "exist", *keys)
+                answers = lane.ask(0, "exist", *keys)
                 if min(answers) < 0:
                     raise self._fault(min(answers), "look-up")
             present += [answer == 1 for answer in answers]
@@ -170,7 +195,7 @@ class MooncakeTier(Tier):
         with self._lane() as lane:
             while not is_over:
                 view = lane.view[: len(buffer) - done]
-                (came,) = self._client.ask(lane, len(view), "read", key, offset + done, len(view))
+                (came,) = lane.ask(len(view), "read", key, offset + done, len(view))
                 if came in _ABSENT:
                     self._note(is_hit=False)
                     return None
@@ -188,7 +213,7 @@ class MooncakeTier(Tier):
         with self._lane() as lane:
             is_fitting = sum(sizes) <= len(lane.view)
             words = ("read_ranges", self._key(object_id), offsets, sizes)
-            came = self._client.ask(lane, sum(sizes), *words) if is_fitting else []
+            came = lane.ask(sum(sizes), *words) if is_fitting else []
             if came == sizes:
                 at = 0
                 for _, buffer in ranges:
@@ -216,7 +241,7 @@ class MooncakeTier(Tier):
             return False
         with self._lane() as lane:
             copy_bytes(lane.view[: len(buffer)], buffer)
-            (code,) = self._client.ask(lane, len(buffer), verb, self._key(object_id), len(buffer))
+            (code,) = lane.ask(len(buffer), verb, self._key(object_id), len(buffer))
             if code < 0:
                 raise self._fault(code, f"{verb} of {object_id}")
         return code == 0
@@ -224,7 +249,7 @@ class MooncakeTier(Tier):
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove an object, also while others read it: they find out by its checksums."""
         with self._lane() as lane:
-            (code,) = self._client.ask(lane, 0, "remove", self._key(object_id))
+            (code,) = lane.ask(0, "remove", self._key(object_id))
             if code < 0 and code not in _ABSENT:
                 raise self._fault(code, f"removal of {object_id}")
         if code == 0:
@@ -321,3 +346,230 @@ class MooncakeTier(Tier):
         with self._lock:
             self._hits += is_hit
             self._misses += not is_hit
+
+
+class _Settings(msgspec.Struct):
+    """The child's settings. setup: arguments of the native client's own. control, lanes, memory: descriptors."""
+
+    setup: Sequence[str | int]
+    replicas: int
+    lane_bytes: int
+    environment: dict[str, str]
+    control: int = -1
+    lanes: Sequence[int] = ()
+    memory: int = -1
+
+
+class Lane:
+    """One call at a time: a socket to the child, and memory that it shares. `due_s`: when the answer must be here."""
+
+    def __init__(self, connection: socket, view: memoryview, clock: Clock, wait_s_max: float) -> None:
+        self.view = view
+        self.due_s: float | None = None
+        self._connection = connection
+        self._clock = clock
+        self._wait_s_max = wait_s_max
+
+    def ask(self, moved_bytes: int, *words: str | int | list[int]) -> list[int]:
+        """Return the answer to a request that moves so many bytes. TierUnavailable if it does not come in time."""
+        self.due_s = self._clock.monotonic_s() + self._wait_s_max + moved_bytes / RATE_BYTES_S_MIN
+        try:
+            self._connection.settimeout(self._wait_s_max)
+            self._connection.send(msgspec.json.encode(words))
+            return self._answer(min(self.due_s, caller_deadline_s()) - self._clock.monotonic_s())
+        except TimeoutError as error:
+            raise TierUnavailable(f"no answer of Mooncake to {words[0]} in time") from error
+        except OSError as error:
+            raise TierUnavailable(f"Mooncake's client ended during {words[0]}") from error
+
+    def _answer(self, wait_s: float) -> list[int]:
+        self._connection.settimeout(max(wait_s, WAIT_S_MIN))
+        answer = self._connection.recv(ANSWER_BYTES_MAX)
+        if not answer:
+            raise ConnectionError
+        self.due_s = None
+        return msgspec.json.decode(answer, type=list[int])
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._connection.close()
+
+    def has_answer(self) -> bool:
+        """Receive the answer to a call that nobody waits for any more, if it is here. OSError if it never will be."""
+        with suppress(TimeoutError):
+            self._answer(WAIT_S_MIN)
+        return self.due_s is None
+
+
+class _Child:
+    """A running process with its lanes."""
+
+    def __init__(self, settings: _Settings, clock: Clock, wait_s_max: float) -> None:
+        lane_bytes = settings.lane_bytes
+        self._clock = clock
+        self._wait_s_max = wait_s_max
+        memory = os.memfd_create("kvtide-mooncake")
+        pairs = [socketpair(AF_UNIX, SOCK_SEQPACKET) for _ in range(LANES + 1)]
+        try:
+            os.ftruncate(memory, LANES * lane_bytes)
+            view = memoryview(mmap.mmap(memory, LANES * lane_bytes))
+            control, *lanes = [theirs.fileno() for _, theirs in pairs]
+            settings = msgspec.structs.replace(settings, control=control, lanes=lanes, memory=memory)
+            script = str(Path(__file__).with_name("mooncake_child.py"))
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", script, msgspec.json.encode(settings).decode()],
+                pass_fds=[control, *lanes, memory],
+                stdin=subprocess.DEVNULL,
+                # The library logs every miss there; MC_LOG_DIR in the environment keeps what it says in files.
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        finally:
+            os.close(memory)
+            for _, theirs in pairs:
+                theirs.close()
+        self._control, *ours = [mine for mine, _ in pairs]
+        views = [view[at : at + lane_bytes] for at in range(0, LANES * lane_bytes, lane_bytes)]
+        self._free = [Lane(mine, part, clock, wait_s_max) for mine, part in zip(ours, views, strict=True)]
+        self._late: list[Lane] = []
+        self._changed = threading.Condition()
+        self.problem: str | None = "Mooncake's client is starting"
+
+    def wait_ready(self) -> None:
+        """Wait until it can be used; `problem` says why it can't."""
+        self._control.settimeout(START_S_MAX)
+        try:
+            said = self._control.recv(WORDS_BYTES_MAX).decode() or "Mooncake's client ended while it connected"
+        except OSError:
+            said = "the master does not answer"
+        with self._changed:
+            self.problem = None if said == READY else said
+
+    @contextmanager
+    def lane(self) -> Iterator[Lane]:
+        """Lend a lane. TierUnavailable if none is free in time."""
+        with self._changed:
+            left_s = min(self._wait_s_max, caller_deadline_s() - self._clock.monotonic_s())
+            if left_s <= 0 or not self._changed.wait_for(lambda: self._free or self.problem, left_s) or self.problem:
+                raise TierUnavailable(self.problem or f"all {LANES} lanes to Mooncake are in use")
+            lane = self._free.pop()
+        try:
+            yield lane
+        finally:
+            with self._changed:
+                if self.problem is not None:
+                    lane.close()
+                else:
+                    (self._free if lane.due_s is None else self._late).append(lane)
+                    self._changed.notify()
+
+    def is_well(self) -> bool:
+        """Take back lanes whose late answers came. False if the process ended or keeps one for too long."""
+        now_s = self._clock.monotonic_s()
+        with self._changed:
+            try:
+                came = [lane for lane in self._late if lane.has_answer()]
+            except OSError:
+                return False
+            self._late = [lane for lane in self._late if lane not in came]
+            self._free += came
+            self._changed.notify(len(came))
+            return self._process.poll() is None and not any(now_s > (lane.due_s or now_s) for lane in self._late)
+
+    def end(self, problem: str, wait_s: float) -> None:
+        """Let it close and, if it takes longer, kill it. Its callers get TierUnavailable. Idempotent."""
+        with self._changed:
+            self.problem = problem
+            self._changed.notify_all()
+        with suppress(OSError):
+            self._control.shutdown(SHUT_RDWR)
+        try:
+            self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._control.close()
+        # Those that are lent are closed when they come back.
+        with self._changed:
+            for lane in (*self._free, *self._late):
+                lane.close()
+            self._free, self._late = [], []
+
+
+class MooncakeClient:
+    """Keeps one child process running between `open` and `close`. Safe to use from several threads.
+
+    setup: arguments of the native client's own. In a fork of the process nothing is asked.
+    """
+
+    def __init__(
+        self, setup: Sequence[str | int], replicas: int, lane_bytes: int, wait_s_max: float, clock: Clock
+    ) -> None:
+        wait_ms = str(max(1, int(wait_s_max * 500)))
+        environment = {
+            # So that a silent master ends a call, and not the process: half of what we wait.
+            "MC_RPC_TIMEOUT_MS": wait_ms,
+            "MC_RPC_CONNECT_TIMEOUT_MS": wait_ms,
+            "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        }
+        self._settings = _Settings(setup, replicas, lane_bytes, environment)
+        self._wait_s_max = wait_s_max
+        self._clock = clock
+        self._child: _Child | None = None
+        self._problem = "Mooncake's client is not open in this process"
+        self._pid = 0
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._tried = threading.Event()
+        self._tender = Repeater(self._tend, "kvtide-mooncake")
+
+    def open(self) -> None:
+        """Start the process and wait until it is connected, or could not be: that is tried again and again."""
+        self._pid, self._is_closing = os.getpid(), False
+        self._tried.clear()
+        self._tender.open()
+        self._tried.wait(START_S_MAX)
+
+    def close(self) -> None:
+        """End the process. Idempotent; a fork leaves its parent's alone."""
+        if self._pid != os.getpid():
+            return
+        self._tender.stop()
+        with self._lock:
+            self._is_closing = True
+            child, self._child = self._child, None
+        if child is not None:
+            child.end("Mooncake's client is closed", CLOSE_S_MAX)
+        self._tender.close()
+
+    def lane(self) -> AbstractContextManager[Lane]:
+        """Lend a lane for a call. TierUnavailable if there is no connection, or no lane is free in time."""
+        child = self._child
+        if child is None or self._pid != os.getpid():
+            raise TierUnavailable(self._problem)
+        return child.lane()
+
+    def is_connected(self) -> bool:
+        """True if calls go through now."""
+        child = self._child
+        return child is not None and child.problem is None
+
+    def _tend(self) -> float:
+        """Start a process where none is well."""
+        child = self._child
+        if child is not None and child.problem is None and child.is_well():
+            return TEND_S
+        if child is not None:
+            child.end(child.problem or "Mooncake's client hung and was ended", 0.0)
+        with self._lock:
+            if self._is_closing:
+                return RETRY_S
+            self._child = None
+            try:
+                self._child = _Child(self._settings, self._clock, self._wait_s_max)
+            except OSError as error:
+                self._problem = f"Mooncake's client can't be started: {error}"
+        if self._child is not None:
+            self._child.wait_ready()
+        self._tried.set()
+        return TEND_S if self.is_connected() else RETRY_S

@@ -1,5 +1,0 @@
-"""Objects on Mooncake's distributed store."""
-
-from kvtide.tier.mooncake.tier import MooncakeTier
-
-__all__ = ["MooncakeTier"]
