@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from kvtide.codec import Profile
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 # Half a block more or less decides what a prompt restores; shorter blocks cost objects.
 BLOCK_TOKENS_WANTED = 128
+# Of a prompt that is to be prefetched: its blocks are named while the engine waits.
+PREFETCH_TOKENS_MAX = 1 << 16
+
+_Count = Annotated[int, Meta(ge=0)]
+_Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+_TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class StreamOrder(NamedTuple):
@@ -49,12 +55,7 @@ class RequestOptions(NamedTuple):
 
 # Of a request that says nothing, with settings that do not either.
 NO_OPTIONS = RequestOptions()
-# Of a prompt that is to be prefetched: its blocks are named while the engine waits.
-PREFETCH_TOKENS_MAX = 1 << 16
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-_Prefetch = Annotated[list[_TokenId], msgspec.Meta(max_length=PREFETCH_TOKENS_MAX)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-# Names and types of what a request may say, of a mapping that other connectors read too.
+# What a request may say, in a mapping that other connectors read too.
 _REQUEST_TYPES: Mapping[str, Any] = MappingProxyType(
     {
         "kvtide_force_latest": bool,
@@ -64,28 +65,35 @@ _REQUEST_TYPES: Mapping[str, Any] = MappingProxyType(
         "quality": _Seconds,
         "follow_s": _Seconds,
         "agent_hint": dict[str, Any],
-        "prefetch": _Prefetch,
+        "prefetch": Annotated[list[_TokenId], Meta(max_length=PREFETCH_TOKENS_MAX)],
     }
 )
+
+# Options of who fills the engine's pages.
+_OF_PAGES = {
+    *("device_kernels", "load", "start_within_s", "importance", "tail_tokens", "profiles", "force_latest", "follow_s"),
+}
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A connector's options.
 
-    `store` is a store URL. `load` says how blocks come in: `async` loads between the engine's steps, so that other
-    requests run meanwhile; `layers` loads within the step, each layer waiting for its own keys and values alone; `auto`
-    is that for a lone request and a store of this machine, on a processor, and `async` for others.
+    `load` says how blocks come in: `async` loads between the engine's steps, so that other requests run meanwhile;
+    `layers` loads within the step, each layer waiting for its own keys and values alone; `auto` is that for a lone
+    request and a store of this machine, on a processor, and `async` for others.
     """
 
+    # A store URL.
     store: str
-    # None to choose: `raw` for a store on this machine, which is read faster than it is decoded, else `lossless`.
+    # "" to choose: `raw` for a store on this machine, which is read faster than it is decoded, else `lossless`.
     codec: str = ""
-    block_tokens: int = 0
+    # 0 to choose.
+    block_tokens: _Count = 0
     # What a prompt has behind its last full block is stored too, in pieces of so many tokens. 0: it is computed again.
-    tail_tokens: int = 0
+    tail_tokens: _Count = 0
     # Layers that keep states: one is kept after so many tokens at the most, where a step of the engine ends with it.
     # 0: every 4,096 tokens, or rarer, so that states take no more room than the rows between them.
-    state_every_tokens: int = 0
+    state_every_tokens: _Count = 0
     tenant_salt: str = ""
     fingerprint: str = ""
     load: Literal["auto", "async", "layers"] = "auto"
@@ -96,22 +104,22 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # On a GPU: kvtide's kernels instead of torch's copies. No device has proven them yet.
     device_kernels: bool = False
     # With them: how many multiprocessors copying and decoding may fill, and how much of the memory holds objects.
-    device_multiprocessors: int = 32
-    device_bytes_max: int = 0
+    device_multiprocessors: Annotated[int, Meta(gt=0)] = 32
+    device_bytes_max: _Count = 0
     # Wait for a prefix that another engine is computing and storing, as long as its next block comes within so many
     # seconds, and what is left comes sooner than it would be computed.
-    follow_s: float = 0.0
+    follow_s: _Seconds = 0.0
     # A look-up or load that has no better bound is given up after this long, and the engine computes.
-    match_s_max: float = 0.5
+    match_s_max: Annotated[float, Meta(gt=0)] = 0.5
     # Stream stored prefixes: the first token comes so many seconds after a request, on what has come of them by then,
     # or earlier once the quality (a KL divergence; by default the codec's) is reached. None to load whole blocks.
-    start_within_s: float | None = None
-    quality: float | None = None
+    start_within_s: _Seconds | None = None
+    quality: _Seconds | None = None
     # What a streamed load asks for first; not by policies that compute meanwhile, as a step can't.
     policy: Literal["layered", "anchor-first", "deltas-first-when-slow"] | None = None
-    # Load only this share of each block's tokens exactly, from 0 to 1, those that its keys tell apart, and the rest
-    # rough, where that is faster than all of them. It needs the codec `packed`, which it makes the usual one.
-    importance: float = 1.0
+    # Load only this share of each block's tokens exactly, those that its keys tell apart, and the rest rough, where
+    # that is faster than all of them. It needs the codec `packed`, which it makes the usual one.
+    importance: Annotated[float, Meta(ge=0, le=1)] = 1.0
     # Files of profiles, before the installed ones.
     profiles: tuple[str, ...] = ()
     # Copies of this machine won't do, for any request.
@@ -119,7 +127,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     load_s_max: float = 10.0
     # What the engine computes in a second, for a host that tells nobody (SGLang): a load that would take longer than
     # computing is left alone. 0: as another engine on this machine has measured it for this store, if one has.
-    prefill_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> ConnectorSettings:
@@ -128,61 +136,32 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             settings = msgspec.convert(dict(options), cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"bad kvtide option: {error}") from error
-        if settings.block_tokens < 0:
-            raise ValueError(f"block_tokens must be positive, or 0 to choose, got {settings.block_tokens}")
-        settings.check_stream()
-        settings.check_importance()
-        settings.check_tail()
-        if settings.state_every_tokens < 0:
-            raise ValueError(f"state_every_tokens must be positive, or 0, got {settings.state_every_tokens}")
-        if not 0 <= settings.follow_s < math.inf:
-            raise ValueError(f"follow_s must not be negative, got {settings.follow_s}")
-        if settings.match_s_max <= 0:
-            raise ValueError(f"match_s_max must be positive, got {settings.match_s_max}")
-        if not 0 <= settings.prefill_tokens_per_s < math.inf:
-            raise ValueError(f"prefill_tokens_per_s must not be negative, got {settings.prefill_tokens_per_s}")
-        if settings.device_multiprocessors <= 0 or settings.device_bytes_max < 0:
-            found = (settings.device_multiprocessors, settings.device_bytes_max)
-            raise ValueError(f"device_multiprocessors must be positive and device_bytes_max not negative, got {found}")
-        alone = sorted({"device_multiprocessors", "device_bytes_max"} & set(options))
-        if alone and not settings.device_kernels:
-            raise ValueError(f"{alone[0]} is an option of the kernels: it needs device_kernels to be true")
+        settings._check_together(options.keys())
         settings.limits()
         return settings if settings.codec else replace(settings, codec=settings.usual_codec)
 
-    def check_stream(self) -> None:
-        """ValueError for options of streaming that can't be, or that go with no streaming."""
-        for name, value in (("start_within_s", self.start_within_s), ("quality", self.quality)):
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be a number from 0 on, got {value!r}")
-        if self.quality is not None and self.start_within_s is None:
+    def _check_together(self, given: Collection[str]) -> None:
+        """ValueError for options that would do nothing, or that exclude each other."""
+        is_streamed, is_part, is_by_layer = self.start_within_s is not None, self.importance < 1, self.load == "layers"
+        for name in ("device_bytes_max", "device_multiprocessors"):
+            if name in given and not self.device_kernels:
+                raise ValueError(f"{name} is an option of the kernels: it needs device_kernels to be true")
+        if self.quality is not None and not is_streamed:
             raise ValueError("quality says when a streamed load may end early: it needs start_within_s")
-        if self.policy is not None and self.start_within_s is None:
+        if self.policy is not None and not is_streamed:
             raise ValueError("policy says what a streamed load asks for first: it needs start_within_s")
-        if self.start_within_s is not None and self.load == "layers":
+        if is_streamed and is_by_layer:
             raise ValueError("start_within_s streams between the engine's steps: load must be auto or async")
-
-    def check_importance(self) -> None:
-        """ValueError for a share that can't be, or beside options that load in another way."""
-        if not 0 <= self.importance <= 1:
-            raise ValueError(f"importance is a share of the tokens, from 0 to 1, got {self.importance!r}")
-        if self.importance == 1:
-            return
-        if self.start_within_s is not None or self.load == "layers":
+        if is_part and (is_streamed or is_by_layer):
             raise ValueError("importance loads in its own way: it takes no start_within_s, and no load by layers")
-        if self.codec and self.codec.partition(":")[0] != "packed":
+        if is_part and self.codec and self.codec.partition(":")[0] != "packed":
             raise ValueError(f"importance loads what the codec packed stores, got codec {self.codec!r}")
-
-    def check_tail(self) -> None:
-        """ValueError for pieces that can't be, or beside options that load in another way."""
-        if self.tail_tokens < 0:
-            raise ValueError(f"tail_tokens must be positive, or 0 for none, got {self.tail_tokens}")
-        if self.tail_tokens and (self.start_within_s is not None or self.importance < 1):
+        if self.tail_tokens and (is_streamed or is_part):
             raise ValueError("tail_tokens is for whole loads: it takes neither start_within_s nor importance")
 
     @property
     def usual_codec(self) -> str:
-        """Return the codec of who names none."""
+        """The codec of who names none."""
         if self.importance < 1:
             return "packed"
         return "raw" if self.is_local else "lossless"
@@ -227,7 +206,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def is_local(self) -> bool:
-        """Tell whether the store is on this machine."""
+        """True for a store on this machine."""
         return "://" not in self.store or self.store.startswith(("disk://", "memory://"))
 
     def check_device(self, kind: str) -> None:
@@ -241,34 +220,20 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def check_chunks(self) -> None:
         """ValueError for options that do nothing where the engine moves bytes of its own to and from us."""
-        given = (
-            ("device_kernels", self.device_kernels),
-            ("load", self.load != "auto"),
-            ("start_within_s", self.start_within_s is not None),
-            ("importance", self.importance < 1),
-            ("tail_tokens", self.tail_tokens > 0),
-            ("profiles", bool(self.profiles)),
-            ("force_latest", self.force_latest),
-            ("follow_s", self.follow_s > 0),
-        )
-        for option, is_given in given:
-            if is_given:
-                raise ValueError(f"{option} is an option of vLLM's connector: here the engine itself fills its pages")
+        for field in msgspec.structs.fields(self):
+            if field.name in _OF_PAGES and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{field.name} is an option of vLLM's connector: here the engine itself fills its pages"
+                )
 
     def limits(self) -> Limits:
         """Return the bounds of the cache. ValueError for one that is not positive."""
-        return Limits(
-            memory_bytes_max=self.memory_bytes_max,
-            disk_bytes_max=self.disk_bytes_max,
-            store_queue_bytes_max=self.store_queue_bytes_max,
-            load_threads=self.load_threads,
-            load_s_max=self.load_s_max,
-            device_bytes_max=self.device_bytes_max or Limits().device_bytes_max,
-        )
+        own = {name: getattr(self, name) for name in Limits.__struct_fields__ if name in self.__struct_fields__}
+        return Limits(**{**own, "device_bytes_max": self.device_bytes_max or Limits().device_bytes_max})
 
     @property
     def kept_bytes_max(self) -> int:
-        """Return the share of the memory for blocks as the engine's pages hold them; the rest is the memory tier's."""
+        """The share of the memory for blocks as the engine's pages hold them; the rest is the memory tier's."""
         return self.memory_bytes_max // 2
 
     def block_tokens_for(self, page_tokens: int) -> int:

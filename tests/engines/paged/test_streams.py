@@ -158,13 +158,14 @@ def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Call
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"start_within_s": -1.0}, "start_within_s must be"),
+        ({"start_within_s": -1.0}, r">= 0.0 - at `\$.start_within_s`"),
         ({"quality": 0.1}, "needs start_within_s"),
-        ({"start_within_s": 1.0, "quality": float("nan")}, "quality must be"),
+        ({"start_within_s": 1.0, "quality": float("nan")}, r">= 0.0 - at `\$.quality`"),
         ({"start_within_s": 1.0, "load": "layers"}, "load must be auto or async"),
         ({"policy": "layered"}, "policy .* needs start_within_s"),
-        ({"importance": -0.1}, "importance is a share"),
-        ({"importance": float("nan")}, "importance is a share"),
+        ({"importance": -0.1}, r">= 0.0 - at `\$.importance`"),
+        ({"importance": float("nan")}, r">= 0.0 - at `\$.importance`"),
+        ({"importance": 1.5}, r"<= 1.0 - at `\$.importance`"),
         ({"importance": 0.25, "start_within_s": 1.0}, "takes no start_within_s"),
         ({"importance": 0.25, "load": "layers"}, "no load by layers"),
         ({"importance": 0.25, "codec": "lossless"}, "what the codec packed stores"),
