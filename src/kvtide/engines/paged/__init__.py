@@ -4,8 +4,17 @@ No engine is imported here: all of it is tested without one. Pages on a GPU, `de
 """
 
 from kvtide.engines.paged.identity import files_fingerprint
-from kvtide.engines.paged.opaque import OpaqueLayer, OpaquePages
-from kvtide.engines.paged.pages import Captured, CellOrder, HostPages, PagePool, cell_order, join_pages, keys_values
+from kvtide.engines.paged.pages import (
+    Captured,
+    CellOrder,
+    HostPages,
+    OpaqueLayer,
+    OpaquePages,
+    PagePool,
+    cell_order,
+    join_pages,
+    keys_values,
+)
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
 from kvtide.engines.paged.sequence import BlockRef, Namespaces, StepCommands, WorkerReport
 from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf

@@ -12,20 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import Codec
-from kvtide.engines.paged.pages import Captured, CellOrder, block_of_cells, keys_values
+from kvtide.block import BlockBits, BlockLayout
+from kvtide.engines.paged.pages import Captured, CellOrder, PagePool, block_of_cells, keys_values
 from kvtide.engines.streams import DeviceStream
-from kvtide.types import Section
 
 _INT_BITS = {2: torch.int16, 4: torch.int32}
 
 
-class DevicePages:
+class DevicePages(PagePool):
     """Pages that a device holds, each token's key before its value.
 
     layers: one tensor (pages, kv_heads, page_tokens, 2 * head_dim) for each layer, strided as the kernels like it. All
-    on one device; in this machine's memory it works too, without streams.
+    on one device; in this machine's memory it works too, without streams. Objects are kept in a device's memory by the
+    kernels alone.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], layout: BlockLayout) -> None:
@@ -38,19 +37,12 @@ class DevicePages:
         self._copies = DeviceStream.new(self._device)
         self._after: Any = None
 
-    @property
-    def memory(self) -> None:
-        """Return None: objects get to a device's memory with the kernels' streams alone."""
-
-    def close(self) -> None:
-        """Do nothing: the pages are the engine's."""
-
     def follow(self) -> None:
         """Put what is written from now on after what torch's current stream has queued."""
         self._after = DeviceStream.current(self._device).mark()
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block into `pages`, from `skip_pages` pages into the block on. Done on return."""
+        """Write a block into `pages`; see PagePool."""
         tokens = self.page_tokens
         _, kv_heads, _, content = self._layers[0].shape
         part = bits[:, :, skip_pages * tokens : (skip_pages + len(pages)) * tokens]
@@ -61,18 +53,6 @@ class DevicePages:
             for rooms, both in zip(self._views, host, strict=True):
                 for room, values in zip(rooms, both.to(self._device, non_blocking=True), strict=True):
                     room[chosen] = values.transpose(1, 2)
-        # `bits` is the caller's again, and the engine may read the pages.
-        self._copies.finish()
-
-    def decode(
-        self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
-    ) -> bool:
-        """Leave it to the codec."""
-        return False
-
-    def encoder(self, codec: Codec) -> Codec:
-        """Return the codec: the processor encodes."""
-        return codec
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Copy the pages of a block as they are when the engine's stream comes here.
@@ -95,13 +75,14 @@ class DevicePages:
             chosen = self._numbers(pages)
             for layer, copy in zip(self._layers, cells, strict=True):
                 layer[chosen] = copy.to(self._device, non_blocking=True)
-        self._copies.finish()
 
     @contextmanager
     def _behind_engine(self) -> Iterator[None]:
+        """Queue copies behind what was followed, and wait: their source is the caller's again, the engine may read."""
         self._copies.wait_for(self._after)
         with self._copies.queue():
             yield
+        self._copies.finish()
 
     def _numbers(self, pages: Sequence[int]) -> torch.Tensor:
         """Return page numbers on the device. From pageable memory the engine's thread would wait for its step here."""
@@ -111,7 +92,7 @@ class DevicePages:
         return tensor.pin_memory() if self._is_cuda else tensor
 
 
-class _DeviceCaptured:
+class _DeviceCaptured(Captured):
     """Cells on their way to the host; `wait` returns when they are there."""
 
     def __init__(self, pool: DevicePages, cells: torch.Tensor, event: Any) -> None:

@@ -13,7 +13,7 @@ from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.config import step_back
 from kvtide.engines.chunks import WriteGate
-from kvtide.engines.paged.pages import Captured, LayeredPages, PagePool, TokenPages
+from kvtide.engines.paged.pages import Captured, HostPages, PagePool
 from kvtide.engines.paged.sequence import BlockRef, LoadOrder
 from kvtide.store import Cache
 from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
@@ -147,7 +147,7 @@ class PageLoad:
 
     def take_piece(self, position: int, bits: BlockBits) -> None:
         """Write a piece of the tail into its part of a page; a BlockSink."""
-        assert isinstance(self._pool, TokenPages)
+        assert isinstance(self._pool, HostPages)
         page, token = divmod(self.order.tail[position].start - self._start, self._pool.page_tokens)
         with self._gate.enter() as is_in:
             if is_in:
@@ -166,8 +166,8 @@ class PageLoad:
         return True
 
     def take_layers(self, position: int, first: int, layers: Sequence[BlockBits]) -> None:
-        """Write layers of a block, from layer `first` on, into a pool of LayeredPages."""
-        assert isinstance(self._pool, LayeredPages)
+        """Write layers of a block, from layer `first` on, into HostPages."""
+        assert isinstance(self._pool, HostPages)
         pages, skip_pages = self._room(position)
         with self._gate.enter() as is_in:
             if is_in:

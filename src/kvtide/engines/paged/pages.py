@@ -1,6 +1,6 @@
 """The engine's pages and kvtide's blocks: where keys and values lie inside a page, and copying between the two.
 
-A layer's pages are an array (pages, kv_heads, page_tokens, 2 * head_dim), however it is strided.
+A layer's pages are an array (pages, kv_heads, page_tokens, 2 * head_dim), however it is strided, or bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
 
 Cells = NDArray[Any]
+Bytes = NDArray[np.uint8]
 # Where an engine's layers are in several groups, each group has pages of its own for the same tokens; what is called a
 # page is then the numbers of all of them in one, in slots of so many bits. 0: the engine has given it up already.
 _PAGE_BITS = 32
@@ -52,7 +53,8 @@ class Captured(Protocol):
     """The pages of a block as they were. Safe to use from several threads. DeviceFault if the device fails."""
 
     def wait(self) -> None:
-        """Return when the pages may be overwritten by whomever."""
+        """Return when the pages may be overwritten by whomever: at once, unless a device copies."""
+        return
 
     def block(self) -> BlockBits:
         """Return them as a block."""
@@ -65,6 +67,7 @@ class PagePool(Protocol):
     """All layers' pages of an engine. Safe to use from several threads on different pages.
 
     DeviceFault if they lie on a device that fails; what it was asked to write to is then to be taken as unwritten.
+    Who inherits from it has pages in this machine's memory, unless it says otherwise.
     """
 
     layout: BlockLayout
@@ -72,16 +75,22 @@ class PagePool(Protocol):
 
     @property
     def memory(self) -> DeviceMemory | None:
-        """Return the memory of the device that the pages lie on, if objects can be kept in it."""
+        """The memory of the device that the pages lie on, if objects can be kept in it."""
+        return None
 
     def close(self) -> None:
         """Give back what the pages took besides. Idempotent."""
+        return
 
     def follow(self) -> None:
         """Put what is written from now on after what the calling thread, the engine's, has queued on a device."""
+        return
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block into `pages`, from `skip_pages` pages into the block on; done on return."""
+        """Write a block into `pages`, from `skip_pages` pages into the block on; done on return.
+
+        Nothing is written to pages that the engine has given up.
+        """
 
     def decode(
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
@@ -90,31 +99,17 @@ class PagePool(Protocol):
 
         Only what the codec itself would accept is written.
         """
+        return False
 
     def encoder(self, codec: Codec) -> Codec:
         """Return what encodes blocks as `codec` does: on the device where that can, else `codec` itself."""
+        return codec
 
     def capture(self, pages: Sequence[int]) -> Captured:
-        """Copy the pages of a block as they are now, or when the calling thread's stream comes here on a device."""
+        """Copy the pages of a block as they are now, or when the calling thread's stream comes here on a device.
 
-
-@runtime_checkable
-class LayeredPages(PagePool, Protocol):
-    """Pages that are written layer by layer."""
-
-    def scatter_layers(self, first: int, layers: Iterable[BlockBits], pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block's layers from `first` on, each (2, tokens, kv_heads, head_dim), as `scatter` does."""
-
-
-@runtime_checkable
-class TokenPages(PagePool, Protocol):
-    """Pages of which a part is copied too."""
-
-    def scatter_tokens(self, bits: BlockBits, page: int, start: int) -> None:
-        """Write (layers, 2, tokens, kv_heads, head_dim) from token `start` of a page on; others stay as they are."""
-
-    def capture_tokens(self, page: int, start: int, stop: int) -> BlockBits:
-        """Return a copy of the tokens [start, stop) of a page."""
+        ValueError if the engine has given one up.
+        """
 
 
 def keys_values(cells: Any, order: CellOrder) -> tuple[Any, Any]:
@@ -143,45 +138,35 @@ def cell_order(cell: Cells, keys: Cells, values: Cells) -> CellOrder:
     raise ValueError("the engine keeps keys and values inside a page in an order that kvtide does not know")
 
 
-class HostPages:
+class HostPages(PagePool):
     """Pages in this machine's memory, copied by the processor.
 
     layers: one array (pages, kv_heads, page_tokens, 2 * head_dim) of bit patterns for each layer. slots: each layer's,
-    where there are several; pages are then joined (`join_pages`), and those that were given up are left alone.
+    where there are several; pages are then joined (`join_pages`).
     """
 
     def __init__(
         self, layers: Sequence[Cells], layout: BlockLayout, order: CellOrder, slots: Sequence[int] | None = None
     ) -> None:
         self.layout = layout
-        self._slots = slots
+        self.order = order
         self.page_tokens = layers[0].shape[2]
+        self._slots = slots
         self._layers = list(layers)
-        self._order = order
         self._views = [keys_values(layer, order) for layer in layers]
         for layer, (keys, _) in zip(layers, self._views, strict=True):
             # Writes to a copy would be lost without a word.
             assert np.shares_memory(layer, keys)
 
-    @property
-    def memory(self) -> None:
-        """Return None: the pages lie on no device."""
-
-    def close(self) -> None:
-        """Do nothing: the pages are the engine's."""
-
-    def follow(self) -> None:
-        """Do nothing: an engine on this processor queues nothing."""
-
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block into `pages`, from `skip_pages` pages into the block on."""
+        """Write a block into `pages`; see PagePool."""
         self.scatter_layers(0, bits, pages, skip_pages)
 
     def scatter_layers(self, first: int, layers: Iterable[BlockBits], pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block's layers from `first` on."""
+        """Write a block's layers from `first` on, each (2, tokens, kv_heads, head_dim), as `scatter` does."""
         tokens = self.page_tokens
         for number, layer in enumerate(layers, first):
-            own = list(_own_pages(pages, self._slots, number, skip_pages))
+            own = list(self._own_pages(number, pages, skip_pages))
             for room, values in zip(self._views[number], layer, strict=True):
                 for position, page in own:
                     room[page] = values[position * tokens : (position + 1) * tokens].transpose(1, 0, 2)
@@ -196,74 +181,62 @@ class HostPages:
         self.scatter_layers(0, layers, pages, skip_pages)
         return True
 
-    def encoder(self, codec: Codec) -> Codec:
-        """Return the codec: the processor encodes."""
-        return codec
-
     def scatter_tokens(self, bits: BlockBits, page: int, start: int) -> None:
-        """Write a run of tokens of all layers from `start` in a page on."""
-        assert self._slots is None, "pages of several groups are taken whole"
-        for rooms, layer in zip(self._views, bits, strict=True):
-            for room, values in zip(rooms, layer, strict=True):
-                room[page, :, start : start + len(values)] = values.transpose(1, 0, 2)
+        """Write (layers, 2, tokens, kv_heads, head_dim) from token `start` of a page on; others stay as they are."""
+        for room, values in self._token_rooms(bits, page, start):
+            room[...] = values.transpose(1, 0, 2)
 
     def capture_tokens(self, page: int, start: int, stop: int) -> BlockBits:
         """Return a copy of the tokens [start, stop) of a page."""
-        assert self._slots is None, "pages of several groups are taken whole"
         bits: BlockBits = np.empty(replace(self.layout, tokens=stop - start).shape, self.layout.bits_dtype)
-        for rooms, layer in zip(self._views, bits, strict=True):
-            for room, values in zip(rooms, layer, strict=True):
-                values[...] = room[page, :, start:stop].transpose(1, 0, 2)
+        for room, values in self._token_rooms(bits, page, start):
+            values[...] = room.transpose(1, 0, 2)
         return bits
 
+    def _token_rooms(self, bits: BlockBits, page: int, start: int) -> Iterator[tuple[Cells, BlockBits]]:
+        """Return for keys and values of each layer where they lie in a page, and those of `bits`."""
+        assert self._slots is None, "pages of several groups are taken whole"
+        for rooms, layer in zip(self._views, bits, strict=True):
+            for room, values in zip(rooms, layer, strict=True):
+                yield room[page, :, start : start + len(values)], values
+
     def capture(self, pages: Sequence[int]) -> Captured:
-        """Copy the pages of a block as they are now. ValueError if one was given up."""
+        """Copy the pages of a block; see PagePool."""
         _, kv_heads, tokens, content = self._layers[0].shape
         cells = _mapped((len(self._layers), len(pages), kv_heads, tokens, content), self.layout.bits_dtype)
         for number, (layer, copy) in enumerate(zip(self._layers, cells, strict=True)):
-            own = list(_own_pages(pages, self._slots, number))
+            own = list(self._own_pages(number, pages))
             if len(own) < len(pages):
                 raise ValueError(f"layer {number} has given up a page of the block")
             for position, page in own:
                 copy[position] = layer[page]
-        return _HostCaptured(cells, self._layers, self._slots, self.layout, self._order)
+        return _HostCaptured(self, cells)
+
+    def write(self, cells: Cells, pages: Sequence[int], skip_pages: int) -> None:
+        """Write captured cells into pages."""
+        for number, (layer, copy) in enumerate(zip(self._layers, cells, strict=True)):
+            for position, page in self._own_pages(number, pages, skip_pages):
+                layer[page] = copy[position]
+
+    def _own_pages(self, layer: int, pages: Sequence[int], start: int = 0) -> Iterator[tuple[int, int]]:
+        """Return a layer's pages by position, from `start` on, without those that were given up."""
+        if self._slots is None:
+            return enumerate(pages, start)
+        slot = self._slots[layer]
+        own = ((position, slot_page(page, slot)) for position, page in enumerate(pages, start))
+        return ((position, page) for position, page in own if page)
 
 
-def _own_pages(
-    pages: Sequence[int], slots: Sequence[int] | None, layer: int, start: int = 0
-) -> Iterator[tuple[int, int]]:
-    """Return a layer's pages by position, from `start` on, without those that were given up."""
-    if slots is None:
-        return enumerate(pages, start)
-    own = ((position, slot_page(page, slots[layer])) for position, page in enumerate(pages, start))
-    return ((position, page) for position, page in own if page)
-
-
-class _HostCaptured:
-    def __init__(
-        self,
-        cells: Cells,
-        layers: Sequence[Cells],
-        slots: Sequence[int] | None,
-        layout: BlockLayout,
-        order: CellOrder,
-    ) -> None:
+class _HostCaptured(Captured):
+    def __init__(self, pool: HostPages, cells: Cells) -> None:
+        self._pool = pool
         self._cells = cells
-        self._slots = slots
-        self._layers = layers
-        self._layout = layout
-        self._order = order
-
-    def wait(self) -> None:
-        pass
 
     def block(self) -> BlockBits:
-        return block_of_cells(self._cells, self._layout, self._order)
+        return block_of_cells(self._cells, self._pool.layout, self._pool.order)
 
     def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        for number, (layer, copy) in enumerate(zip(self._layers, self._cells, strict=True)):
-            for position, page in _own_pages(pages, self._slots, number, skip_pages):
-                layer[page] = copy[position]
+        self._pool.write(self._cells, pages, skip_pages)
 
 
 def _mapped(shape: Sequence[int], dtype: Any) -> Cells:
@@ -279,3 +252,65 @@ def block_of_cells(cells: Cells, layout: BlockLayout, order: CellOrder) -> Block
     for which, part in enumerate(keys_values(cells, order)):
         rooms[:, which] = part.swapaxes(2, 3)
     return bits
+
+
+class OpaqueLayer(NamedTuple):
+    """One layer's pages (pages, bytes), and its slots in a joined page (`join_pages`)."""
+
+    pages: Bytes
+    slots: tuple[int, ...]
+
+
+class OpaquePages(PagePool):
+    """Pages in this machine's memory whose bytes mean something to the engine alone: several shapes, states.
+
+    A block holds for each layer its pages in order. page_tokens: of a joined page.
+    """
+
+    def __init__(self, layers: Sequence[OpaqueLayer], layout: BlockLayout, page_tokens: int) -> None:
+        self.layout = layout
+        self.page_tokens = page_tokens
+        self._layers = list(layers)
+        page_bytes = sum(len(layer.slots) * int(layer.pages.shape[1]) for layer in layers)
+        self._pages = layout.raw_bytes // page_bytes
+        assert self._pages * page_bytes == layout.raw_bytes, f"{layout} is not whole pages of {page_bytes} bytes"
+
+    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
+        """Write a block into `pages`; see PagePool."""
+        data = bits.reshape(-1).view(np.uint8)
+        for layer, page, part in self._rooms(pages, skip_pages):
+            if page:
+                layer[page] = data[part]
+
+    def capture(self, pages: Sequence[int]) -> Captured:
+        """Copy the pages of a block; see PagePool."""
+        bits: BlockBits = np.empty(self.layout.shape, self.layout.bits_dtype)
+        data = bits.reshape(-1).view(np.uint8)
+        for layer, page, part in self._rooms(pages, 0):
+            if not page:
+                raise ValueError("a page of the block was given up")
+            data[part] = layer[page]
+        return _OpaqueCaptured(self, bits)
+
+    def _rooms(self, pages: Sequence[int], skip_pages: int) -> Iterator[tuple[Bytes, int, slice]]:
+        """Return for each of the engine's pages its layer, its number and where it lies in a block."""
+        start = 0
+        for layer, slots in self._layers:
+            size = layer.shape[1]
+            for position, page in enumerate(pages, skip_pages):
+                for number, slot in enumerate(slots):
+                    at = start + (position * len(slots) + number) * size
+                    yield layer, slot_page(page, slot), slice(at, at + size)
+            start += self._pages * len(slots) * size
+
+
+class _OpaqueCaptured(Captured):
+    def __init__(self, pool: OpaquePages, bits: BlockBits) -> None:
+        self._pool = pool
+        self._bits = bits
+
+    def block(self) -> BlockBits:
+        return self._bits
+
+    def restore(self, pages: Sequence[int], skip_pages: int) -> None:
+        self._pool.scatter(self._bits, pages, skip_pages)

@@ -17,7 +17,7 @@ from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.engines.paged.counts import WorkerCounts
 from kvtide.engines.paged.loads import KeptBlocks, PageLoad, StreamedPages, part_loads, touch_rooms
-from kvtide.engines.paged.pages import LayeredPages, PagePool, TokenPages
+from kvtide.engines.paged.pages import HostPages, PagePool
 from kvtide.engines.paged.sequence import AdviceOrder, BlockRef, LoadTiming, StepCommands, StoreOrder, WorkerReport
 from kvtide.engines.settings import StreamOrder
 from kvtide.plan import PrefillSpeed
@@ -72,9 +72,9 @@ class WorkerHalf:
     ) -> None:
         """policy: what streamed loads ask for first. share: of other loads' tokens, those to be exact.
 
-        tail_tokens: of a piece of a block, for a pool of TokenPages alone.
+        tail_tokens: of a piece of a block, for HostPages alone.
         """
-        assert not tail_tokens or isinstance(pool, TokenPages)
+        assert not tail_tokens or isinstance(pool, HostPages)
         self._tail_tokens = tail_tokens
         self.cache = cache
         self._states = states
@@ -224,7 +224,7 @@ class WorkerHalf:
         def take_layers(position: int, first: int, layers: Sequence[BlockBits]) -> None:
             load.take_layers(kept + position, first, layers)
 
-        by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, LayeredPages) else None
+        by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, HostPages) else None
         return self.cache.load(metas, Whole(sink, take, by_layer), self._left_s(load))
 
     def _load_states(self, load: PageLoad, rows: LoadReport, states: PagePool) -> LoadReport:
@@ -343,7 +343,7 @@ class WorkerHalf:
         return PendingBlock(meta, partial(self._capture, order, meta.id))
 
     def _capture_piece(self, order: StoreOrder) -> BlockSource:
-        assert isinstance(self._pool, TokenPages)
+        assert isinstance(self._pool, HostPages)
         start = order.block.start % self._pool.page_tokens
         bits = self._pool.capture_tokens(order.pages[0], start, start + self._tail_tokens)
         return lambda: bits
