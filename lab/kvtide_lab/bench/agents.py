@@ -10,29 +10,178 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from rich.console import Group
+from rich.table import Table
 
-from kvtide_lab.bench.agents_rows import (
-    AFTER,
-    BEFORE,
-    EXACT,
-    NO_REUSE,
-    AgentAnswer,
-    AgentPhase,
-    AgentsBench,
-    result_of,
-)
 from kvtide_lab.bench.agents_sessions import AgentSession, working_set_pages
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_peers import Contender, contenders, drop_page_cache, further, settle, side_server
 from kvtide_lab.bench.engine_process import EngineProcess
-from kvtide_lab.bench.quality_state import Partial, ids_digest
+from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.bench.services import mooncake_servers
+from kvtide_lab.measuring import Show, in_turns
+
+NO_REUSE = "no reuse"
+BEFORE, AFTER = "before", "after"
+# Of two that are this close one is not better: a row of a few answers says no more.
+TIE = 0.97
+NATIVE_RATIO_MIN = 1.3
+# The seconds of a shorter answer over its tokens are its wait over next to nothing: among few answers they are the p90.
+ANSWER_TOKENS_MIN = 8
+EXACT = ("kvtide", "kvtide lossless")
+
+
+class AgentAnswer(msgspec.Struct, frozen=True):
+    """One answer. `seconds` from the request to its last token."""
+
+    ids: list[int]
+    ttft_s: float
+    seconds: float
+    cached_tokens: int
+    finish: str
+
+
+class AgentPhase(msgspec.Struct, frozen=True):
+    """A contender's answers before or after the restart. CPU seconds are of the engine's process and its server's.
+
+    plain_s: where nothing is shared, seconds of a plain engine that was asked the same right before.
+    """
+
+    answers: list[AgentAnswer]
+    prompt_tokens: int
+    cpu_s: float
+    plain_s: list[float] = []
+
+
+class AgentsRow(msgspec.Struct, frozen=True):
+    """One contender, so many sessions at once, before or after the restart; `no reuse`: nothing shared, one at a time.
+
+    p90_interactivity: 1 / p90 of (seconds of an answer / its tokens), as InferenceX has it, in tokens a second, over
+    answers of ANSWER_TOKENS_MIN tokens and more; all other figures are over all answers.
+    answers_changed: answers that differ from plain vLLM's to the same prompt in a token.
+    """
+
+    engine: str
+    row: str
+    phase: str
+    requests: int
+    p90_interactivity: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    prompt_tokens: int
+    hit_tokens: int
+    cpu_s_per_1k_tokens: float
+    answers_changed: int
+    failed: int
+
+
+class AgentsRatio(msgspec.Struct, frozen=True):
+    """p90_interactivity of kvtide over another's in one row and phase."""
+
+    row: str
+    phase: str
+    other: str
+    ratio: float
+
+
+class AgentsBench(msgspec.Struct, frozen=True):
+    """All rows and what they say of the goals. `failures`: contenders that did not run, and why."""
+
+    model: str
+    sessions: int
+    working_set_tokens: int
+    room_tokens: int
+    is_first_or_tied: bool
+    least_ratio: AgentsRatio | None
+    after_restart_vs_native: float | None
+    no_reuse_vs_plain: float
+    answers_changed_exact: int
+    failed_requests: int
+    failures: dict[str, str]
+    ratios: list[AgentsRatio]
+    rows: list[AgentsRow]
+
+
+def result_of(
+    found: dict[tuple[str, str], list[list[AgentPhase]]],
+    failures: dict[str, str],
+    model: str,
+    sessions: int,
+    tokens: tuple[int, int],
+) -> AgentsBench:
+    """Return what the phases of all rounds say, by row and contender. `tokens`: working set and room."""
+    rows = [
+        _row(row, name, phase, number, [phases[number] for phases in rounds], found)
+        for (row, name), rounds in found.items()
+        for number, phase in enumerate((BEFORE, AFTER)[: len(rounds[0])])
+    ]
+    speed = {(row.row, row.phase, row.engine): row.p90_interactivity for row in rows}
+    ratios = [
+        AgentsRatio(row, phase, other, speed[row, phase, "kvtide"] / theirs)
+        for (row, phase, other), theirs in speed.items()
+        if not other.startswith("kvtide")
+    ]
+    native = [each.ratio for each in ratios if (each.phase, each.other) == (AFTER, "native")]
+    least = min(ratios, key=lambda each: each.ratio, default=None)
+    pairs = [
+        theirs_s / mine.seconds
+        for (phase,) in found[NO_REUSE, "kvtide"]
+        for theirs_s, mine in zip(phase.plain_s, phase.answers, strict=True)
+    ]
+    return AgentsBench(
+        model=model,
+        sessions=sessions,
+        working_set_tokens=tokens[0],
+        room_tokens=tokens[1],
+        is_first_or_tied=least is not None and least.ratio >= TIE,
+        least_ratio=least,
+        after_restart_vs_native=min(native) if native else None,
+        no_reuse_vs_plain=median(pairs),
+        answers_changed_exact=sum(row.answers_changed for row in rows if row.engine in EXACT),
+        failed_requests=sum(row.failed for row in rows if row.engine.startswith("kvtide")),
+        failures=failures,
+        ratios=ratios,
+        rows=rows,
+    )
+
+
+def _row(
+    row: str,
+    name: str,
+    phase: str,
+    number: int,
+    phases: Sequence[AgentPhase],
+    found: dict[tuple[str, str], list[list[AgentPhase]]],
+) -> AgentsRow:
+    answers = [answer for each in phases for answer in each.answers]
+    expected = [answer for each in found[row, "plain"] for answer in each[number].answers]
+    tokens = sum(each.prompt_tokens for each in phases) + sum(len(answer.ids) for answer in answers)
+    spoken = [answer for answer in answers if len(answer.ids) >= ANSWER_TOKENS_MIN] or answers
+    slowest = float(np.percentile([answer.seconds / max(1, len(answer.ids)) for answer in spoken], 90))
+    ttfts = [answer.ttft_s for answer in answers]
+    return AgentsRow(
+        engine=name,
+        row=row,
+        phase=phase,
+        requests=len(answers),
+        p90_interactivity=1 / slowest,
+        ttft_p50_s=float(np.percentile(ttfts, 50)),
+        ttft_p90_s=float(np.percentile(ttfts, 90)),
+        prompt_tokens=sum(each.prompt_tokens for each in phases),
+        hit_tokens=sum(answer.cached_tokens for answer in answers),
+        cpu_s_per_1k_tokens=1000 * sum(each.cpu_s for each in phases) / tokens,
+        answers_changed=sum(mine.ids != theirs.ids for mine, theirs in zip(answers, expected, strict=True)),
+        failed=sum(answer.finish != "length" for answer in answers),
+    )
+
 
 PAGE_TOKENS = 128
 TIDE = "kvtide tide"
@@ -41,8 +190,6 @@ _WARM_UP_TOKENS = 300
 _MOONCAKE_SETTLE_S = 3.0
 _NAMED_ERROR = re.compile(r"\b\w+(Error|Exception): .+")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-
-Show = Callable[[str, int, int], None]
 
 
 class AgentsSize(msgspec.Struct, frozen=True):
@@ -123,9 +270,7 @@ def run(
     with EngineNursery(setup.python, setup.work / "engines.log") as nursery:
         for number in range(size.rounds):
             for row in rows:
-                # Another one first each time.
-                first = (number + rows.index(row)) % len(setup.names)
-                for name in setup.names[first:] + setup.names[:first]:
+                for name in in_turns(setup.names, number + rows.index(row)):
                     show(f"{row.name}: {name}", done, total)
                     done += 1
                     case = f"{row.name}, {name}"
@@ -299,3 +444,51 @@ def _cpu_s(pid: int | None) -> float:
     except OSError:
         return 0.0
     return sum(map(int, fields[11:13])) / _CLOCK_TICKS + sum(_cpu_s(int(child)) for child in children)
+
+
+def render(result: AgentsBench) -> Group:
+    """Return all rows, then the goals and whether they are met."""
+    memory = f"memory for {result.room_tokens:,} of {result.working_set_tokens:,} tokens"
+    rows = Table(
+        *("sessions, restart", "engine", "p90 int.", "TTFT p50, p90", "hits", "CPU s/1k", "changed"),
+        title=f"{result.model}, {result.sessions} agent sessions, {memory}",
+        caption=f"p90 int.: 1 / p90 of (seconds / tokens of an answer of {ANSWER_TOKENS_MIN} and more), tokens/s",
+    )
+    for row in result.rows:
+        where = NO_REUSE if row.row == NO_REUSE else f"{row.row}, {row.phase}"
+        times = (f"{row.p90_interactivity:.2f}", f"{row.ttft_p50_s:.2f}, {row.ttft_p90_s:.2f} s")
+        counts = (f"{row.hit_tokens / row.prompt_tokens:.0%}", f"{row.cpu_s_per_1k_tokens:.2f}")
+        rows.add_row(where, row.engine, *times, *counts, f"{row.answers_changed} of {row.requests}")
+    missing = [f"{name} did not run: {failure}" for name, failure in result.failures.items()]
+    goals = Table("goal", "wanted", "found", "met")
+    least = result.least_ratio
+    if least is not None:
+        found = f"{least.ratio:.3f} ({least.row}, {least.phase}, {least.other})"
+        goals.add_row(
+            "p90 int. over every contender's, least row",
+            f">= 1 (tied: {TIE})",
+            found,
+            _met(least.ratio >= TIE),
+        )
+    if result.after_restart_vs_native is not None:
+        ratio = result.after_restart_vs_native
+        goals.add_row(
+            "… over native tiering's after the restart",
+            f">= {NATIVE_RATIO_MIN}",
+            f"{ratio:.3f}",
+            _met(ratio >= NATIVE_RATIO_MIN),
+        )
+    goals.add_row(
+        "nothing shared: plain's seconds over kvtide's",
+        f">= {TIE}",
+        f"{result.no_reuse_vs_plain:.3f}",
+        _met(result.no_reuse_vs_plain >= TIE),
+    )
+    changed = result.answers_changed_exact
+    goals.add_row("answers changed, exact codecs", "0", str(changed), _met(changed == 0))
+    goals.add_row("requests failed", "0", str(result.failed_requests), _met(result.failed_requests == 0))
+    return Group(rows, *missing, goals)
+
+
+def _met(is_met: bool) -> str:
+    return "yes" if is_met else "no"

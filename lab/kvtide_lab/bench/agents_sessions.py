@@ -96,23 +96,11 @@ def _turns(requests: Iterable[_Request], tokenize: Tokenize, context_tokens: int
     return turns
 
 
-def paged(sessions: Sequence[AgentSession], page_tokens: int) -> list[list[list[int]]]:
-    """Return each prompt's pages by session and turn as numbers, from 0: the same number for the same prefix alone."""
-    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-    found = list[list[list[int]]]()
-    for session in sessions:
-        found.append([])
-        for turn in session.turns:
-            pages, parent = list[int](), -1
-            for start in range(0, len(turn.ids), page_tokens):
-                page = tuple(turn.ids[start : start + page_tokens])
-                parent = numbers.setdefault((parent, page), len(numbers))
-                pages.append(parent)
-            found[-1].append(pages)
-    return found
-
-
 def working_set_pages(sessions: Sequence[AgentSession], page_tokens: int) -> int:
     """Return how many pages hold every prompt at once; what prompts share is there once."""
-    turns = (turn for session in paged(sessions, page_tokens) for turn in session)
-    return len({page for turn in turns for page in turn})
+    pages: dict[tuple[int, tuple[int, ...]], int] = {}
+    for turn in (turn for session in sessions for turn in session.turns):
+        parent = -1
+        for start in range(0, len(turn.ids), page_tokens):
+            parent = pages.setdefault((parent, tuple(turn.ids[start : start + page_tokens])), len(pages))
+    return len(pages)

@@ -10,31 +10,180 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from rich.console import Group
+from rich.table import Table
 
 from kvtide.block import BlockBits, BlockLayout
-from kvtide.codec import Profile
+from kvtide.codec import Codec, LosslessCodec, Profile
+from kvtide.codec.base import RawCodec
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
+from kvtide.codec.published.cachegen import CHUNKWISE_LEVELS, LEVELS
+from kvtide.codec.published.integers import CODERS
 from kvtide.codec.tide import THIRD, Steps, TideCodec
 from kvtide.engines.calibrate.judge import CacheVerdict, CodedContext, QualityJudge, one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide.errors import UnencodableBlock
-from kvtide_lab.bench.quality_cases import TIDE_QUALITIES, TIDE_QUALITIES_QUICK, Case, cases, chosen
-from kvtide_lab.bench.quality_goals import (
-    BitsAtKl,
-    Point,
-    bits_at_kl,
-    bits_of_points,
-    embedded_penalty,
-    ratio_to_tide,
-)
-from kvtide_lab.bench.quality_state import Inputs, Measured, Partial, ids_digest
+from kvtide_lab.bench.partial import Partial, ids_digest
+from kvtide_lab.figures import new_figure, table_of
+from kvtide_lab.measuring import Show
+
+# Of cachegen's nine positions in a group: how many single deltas follow the anchors in the rows that are not whole.
+SINGLE_DELTAS = (0, 1, 3, 6)
+
+
+class Case(NamedTuple):
+    """One codec at one setting. `refinements`: how many are read, None for all."""
+
+    name: str
+    level: int
+    coder: str
+    profile: str
+    codec: Codec
+    refinements: int | None = None
+    quality: float | None = None
+
+    @property
+    def id(self) -> str:
+        """Return what tells it from all other cases."""
+        asked = "" if self.quality is None else f" at {self.quality:g}"
+        steps = self.codec.steps.refinements if isinstance(self.codec, TideCodec) else self.refinements
+        refinements = "" if steps is None else f" with {steps} refinements"
+        return f"{self.name} level {self.level} {self.coder} {self.profile}{asked}{refinements}"
+
+
+# What objects of tide are asked for, and how many refinements they get: the last has prefixes of all qualities. Each
+# KL of `KL_GOALS` lies between two that are near it, also on texts on which KL is not what it was in calibration.
+TIDE_QUALITIES = ((1e-2, 0), (6.8e-3, 0), (4.5e-3, 1), (9e-4, 3))
+TIDE_QUALITIES_QUICK = ((1e-2, 0), (4e-3, 1), (9e-4, 1))
+
+
+Qualities = Sequence[tuple[float, int]]
+
+
+def cases(profiles: Sequence[Profile], layout: BlockLayout, qualities: Qualities = TIDE_QUALITIES) -> list[Case]:
+    """Return every codec, level, coder and place of distributions; shared ones where a profile fits."""
+    found = [Case("raw", 0, "none", "none", RawCodec()), Case("lossless", 0, "rans", "none", LosslessCodec())]
+    for name, maker, levels in (("cachegen", CachegenCodec, LEVELS), ("chunkwise", ChunkwiseCodec, CHUNKWISE_LEVELS)):
+        fitting = next((p for p in profiles if p.kind == name and p.fits(layout)), None)
+        for level in levels:
+            for profile in (None, fitting) if fitting else (None,):
+                for number, coder in enumerate(CODERS):
+                    where = "shared" if profile else "payload"
+                    found.append(Case(name, level, coder.name, where, maker(level, number, profile)))
+    found.append(Case("cachegen-snippet", 0, CODERS[0].name, "payload", SnippetCodec()))
+    return found + _anchor_cases(found) + _tide_cases(profiles, layout, qualities)
+
+
+def chosen(every: Sequence[Case], codecs: Sequence[str]) -> list[Case]:
+    """Return the cases of the codecs that are named, all if none is. ValueError for a name that no case has."""
+    known = dict.fromkeys(case.name for case in every)
+    unknown = [name for name in codecs if name not in known]
+    if unknown:
+        raise ValueError(f"codecs of this model and these profiles are {', '.join(known)}, got {unknown[0]!r}")
+    return [case for case in every if not codecs or case.name in codecs]
+
+
+def _anchor_cases(found: Sequence[Case]) -> list[Case]:
+    # The paper's own bins, the coarsest: beside deltas that are not here, finer ones are bits for nothing.
+    whole = [case for case in found if (case.name, case.level, case.coder) == ("cachegen", max(LEVELS), "rans")]
+    return [whole[-1]._replace(refinements=refinements) for refinements in SINGLE_DELTAS]
+
+
+def _tide_cases(profiles: Sequence[Profile], layout: BlockLayout, qualities: Qualities) -> list[Case]:
+    return [
+        Case(profile.kind, 0, "rans", "shared", TideCodec(profile, quality, refinements), quality=quality)
+        for profile in profiles
+        if profile.kind.startswith("tide") and profile.fits(layout)
+        for quality, refinements in qualities
+    ]
+
+
+KL_GOALS = (1e-3, 5e-3, 1.2e-2)
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A row's cost and the model's loss with it."""
+
+    bits_per_element: float
+    kl: float
+
+
+class BitsAtKl(msgspec.Struct, frozen=True):
+    """One codec with one coder and one place of distributions at a KL.
+
+    `bits_per_element` lies on the straight line, in (bits, log KL), through `between`: of the rows of this codec, coder
+    and place, at whatever level, quality and refinement, those that no cheaper one is as good as, the nearest on either
+    side (the coarser first). Both are None if a side has none. `bits_of_row` are the fewest of a row that is at least
+    as good, None if none is.
+    """
+
+    codec: str
+    coder: str
+    profile: str
+    kl: float
+    bits_per_element: float | None
+    bits_of_row: float | None
+    between: tuple[Point, Point] | None
+
+
+def bits_at_kl(rows: Sequence[QualityRow]) -> list[BitsAtKl]:
+    """Return an entry for each lossy codec, coder and place of distributions, and each of KL_GOALS."""
+    lines = dict.fromkeys((row.codec, row.coder, row.profile) for row in rows if row.kl > 1e-6)
+    found = []
+    for line in lines:
+        points = [Point(row.bits_per_element, row.kl) for row in rows if (row.codec, row.coder, row.profile) == line]
+        for kl in KL_GOALS:
+            good = [point.bits_per_element for point in points if point.kl <= kl]
+            found.append(BitsAtKl(*line, kl, bits_of_points(points, kl), min(good, default=None), _between(points, kl)))
+    return found
+
+
+def bits_of_points(points: Sequence[Point], kl: float) -> float | None:
+    """Return the bits at a KL on the line through the points worth having, None beyond its ends."""
+    between = _between(points, kl)
+    return _bits(*between, kl) if between else None
+
+
+def _between(points: Sequence[Point], kl: float) -> tuple[Point, Point] | None:
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.bits_per_element, point.kl)):
+        if point.kl > 0 and (not front or point.kl < front[-1].kl):
+            front.append(point)
+    return next(((coarse, fine) for coarse, fine in pairwise(front) if fine.kl <= kl <= coarse.kl), None)
+
+
+def _bits(coarse: Point, fine: Point, kl: float) -> float:
+    share = math.log(coarse.kl / kl) / math.log(coarse.kl / fine.kl)
+    return coarse.bits_per_element + (fine.bits_per_element - coarse.bits_per_element) * share
+
+
+def bits_of(found: Sequence[BitsAtKl], kl: float, codec: str, profile: str) -> float | None:
+    """Return the fewest bits of a codec's coders at one of KL_GOALS, None if no coder has any."""
+    bits = [
+        each.bits_per_element
+        for each in found
+        if (each.codec, each.profile, each.kl) == (codec, profile, kl) and each.bits_per_element is not None
+    ]
+    return min(bits, default=None)
+
+
+def ratio_to_tide(found: Sequence[BitsAtKl], codec: str, profile: str) -> float | None:
+    """Return how many times the bits of `tide-deep` a codec takes at a KL of 5e-3."""
+    theirs, ours = bits_of(found, 5e-3, codec, profile), bits_of(found, 5e-3, "tide-deep", "shared")
+    return theirs / ours if theirs and ours else None
+
+
+def embedded_penalty(rows: Sequence[QualityRow]) -> float | None:
+    """Return by which share the worst prefix of refinements exceeds a single encoding of its quality."""
+    return max((row.over_single for row in rows if row.over_single is not None), default=None)
 
 
 class QualitySize(NamedTuple):
@@ -56,8 +205,33 @@ WORKERS = 2
 # What texts are compared at.
 TEXT_KL = 5e-3
 
-# Called with what is being done, and how much of it.
-Progress = Callable[[str, int, int], None]
+
+class Inputs(msgspec.Struct, frozen=True):
+    """All that decides what `codec-quality` finds, but for the program. Digests in hex; `texts`: one a context."""
+
+    model: str
+    kv_dtype: str
+    block_tokens: int
+    context_tokens: int
+    continuation_tokens: int
+    greedy_tokens: int
+    texts: list[str]
+    profiles: list[str]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A context's objects that end at one refinement, through one case. Times are of the CPU.
+
+    `single_bytes`: objects of the same step without refinements, of tide only.
+    """
+
+    refinements: int
+    raw_bytes: int
+    stored_bytes: int
+    single_bytes: int | None
+    encode_s: float
+    decode_s: float
+    verdict: CacheVerdict
 
 
 class QualityRow(msgspec.Struct, frozen=True):
@@ -156,13 +330,8 @@ def subject_of(
 
 def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None) -> Partial[Inputs, Measured]:
     """Return where results are kept, with those that a run of the same inputs left. ValueError if others did."""
-    return Partial(inputs_of(subject, profiles), Measured, path)
-
-
-def inputs_of(subject: Subject, profiles: Sequence[Profile]) -> Inputs:
-    """Return all that decides what is found of a subject."""
     layout, size = subject.layout, subject.size
-    return Inputs(
+    inputs = Inputs(
         model=model_fingerprint(subject.model).hex(),
         kv_dtype=layout.dtype.value,
         block_tokens=layout.tokens,
@@ -172,6 +341,7 @@ def inputs_of(subject: Subject, profiles: Sequence[Profile]) -> Inputs:
         texts=[ids_digest(ids) for ids in subject.ids],
         profiles=[profile.digest.hex() for profile in profiles],
     )
+    return Partial(inputs, Measured, path)
 
 
 def run(
@@ -179,7 +349,7 @@ def run(
     profiles: Sequence[Profile],
     codecs: Sequence[str],
     partial: Partial[Inputs, Measured],
-    progress: Progress,
+    show: Show,
 ) -> CodecQuality:
     """Judge every case that is not in `partial` yet; of all codecs if none is named.
 
@@ -191,13 +361,13 @@ def run(
     missing = [[case for case in every if partial.get(case.id, context) is None] for context in contexts]
     total = len(every) * len(contexts)
     done = total - sum(map(len, missing))
-    progress("results", done, total)
+    show("results", done, total)
     with one_torch_thread():
         for context in contexts:
             for case, found in _found(subject, context, missing[context]):
                 partial.put(case.id, context, found)
                 done += 1
-                progress("results", done, total)
+                show("results", done, total)
     rows: list[QualityRow] = []
     for case in every:
         rows += _rows(subject, case, partial, rows)
@@ -330,3 +500,96 @@ def _row(subject: Subject, case: Case, found: Sequence[Measured], rows: Sequence
         encode_mb_s=raw_bytes / 1e6 / sum(each.encode_s for each in found),
         decode_mb_s=raw_bytes / 1e6 / sum(each.decode_s for each in found),
     )
+
+
+def render(result: CodecQuality) -> Group:
+    """Return the tables that people read."""
+    return Group(_render_rows(result), _render_goals(result), _render_texts(result))
+
+
+def _render_texts(result: CodecQuality) -> Table:
+    columns = ("codec", "text", f"bits at {TEXT_KL:g}", "KL over asked")
+    table = table_of(columns, title="text by text", left=columns[:2])
+    for each in result.by_text:
+        over = ", ".join(f"{ratio:.2f}" for ratio in each.kls_over_asked)
+        table.add_row(each.codec, each.text, "" if each.bits is None else f"{each.bits:.2f}", over)
+    return table
+
+
+def _render_goals(result: CodecQuality) -> Table:
+    columns = ("codec", "coder", "tables", "KL", "bits", "between (bits at KL)", "best row")
+    table = table_of(columns, title="bits at a KL", left=columns[:3])
+    for each in result.at_kl:
+        bits, of_row = ("" if bits is None else f"{bits:.3f}" for bits in (each.bits_per_element, each.bits_of_row))
+        between = ", ".join(f"{point.bits_per_element:.2f} at {point.kl:.2g}" for point in each.between or ())
+        table.add_row(each.codec, each.coder, each.profile, f"{each.kl:g}", bits, between, of_row)
+    return table
+
+
+def quality_finding(result: CodecQuality) -> str:
+    """Return in one line the fewest bits of each codec at one KL; nothing where fewer than two reach one."""
+    for kl in sorted({each.kl for each in result.at_kl}):
+        fewest: dict[str, float] = {}
+        for each in result.at_kl:
+            if each.kl == kl and each.bits_per_element is not None:
+                fewest[each.codec] = min(each.bits_per_element, fewest.get(each.codec, each.bits_per_element))
+        if len(fewest) > 1:
+            ranked = sorted(fewest.items(), key=lambda item: item[1])
+            return (
+                f"{result.model}, at a KL of {kl:g}: "
+                + ", ".join(f"{name} {bits:.2f}" for name, bits in ranked)
+                + " bits"
+            )
+    return ""
+
+
+def _render_rows(result: CodecQuality) -> Table:
+    title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
+    columns = "codec, level, refinements, coder, tables, bits, KL, ±, ppl %, top-1, greedy, × rans, over single %, enc"
+    table = table_of((*columns.split(", "), "dec MB/s"), title=title, left=("codec", "coder", "tables"))
+    for row in result.rows:
+        table.add_row(
+            row.codec,
+            f"{row.quality:g}" if row.quality else str(row.level),
+            str(row.refinements),
+            row.coder,
+            row.profile,
+            f"{row.bits_per_element:.3f}",
+            f"{row.kl:.5f}",
+            f"{row.kl_stderr:.5f}",
+            f"{row.ppl_change_pct:+.2f}",
+            f"{row.top1:.3f}",
+            f"{row.greedy_match:.1f}",
+            f"{row.size_vs_rans:.3f}" if row.size_vs_rans else "",
+            "" if row.over_single is None else f"{100 * row.over_single:+.2f}",
+            f"{row.encode_mb_s:.0f}",
+            f"{row.decode_mb_s:.0f}",
+        )
+    return table
+
+
+def plot(result: CodecQuality, path: Path) -> None:
+    """Draw rate against distortion, KL on a log scale. ValueError without matplotlib."""
+    figure = new_figure((7, 4.5))
+    axes = figure.add_subplot()
+    lines: dict[str, list[QualityRow]] = {}
+    whole: dict[tuple[str, int], int] = {}
+    for row in result.rows:
+        whole[row.codec, row.level] = max(row.refinements, whole.get((row.codec, row.level), 0))
+    for row in result.rows:
+        if row.kl > 0:
+            is_part = row.level and row.refinements < whole[row.codec, row.level]
+            part = f", level {row.level} in part" if is_part else ""
+            lines.setdefault(f"{row.codec}, {row.coder}, {row.profile} tables{part}", []).append(row)
+    for rows in lines.values():
+        rows.sort(key=lambda row: row.bits_per_element)
+    for name, rows in lines.items():
+        style = "o-" if "rans" in name else "s--"
+        axes.plot([row.bits_per_element for row in rows], [row.kl for row in rows], style, label=name, markersize=4)
+    axes.set_yscale("log")
+    axes.set_xlabel("bits per KV element, everything counted")
+    axes.set_ylabel("KL of the continuation, nats")
+    axes.set_title(quality_finding(result) or f"{result.model}: lower left is better", fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=150)

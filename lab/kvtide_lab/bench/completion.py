@@ -17,9 +17,9 @@ import msgspec
 from rich.table import Table
 
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
-from kvtide_lab.bench.services import kvtide_words, started
-from kvtide_lab.bench.shaped import ShapedProxy
-from kvtide_lab.bench.spread import Spread, spread_of
+from kvtide_lab.bench.services import server_behind
+from kvtide_lab.figures import new_figure, table_of
+from kvtide_lab.measuring import Show, Spread, spread_of
 
 LOCAL = "raw, local"
 CODECS = ("raw", "lossless", "cachegen:2", "chunkwise:1", "tide")
@@ -92,7 +92,7 @@ def run(
     tokens: Sequence[int],
     link_mbit_s: float,
     size: CompletionSize,
-    show: Callable[[str, int, int], None],
+    show: Show,
 ) -> CompletionBench:
     """Measure every way; `engine` starts one (transfer=, options=). ValueError if the text is too short."""
     needed = size.prompts * size.prompt_tokens + _WARM_UP_TOKENS
@@ -104,16 +104,15 @@ def run(
     rate, names, ways = (link_mbit_s * 1e6 / 8).__mul__, (LOCAL, *CODECS), list[_Way]()
     with (
         TemporaryDirectory(prefix="kvtide-") as folder,
-        started(kvtide_words) as server,
-        ShapedProxy(("127.0.0.1", server.port), rate) as proxy,
+        server_behind(rate) as (_, link),
         engine(transfer=None, options={**options, "enable_prefix_caching": False}) as plain,
     ):
         plain.ask(tokens[:_WARM_UP_TOKENS], 2)
         for number, name in enumerate(names):
             show(name, number, len(names))
             # What an idle link could have passed is not lost to the next: it counts from here.
-            proxy.restart(rate)
-            store = f"{folder}/local" if name == LOCAL else f"http://127.0.0.1:{proxy.port}"
+            link.restart(rate)
+            store = f"{folder}/local" if name == LOCAL else link.url
             codec = "raw" if name == LOCAL else name
             # Lossless and raw objects serve each other's readers: each way is a tenant.
             transfer = kvtide_transfer(store, codec=codec, tenant_salt=name)
@@ -164,12 +163,12 @@ def _row(way: _Way, raw_bytes: int) -> CompletionRow:
     )
 
 
-def table(result: CompletionBench) -> Table:
+def render(result: CompletionBench) -> Table:
     """Return both graphs' figures as people read them."""
     what = f"{result.prompts} prompts of {result.prompt_tokens} + {result.answer_tokens} tokens"
     title = f"{result.model}, {what}, a server behind {result.link_mbit_s:g} Mbit/s: seconds of a completion"
     columns = ("way", "miss", "miss / computing", "hit", "computing / hit", "bytes / raw", "changed")
-    shown = Table(*columns, title=title, caption=f"computing: {result.computed_s.shown()} s")
+    shown = table_of(columns, title=title, caption=f"computing: {result.computed_s.shown()} s", left=("way",))
     for row in result.rows:
         miss, hit = (row.miss_s.shown(), row.miss_slowdown.shown()), (row.hit_s.shown(), row.hit_speedup.shown(1))
         shown.add_row(row.way, *miss, *hit, f"{row.bytes_vs_raw:.3f}", str(row.answers_changed))
@@ -178,9 +177,7 @@ def table(result: CompletionBench) -> Table:
 
 def plot(result: CompletionBench, path: Path) -> None:
     """Draw the two graphs: completion on hits and on misses."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = new_figure((9, 4))
     ways = [row.way for row in result.rows]
     hits, misses = ([row.hit_s.median for row in result.rows], [row.miss_s.median for row in result.rows])
     for axes, name, seconds in zip(figure.subplots(1, 2), ("hits", "misses"), (hits, misses), strict=True):

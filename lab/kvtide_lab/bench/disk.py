@@ -315,7 +315,7 @@ def _fio_version(fio: str) -> str:
     return subprocess.run([fio, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
-def table(result: DiskBenchResult) -> Table:
+def render(result: DiskBenchResult) -> Table:
     """Return the result as people read it."""
     title = f"disk tier beside {result.fio or 'nothing'}, medians of {result.rounds} rounds in {result.folder}"
     shown = Table(

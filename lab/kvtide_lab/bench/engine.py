@@ -6,19 +6,230 @@ compared are ratios of answers to the same request, one right after the other.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 from rich.table import Table
 
 from kvtide_lab.bench.engine_nursery import EngineNursery
-from kvtide_lab.bench.engine_peers import LOSSLESS, Contender, contenders, link_contenders, link_name
-from kvtide_lab.bench.engine_turns import Contest, EngineBenchSize, Seat, Turn
+from kvtide_lab.bench.engine_peers import (
+    LOSSLESS,
+    Contender,
+    contenders,
+    drop_page_cache,
+    link_contenders,
+    link_name,
+    settle,
+    side_server,
+)
+from kvtide_lab.bench.engine_process import EngineProcess
+from kvtide_lab.measuring import Show, in_turns, spread_of
 
-Progress = Callable[[str, int, int], None]
+Prompts = list[list[int]]
+MISS_TOKENS = 500
+# Room between texts that must not begin alike.
+APART = 600
+CHAT_TOKENS = 8000
+
+
+class EngineBenchSize(msgspec.Struct, frozen=True):
+    """The amount of questions. Tokens are those of the model.
+
+    `rounds`: how often every engine is restarted; `memory` and `misses` are asked so often in each of them.
+    """
+
+    rounds: int = 5
+    context_tokens: int = 2068
+    answer_tokens: int = 16
+    memory: int = 3
+    misses: int = 6
+    chat_users: int = 3
+    chat_rounds: int = 3
+    documents: int = 3
+    questions: int = 3
+    document_tokens: int = 640
+    # Fewer pages than chats and documents need together: the engine's own prefix cache can't hold them all.
+    pages: int = 28
+
+    def text_tokens(self) -> int:
+        """Return how long the text has to be."""
+        talk = 2 * self.context_tokens + self.documents * self.document_tokens + CHAT_TOKENS
+        return talk + APART * (self.rounds * self.misses + 2)
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A contender's answer to prompts that arrived together. `cpu_s` is of the engine's own thread."""
+
+    answers: list[dict[str, Any]]
+    seconds: float
+    cpu_s: float
+    prompt_tokens: int
+
+
+class Seat:
+    """A contender, its engine while it runs, and its turns by workload."""
+
+    def __init__(
+        self,
+        contender: Contender,
+        model: Path,
+        size: EngineBenchSize,
+        log: Path,
+        dtype: str,
+        nursery: EngineNursery | None = None,
+    ) -> None:
+        self.contender = contender
+        self.turns: dict[str, list[Turn]] = {}
+        self._log = log
+        options = {"max_num_batched_tokens": 4096, "max_model_len": 3072, "num_gpu_blocks_override": size.pages}
+        self._engine_of = partial(
+            EngineProcess, contender.python, model, log, contender.transfer, options, dtype, contender.prefix, nursery
+        )
+        self._answer_tokens = size.answer_tokens
+        self._running = ExitStack()
+        self._engine: EngineProcess | None = None
+
+    def open(self, warm_up: Sequence[int]) -> None:
+        """Start the engine and what runs beside it; answer something to be warm."""
+        self._running.enter_context(side_server(self.contender, self._log))
+        self._engine = self._running.enter_context(self._engine_of())
+        self._engine.ask(warm_up, 2)
+        self._engine.do("reset")
+
+    def close(self) -> None:
+        """End the engine. Idempotent."""
+        self._engine = None
+        self._running.close()
+
+    @property
+    def engine(self) -> EngineProcess:
+        """Return the engine, which runs."""
+        assert self._engine is not None
+        return self._engine
+
+    def take(self, workload: str, prompts: Prompts) -> None:
+        """Answer prompts that arrive together, note how, and wait until all is stored."""
+        result = self.engine.generate([{"ids": ids, "answer_tokens": self._answer_tokens} for ids in prompts])
+        turn = Turn(result["answers"], result["seconds"], result["cpu_s"], sum(map(len, prompts)))
+        self.turns.setdefault(workload, []).append(turn)
+        if self.contender.is_kvtide:
+            self.engine.do("settle")
+        else:
+            settle(self.contender.folder)
+
+
+class Contest:
+    """All seats and the rounds that they play. Use it with `with`: at its end no engine runs."""
+
+    def __init__(self, seats: Sequence[Seat], tokens: Sequence[int], size: EngineBenchSize, show: Show) -> None:
+        self.seats = list(seats)
+        self.failures: dict[str, str] = {}
+        self._tokens = tokens
+        self._size = size
+        self._show = show
+        self._turn = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for seat in self.seats:
+            seat.close()
+
+    def play(self) -> None:
+        """Fill the stores, then measure. RuntimeError if plain vLLM or kvtide fails; a peer that does is left out."""
+        size, context = self._size, [list(self._tokens[: self._size.context_tokens])]
+        self._show("round", 0, size.rounds)
+        self._each(self._open)
+        self._each(lambda seat: seat.take("cold", context))
+        for step in range(size.chat_rounds):
+            self._each_long("chat", lambda seat, step: chat(self._tokens, size, seat.turns.get("chat", [])), step)
+        for step in range(size.questions * size.documents):
+            self._each_long("documents", lambda seat, step: question(self._tokens, size, step), step)
+        for number in range(size.rounds):
+            self._show("round", number + 1, size.rounds)
+            self._each(self._restart)
+            self._each(lambda seat: seat.take("restart", context))
+            for _ in range(size.memory):
+                self._each(lambda seat: self._from_memory(seat, context))
+            for step in range(number * size.misses, (number + 1) * size.misses):
+                self._each_long("misses", lambda seat, step: miss(self._tokens, step), step)
+
+    def _each(self, act: Callable[[Seat], None]) -> None:
+        """Let each do something, another one first each time."""
+        seats = in_turns(self.seats, self._turn)
+        self._turn += 1
+        for seat in seats:
+            try:
+                act(seat)
+            except RuntimeError as error:
+                # A peer that does not run says nothing of the others.
+                if not seat.contender.is_peer:
+                    raise
+                self.failures[seat.contender.name] = str(error)
+                self.seats.remove(seat)
+                seat.close()
+
+    def _each_long(self, workload: str, prompts: Callable[[Seat, int], Prompts], step: int) -> None:
+        """Let each answer that does more than restart."""
+        self._each(lambda seat: None if seat.contender.is_brief else seat.take(workload, prompts(seat, step)))
+
+    def _open(self, seat: Seat) -> None:
+        seat.open(self._tokens[-300:])
+
+    def _restart(self, seat: Seat) -> None:
+        # Without a store a restart is no more than an empty cache.
+        if seat.contender.transfer is None:
+            seat.engine.do("reset")
+        else:
+            seat.close()
+            if seat.contender.folder is not None:
+                # kvtide reads past the page cache; others' files would come from memory.
+                drop_page_cache(seat.contender.folder)
+            self._open(seat)
+
+    def _from_memory(self, seat: Seat, context: Prompts) -> None:
+        if seat.contender.transfer is not None and not seat.contender.is_brief:
+            # The first load brings it from the disk into memory.
+            seat.engine.do("reset")
+            seat.engine.ask(context[0], 1)
+            seat.engine.do("reset")
+            seat.take("memory", context)
+
+
+def chat(tokens: Sequence[int], size: EngineBenchSize, said: Sequence[Turn]) -> Prompts:
+    """Return what all users say next: their history, the answers they got and something new."""
+    start = size.context_tokens
+    system = list(tokens[start : start + 256])
+    histories = [[*system, *tokens[start + 300 * i : start + 300 * i + 200]] for i in range(size.chat_users)]
+    for round_, turn in enumerate(said):
+        for user, answer in enumerate(turn.answers):
+            fresh = start + CHAT_TOKENS // 2 + 150 * (round_ * size.chat_users + user)
+            histories[user] += [*answer["ids"], *tokens[fresh : fresh + 150]]
+    return histories
+
+
+def question(tokens: Sequence[int], size: EngineBenchSize, step: int) -> Prompts:
+    """Return the next question, about each document in turn."""
+    first = 2 * size.context_tokens + step % size.documents * size.document_tokens
+    return [[*tokens[first : first + size.document_tokens], *tokens[40 * step : 40 * (step + 1)]]]
+
+
+def miss(tokens: Sequence[int], step: int) -> Prompts:
+    """Return a prompt that shares nothing with any other."""
+    first = len(tokens) - APART * (step + 2)
+    return [list(tokens[first : first + MISS_TOKENS])]
+
+
 _WORKLOADS = ("restart", "memory", "chat", "documents", "misses")
 FULL = EngineBenchSize()
 QUICK = EngineBenchSize(rounds=1, misses=3, chat_users=2, chat_rounds=2, documents=1, questions=2)
@@ -42,7 +253,7 @@ class EngineBenchRow(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """The speed of kvtide over another's on the same requests: median and quartiles over pairs of answers."""
+    """The speed of `fast` over `slow` (`_RATIOS`) on the same requests: median and quartiles over pairs of answers."""
 
     of: str
     pairs: int
@@ -51,16 +262,13 @@ class Ratio(msgspec.Struct, frozen=True):
     three_quarters: float
 
 
-class EngineBenchResult(msgspec.Struct, frozen=True):
+class EngineBenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """All rows and what they say of kvtide: ratios of TTFT (restart, memory, link) and of throughput (misses).
 
-    `miss_engine_cpu_vs_plain` compares the processor time of the engines' own threads on misses: what is left of the
-    overhead where storing has a core to itself, whatever else the machine does.
-
-    kvtide has its default codec, which is `raw` on a disk of this machine; `lossless` is restarted beside it.
-
-    Above 1 means that kvtide, or `tide`, is faster; None where the other did not run, and `failures` says why if it
-    could not. `ratios` has the spreads.
+    kvtide has its default codec, `raw` on a disk of this machine; `lossless` is restarted beside it. Above 1 means that
+    kvtide, or `tide`, is faster; None where the other did not run, and `failures` says why if it could not. `ratios`
+    has the spreads. `miss_engine_cpu_vs_plain` compares processor time of the engines' own threads: what is left of the
+    overhead where storing has a core to itself.
     """
 
     ttft_speedup_vs_plain: float
@@ -71,6 +279,7 @@ class EngineBenchResult(msgspec.Struct, frozen=True):
     miss_throughput_vs_plain: float
     miss_engine_cpu_vs_plain: float
     restart_vs_native: float | None
+    lossless_restart_vs_native: float | None
     memory_vs_native: float | None
     restart_vs_lmcache: float | None
     link_tide_vs_raw: float | None
@@ -93,7 +302,7 @@ def run(
     link_mbit_s: float,
     size: EngineBenchSize,
     work: Path,
-    show: Progress,
+    show: Show,
     dtype: str = "float32",
 ) -> EngineBenchResult:
     """Measure every contender. `tokens` is a long text; `python` has vLLM and kvtide; `stores` as in `contenders`.
@@ -130,34 +339,19 @@ def result_of(
 ) -> EngineBenchResult:
     """Return what turns say, by engine and workload."""
     rows = [_row(name, workload, turns) for name in turns for workload in _WORKLOADS if workload in turns[name]]
-    plain, kvtide, native, lmcache = (turns.get(name) for name in ("plain", "kvtide", "native", "lmcache"))
-    found = [
-        _ratio("ttft_speedup_vs_plain", plain, kvtide, "restart", _ttft_s),
-        _ratio("lossless_ttft_speedup_vs_plain", plain, turns[LOSSLESS], "restart", _ttft_s),
-        _ratio("lossless_restart_vs_native", native, turns[LOSSLESS], "restart", _ttft_s),
-        _ratio("miss_throughput_vs_plain", plain, kvtide, "misses", _seconds),
-        _ratio("miss_engine_cpu_vs_plain", plain, kvtide, "misses", _cpu_s),
-        _ratio("restart_vs_native", native, kvtide, "restart", _ttft_s),
-        _ratio("memory_vs_native", native, kvtide, "memory", _ttft_s),
-        _ratio("restart_vs_lmcache", lmcache, kvtide, "restart", _ttft_s),
-        _ratio("link_tide_vs_raw", turns.get(link_name("raw")), turns.get(link_name("tide")), "restart", _ttft_s),
+    ratios = [
+        _ratio(of, turns[slow][workload], turns[fast][workload], measure)
+        for of, (slow, fast, workload, measure) in _RATIOS.items()
+        if slow in turns and fast in turns
     ]
-    ratios = [ratio for ratio in found if ratio is not None]
     medians = {ratio.of: ratio.median for ratio in ratios}
     restart = next(row for row in rows if (row.engine, row.workload) == ("kvtide", "restart"))
     answers = [answer for asked in turns["kvtide"].values() for turn in asked for answer in turn.answers]
     return EngineBenchResult(
-        ttft_speedup_vs_plain=medians["ttft_speedup_vs_plain"],
+        **{name: medians.get(name) for name in _RATIOS},  # type: ignore[arg-type]  # plain and kvtide always run
         tokens_restored=restart.tokens_restored // restart.requests,
         is_identical=all(row.is_identical for row in rows if row.engine == "kvtide"),
-        lossless_ttft_speedup_vs_plain=medians["lossless_ttft_speedup_vs_plain"],
         lossless_is_identical=all(row.is_identical for row in rows if row.engine == LOSSLESS),
-        miss_throughput_vs_plain=medians["miss_throughput_vs_plain"],
-        miss_engine_cpu_vs_plain=medians["miss_engine_cpu_vs_plain"],
-        restart_vs_native=medians.get("restart_vs_native"),
-        memory_vs_native=medians.get("memory_vs_native"),
-        restart_vs_lmcache=medians.get("restart_vs_lmcache"),
-        link_tide_vs_raw=medians.get("link_tide_vs_raw"),
         link_mbit_s=link_mbit_s,
         failed_requests=sum(answer["finish"] != "length" for answer in answers),
         failures=failures,
@@ -191,34 +385,31 @@ def _ids(turn: Turn) -> list[list[int]]:
     return [answer["ids"] for answer in turn.answers]
 
 
-def _ratio(
-    of: str,
-    slow: dict[str, list[Turn]] | None,
-    fast: dict[str, list[Turn]] | None,
-    workload: str,
-    measure: Callable[[Turn], float],
-) -> Ratio | None:
-    if slow is None or fast is None:
-        return None
-    pairs = zip(slow[workload], fast[workload], strict=True)
-    ratios = [measure(theirs) / measure(ours) for theirs, ours in pairs]
-    quarter, three_quarters = (float(np.percentile(ratios, share)) for share in (25, 75))
-    return Ratio(of, len(ratios), statistics.median(ratios), quarter, three_quarters)
-
-
 def _ttft_s(turn: Turn) -> float:
     return float(turn.answers[0]["ttft_s"])
 
 
-def _seconds(turn: Turn) -> float:
-    return turn.seconds
+# Of each: the slower, the faster, on which workload, measured by what.
+_RATIOS: dict[str, tuple[str, str, str, Callable[[Turn], float]]] = {
+    "ttft_speedup_vs_plain": ("plain", "kvtide", "restart", _ttft_s),
+    "lossless_ttft_speedup_vs_plain": ("plain", LOSSLESS, "restart", _ttft_s),
+    "miss_throughput_vs_plain": ("plain", "kvtide", "misses", attrgetter("seconds")),
+    "miss_engine_cpu_vs_plain": ("plain", "kvtide", "misses", attrgetter("cpu_s")),
+    "restart_vs_native": ("native", "kvtide", "restart", _ttft_s),
+    "lossless_restart_vs_native": ("native", LOSSLESS, "restart", _ttft_s),
+    "memory_vs_native": ("native", "kvtide", "memory", _ttft_s),
+    "restart_vs_lmcache": ("lmcache", "kvtide", "restart", _ttft_s),
+    "link_tide_vs_raw": (link_name("raw"), link_name("tide"), "restart", _ttft_s),
+}
 
 
-def _cpu_s(turn: Turn) -> float:
-    return turn.cpu_s
+def _ratio(of: str, slow: Sequence[Turn], fast: Sequence[Turn], measure: Callable[[Turn], float]) -> Ratio:
+    ratios = [measure(theirs) / measure(ours) for theirs, ours in zip(slow, fast, strict=True)]
+    spread = spread_of(ratios)
+    return Ratio(of, len(ratios), spread.median, spread.quarter, spread.three_quarters)
 
 
-def table(result: EngineBenchResult) -> Table:
+def render(result: EngineBenchResult) -> Table:
     """Return the result as people read it."""
     shown = Table("workload", "engine", "TTFT p50", "p99", "requests/s", "restored", "identical", title=result.model)
     for workload in _WORKLOADS:
@@ -234,29 +425,3 @@ def table(result: EngineBenchResult) -> Table:
         for each in result.ratios
     )
     return shown
-
-
-def plot(result: EngineBenchResult, path: Path) -> None:
-    """Draw the median TTFT of every contender on every workload."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    engines = list(dict.fromkeys(row.engine for row in result.rows))
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    for position, engine in enumerate(engines):
-        rows = {row.workload: row.ttft_p50_s for row in result.rows if row.engine == engine}
-        places = [_WORKLOADS.index(workload) + 0.8 * position / len(engines) for workload in rows]
-        axes.bar(places, list(rows.values()), width=0.8 / len(engines), align="edge", label=engine)
-    axes.set_xticks([number + 0.4 for number in range(len(_WORKLOADS))], _WORKLOADS)
-    axes.set_yscale("log")
-    axes.set_ylabel("time to first token, s")
-    others = (("vLLM's own tiering", result.restart_vs_native), ("LMCache", result.restart_vs_lmcache))
-    beside = "".join(f", {ratio:.2g} times {name}" for name, ratio in others if ratio is not None)
-    finding = f"after a restart {result.ttft_speedup_vs_plain:.0f} times as fast as computing{beside}"
-    axes.set_title(f"{result.model}, {result.dtype}: {finding}", fontsize="medium")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)

@@ -32,8 +32,8 @@ from kvtide_lab.sim.fairness import (
     Served,
     fairness_report,
     fairness_row,
+    render_fairness,
 )
-from kvtide_lab.sim.report import render_fairness
 
 _END_S_MAX = 60.0
 _LAYOUT = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)

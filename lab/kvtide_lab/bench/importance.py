@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
+from rich.table import Table
 
 from kvtide.block import KVDtype
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.engines.calibrate.texts import Text
+from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.transformers.generation import FirstToken
 from kvtide.engines.transformers.selective import Rest, SparseSettings
 from kvtide.importance import AllHeads
 from kvtide.importance.probe import FirstHeads, Selector
-from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
-from kvtide_lab.bench.importance_engine import EngineRow
-from kvtide_lab.bench.importance_engine import rows as engine_rows
-from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
-from kvtide_lab.bench.importance_needles import NeedleRow, needle_rows
-from kvtide_lab.bench.importance_set import make_tasks, tokenized
-from kvtide_lab.judge.importance_curve import SharePoint, all_tokens, over_line, selective
+from kvtide_lab.bench.importance_prompts import (
+    GuardRow,
+    GuardSize,
+    NeedleRow,
+    guard_rows,
+    make_tasks,
+    needle_rows,
+    tokenized,
+)
+from kvtide_lab.bench.services import server_behind
+from kvtide_lab.bench.shaped import ShapedProxy, as_fast_as_the_machine
 from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix
 from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Random, Recency
+from kvtide_lab.measuring import Show
 
-BYTES_S = 200e6
 HEADLINE_RATIO = 0.25
-# Parts that can be asked for alone: selectors (with TTFTs, caches and the curve), the engine, guards, needles.
+# Parts that can be asked for alone: selectors (with TTFTs), the engine, guards, needles.
 TABLES = ("selectors", "engine", "guards", "needles")
-Progress = Callable[[str, int, int], None]
+# A disk of 200 MB/s and a link of 1 Gbit/s.
+RATES = {"disk": 200e6, "link": 125e6}
+# Prompts before the engine's second row, each with a question of its own.
+USES = 5
+_STORE_S_MAX = 300.0
 
 
 class ImportanceSize(NamedTuple):
-    """The amount of judging. tries: of each pair of TTFTs. stride: every so-manyth point of quality against bytes.
+    """The amount of judging. tries: of each pair of TTFTs.
 
-    has_others: those selectors too that no step of the ablation needs.
     guards: on how many prompts guards are tried, and at which lengths besides the context's. needles: texts of a kind.
     """
 
@@ -46,14 +56,12 @@ class ImportanceSize(NamedTuple):
     ratios: tuple[float, ...]
     questions: int
     tries: int
-    stride: int
-    has_others: bool
     guards: GuardSize
     needles: int
 
 
-FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 1, True, GuardSize(3, 2, 2, (1024,)), 4)
-QUICK = ImportanceSize(1, 512, (0.25,), 2, 1, 3, False, GuardSize(1, 1, 1, ()), 1)
+FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, GuardSize(3, 2, 2, (1024,)), 4)
+QUICK = ImportanceSize(1, 512, (0.25,), 2, 1, GuardSize(1, 1, 1, ()), 1)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -92,18 +100,28 @@ class TtftRow(msgspec.Struct, frozen=True):
     selective_disk_s: float
 
 
-class CurveRow(msgspec.Struct, frozen=True):
-    """Quality against bytes, for the plot. kl_over_line: over that of tide with all tokens alike at the same bytes."""
+class EngineRow(msgspec.Struct, frozen=True):
+    """One prompt by `attach` over one link, median of the tries. use: `first` hit of its text, or after some others.
 
-    series: str
-    label: str
-    bytes_read_share: float
-    kl: float
-    kl_over_line: float | None
+    part_s, whole_s: to the first token, by either way. decided, ttft_s: what the engine chose once it knew both, and
+    what that took; ratio: over whole_s. front_share: bytes waited for, of the raw cache; behind_share: those that came
+    over the link beside or after the answer.
+    """
+
+    place: str
+    tokens: int
+    use: str
+    part_s: float
+    whole_s: float
+    decided: str
+    ttft_s: float
+    ratio: float
+    front_share: float
+    behind_share: float
 
 
 class ImportanceBench(msgspec.Struct, frozen=True):
-    """The tables that were asked for, and what they were measured on. The last four are of `selectors`."""
+    """The tables that were asked for, and what they were measured on. The last three are of `selectors`."""
 
     model: str
     kv_dtype: str
@@ -116,16 +134,13 @@ class ImportanceBench(msgspec.Struct, frozen=True):
     needles: list[NeedleRow]
     ttft: list[TtftRow]
     engine: list[EngineRow]
-    ablation: list[AblationRow]
-    curve: list[CurveRow]
     ttft_speedup: float | None
     kl_drop_over_base: float | None
     top1_below_all_heads: float | None
-    selective_kl_over_line: float | None
 
 
 class _Case(NamedTuple):
-    """The subject of a row. `selector` makes one for a prefix."""
+    """The subject of a row. `selector` makes one for a prefix. is_swept: at all ratios, not the headline's alone."""
 
     selector: Callable[[JudgedPrefix], Selector]
     rest: Rest
@@ -133,10 +148,7 @@ class _Case(NamedTuple):
     has_base: bool
     probes: bool
     by_chunks: bool
-    # Shown at all ratios, not at the headline's alone.
     is_swept: bool = False
-    # A step of the ablation.
-    is_step: bool = True
 
 
 def _cases() -> list[_Case]:
@@ -145,16 +157,16 @@ def _cases() -> list[_Case]:
     return [
         _Case(lambda _: AllHeads(), *paper, is_swept=True),
         _Case(lambda _: FirstHeads(), *paper, is_swept=True),
-        _Case(lambda _: GroupHeads(), *paper, is_step=False),
+        _Case(lambda _: GroupHeads(), *paper),
         _Case(lambda _: FirstHeads(), Rest.DROP, True, False, True, False),
-        _Case(lambda _: Recency(), *blind, is_step=False),
-        _Case(lambda _: Random(np.random.default_rng(0)), *blind, is_step=False),
-        _Case(lambda prefix: KnownScores(prefix.scores), Rest.DROP, True, False, False, True, is_step=False),
+        _Case(lambda _: Recency(), *blind),
+        _Case(lambda _: Random(np.random.default_rng(0)), *blind),
+        _Case(lambda prefix: KnownScores(prefix.scores), Rest.DROP, True, False, False, True),
         _Case(lambda _: AllHeads("base-keys"), Rest.DROP, False, True, False, False),
         _Case(lambda _: AllHeads("base-keys"), Rest.DROP, True, True, False, True, is_swept=True),
         _Case(lambda _: AllHeads("base-keys"), Rest.BASE, True, True, False, True, is_swept=True),
         _Case(lambda prefix: KnownScores(prefix.scores), Rest.BASE, True, True, False, True, is_swept=True),
-        _Case(lambda _: Recency(), Rest.BASE, False, True, False, False, is_step=False),
+        _Case(lambda _: Recency(), Rest.BASE, False, True, False, False),
     ]
 
 
@@ -166,39 +178,36 @@ def run(
     profiles: Sequence[Profile],
     size: ImportanceSize,
     bytes_s: float,
-    progress: Progress,
+    show: Show,
     dtype: KVDtype = KVDtype.FLOAT32,
-    clock: Clock | None = None,
     tables: Collection[str] = TABLES,
 ) -> ImportanceBench:
     """Judge on texts that are long enough, KV kept as `dtype`. ValueError if none is, or for an unknown table."""
     if unknown := sorted(set(tables) - set(TABLES)):
         raise ValueError(f"no table {', '.join(unknown)}, expected some of {', '.join(TABLES)}")
-    judge = ImportanceJudge(model, CodecRegistry(profiles), clock or SystemClock(), bytes_s, dtype)
+    clock = SystemClock()
+    judge = ImportanceJudge(model, CodecRegistry(profiles), clock, bytes_s, dtype)
     tasks = make_tasks(texts, size.contexts, size.context_tokens, tokenize)
     prefixes = []
     # The engine and needles make prefixes of their own.
     for number, task in enumerate(tasks if {"selectors", "guards"} & set(tables) else ()):
-        progress("prefill", number, len(tasks))
+        show("prefill", number, len(tasks))
         prefixes.append(judge.add(task.ids, *tokenized(task, tokenize, size.questions)))
-    selectors = _Selectors([], [], [], [])
-    engine: list[EngineRow] = []
-    guards: list[GuardRow] = []
-    needles: list[NeedleRow] = []
+    rows, ttft = list[Row](), list[TtftRow]()
+    engine, guards, needles = list[EngineRow](), list[GuardRow](), list[NeedleRow]()
     if "selectors" in tables:
-        selectors = _selectors(judge, prefixes, profiles, size, progress)
+        rows, ttft = list(_rows(judge, prefixes, size, show)), list(_ttft(judge, prefixes[0], size, show))
     if "engine" in tables:
-        progress("the engine itself", 0, 1)
-        (uses, questions), ratio, tries = tokenized(tasks[0], tokenize, 1), HEADLINE_RATIO, size.tries
+        show("the engine itself", 0, 1)
+        uses, questions = tokenized(tasks[0], tokenize, 1)
         asked = ([use.ids for use in uses], questions[0].ids)
-        engine = engine_rows(model, profiles, tasks[0].ids, *asked, ratio, tries, clock or SystemClock())
+        engine = engine_rows(model, profiles, tasks[0].ids, *asked, HEADLINE_RATIO, size.tries, clock)
     if "guards" in tables:
         trying = (HEADLINE_RATIO, size.guards, tokenize, model.config.vocab_size)
-        guards = guard_rows(judge, texts, prefixes, size.context_tokens, *trying, progress)
+        guards = guard_rows(judge, texts, prefixes, size.context_tokens, *trying, show)
     if "needles" in tables:
-        needles = needle_rows(judge, texts, size.context_tokens, size.needles, HEADLINE_RATIO, tokenize, progress)
-    headlines: tuple[float | None, float | None] = _headlines(selectors.rows) if selectors.rows else (None, None)
-    finer = [row.kl_over_line or 0.0 for row in selectors.curve if row.series == "tide, important tokens finer"]
+        needles = needle_rows(judge, texts, size.context_tokens, size.needles, HEADLINE_RATIO, tokenize, show)
+    headlines: tuple[float | None, float | None] = _headlines(rows) if rows else (None, None)
     return ImportanceBench(
         model_name,
         judge.layout.dtype.value,
@@ -206,72 +215,33 @@ def run(
         len(tasks),
         size.context_tokens,
         [question.kind for question in tokenized(tasks[0], tokenize, size.questions)[1]],
-        selectors.rows,
+        rows,
         guards,
         needles,
-        selectors.ttft,
+        ttft,
         engine,
-        selectors.ablation,
-        selectors.curve,
-        median(row.speedup for row in selectors.ttft) if selectors.ttft else None,
+        median(row.speedup for row in ttft) if ttft else None,
         *headlines,
-        max(finer, default=None),
     )
 
 
-class _Selectors(NamedTuple):
-    rows: list[Row]
-    ttft: list[TtftRow]
-    ablation: list[AblationRow]
-    curve: list[CurveRow]
-
-
-def _selectors(
-    judge: ImportanceJudge,
-    prefixes: Sequence[JudgedPrefix],
-    profiles: Sequence[Profile],
-    size: ImportanceSize,
-    progress: Progress,
-) -> _Selectors:
-    rows, judged = _rows(judge, prefixes, size, progress)
-    ttft = _ttft(judge, prefixes, size, progress)
-    progress("quality against bytes", 0, 2)
-    curve = _curve(judge, prefixes, profiles, rows, size.stride)
-    return _Selectors(rows, ttft, _ablation(judge, prefixes, judged, judge.bytes_s), curve)
-
-
-# Selector, rest, order.
-_Key = tuple[str, str, str]
-
-
-def _rows(
-    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], size: ImportanceSize, progress: Progress
-) -> tuple[list[Row], dict[_Key, list[Judged]]]:
-    """Return all rows, and each answer of those at the headline's ratio, by prefix and then question."""
+def _rows(judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], size: ImportanceSize, show: Show) -> Iterator[Row]:
     asked = [(prefix, number) for prefix in prefixes for number in range(len(prefix.questions))]
-    kept: dict[_Key, list[Judged]] = {("whole", "whole", "original"): [judge.whole(*each) for each in asked]}
-    rows = [
-        _row(("whole", "whole", "original"), 1.0, kept["whole", "whole", "original"]),
-        _row(("none", "base", "packed"), 0.0, [judge.rough(*each) for each in asked]),
-    ]
-    chosen = [case for case in _cases() if case.is_step or size.has_others]
-    cases = [(case, ratio) for case in chosen for ratio in size.ratios if case.is_swept or ratio == HEADLINE_RATIO]
+    yield _row(("whole", "whole", "original"), 1.0, [judge.whole(*each) for each in asked])
+    yield _row(("none", "base", "packed"), 0.0, [judge.rough(*each) for each in asked])
+    cases = [(case, ratio) for case in _cases() for ratio in size.ratios if case.is_swept or ratio == HEADLINE_RATIO]
     for done, (case, ratio) in enumerate(cases):
-        progress("selections", done, len(cases))
+        show("selections", done, len(cases))
         judged, name = [], ""
         for prefix, number in asked:
             selector = case.selector(prefix)
             name = selector.name
             settings = SparseSettings(ratio, selector, None, case.rest, case.by_chunks)
             judged.append(judge.selected(prefix, number, settings, case.is_packed, case.has_base, case.probes))
-        key = (name, case.rest.value, "packed" if case.is_packed else "original")
-        rows.append(_row(key, ratio, judged))
-        if ratio == HEADLINE_RATIO:
-            kept[key] = judged
-    return rows, kept
+        yield _row((name, case.rest.value, "packed" if case.is_packed else "original"), ratio, judged)
 
 
-def _row(case: _Key, ratio: float, judged: Sequence[Judged]) -> Row:
+def _row(case: tuple[str, str, str], ratio: float, judged: Sequence[Judged]) -> Row:
     known = [each.is_right for each in judged if each.is_right is not None]
     return Row(
         *case,
@@ -285,79 +255,23 @@ def _row(case: _Key, ratio: float, judged: Sequence[Judged]) -> Row:
     )
 
 
-def _ttft(
-    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], size: ImportanceSize, progress: Progress
-) -> list[TtftRow]:
-    """Return whole and selective loads in turns, a row for each question of the first prefix."""
-    prefix, rows = prefixes[0], []
+def _ttft(judge: ImportanceJudge, prefix: JudgedPrefix, size: ImportanceSize, show: Show) -> Iterator[TtftRow]:
+    """Yield whole and selective loads in turns, a row for each question."""
     settings = SparseSettings(HEADLINE_RATIO, guard=None)
     for number, question in enumerate(prefix.questions):
-        progress("TTFT", number, len(prefix.questions))
+        show("TTFT", number, len(prefix.questions))
         pairs = [(judge.whole(prefix, number), judge.selected(prefix, number, settings)) for _ in range(size.tries)]
         ratios = sorted(whole.ttft_s / part.ttft_s for whole, part in pairs)
-        rows.append(
-            TtftRow(
-                f"{question.kind}, {len(question.ids)} tokens",
-                median(whole.ttft_s for whole, _ in pairs),
-                median(part.ttft_s for _, part in pairs),
-                median(ratios),
-                ratios[0],
-                ratios[-1],
-                pairs[0][0].read_bytes / judge.bytes_s,
-                pairs[0][1].read_bytes / judge.bytes_s,
-            )
+        yield TtftRow(
+            f"{question.kind}, {len(question.ids)} tokens",
+            median(whole.ttft_s for whole, _ in pairs),
+            median(part.ttft_s for _, part in pairs),
+            median(ratios),
+            ratios[0],
+            ratios[-1],
+            pairs[0][0].read_bytes / judge.bytes_s,
+            pairs[0][1].read_bytes / judge.bytes_s,
         )
-    return rows
-
-
-def _ablation(
-    judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], judged: Mapping[_Key, Sequence[Judged]], bytes_s: float
-) -> list[AblationRow]:
-    """Return the paper's parts one after the other, each with every cache."""
-    steps: list[tuple[str, _Key]] = [
-        ("whole load", ("whole", "whole", "original")),
-        ("all heads (AS + H2O)", ("all-heads", "drop", "original")),
-        ("identification: first three heads", ("first-3", "drop", "original")),
-        ("+ reordering by uses", ("first-3", "drop", "packed")),
-        ("identification: rough keys", ("base-keys", "drop", "original")),
-        ("+ reordering by uses, whole chunks", ("base-keys", "drop", "packed")),
-        ("+ rough rest", ("base-keys", "base", "packed")),
-        ("scores alone, no probe", ("past-uses", "base", "packed")),
-    ]
-    important = {
-        meta.id: float(max(1.0, (part > 1).sum(axis=1).mean()))
-        for prefix in prefixes
-        for meta, part in zip(prefix.metas, np.split(prefix.scores, len(prefix.metas), axis=1), strict=True)
-    }
-    count = len(prefixes[0].questions)
-    turns = sequence(len(prefixes), count, random.Random(2))
-    rows = []
-    for step, of in steps:
-        found = judged[of]
-        kl = fmean(each.kl for each in found)
-        asked = [found[prefix * count + number].reads for prefix, number in turns]
-        rows += replayed(step, kl, asked, judge.layout.raw_bytes, important, bytes_s, SystemClock())
-    return rows
-
-
-def _curve(
-    judge: ImportanceJudge,
-    prefixes: Sequence[JudgedPrefix],
-    profiles: Sequence[Profile],
-    rows: Sequence[Row],
-    stride: int,
-) -> list[CurveRow]:
-    profile = next(each for each in profiles if each.kind == "tide-layer" and each.fits(judge.layout))
-    line = all_tokens(judge, prefixes, profile, stride)
-    finer = selective(judge, prefixes, profile, stride)
-    chosen = {"base-keys", "past-uses", "first-3", "all-heads"}
-    exact = [
-        (f"{row.selector}, rest {row.rest}, {row.order}", SharePoint(f"{row.ratio:g}", row.bytes_read_share, row.kl))
-        for row in rows
-        if row.selector in chosen
-    ]
-    series = [("tide, all tokens", each) for each in line] + [("tide, important tokens finer", each) for each in finer]
-    return [CurveRow(name, *point, over_line(point, line)) for name, point in [*series, *exact]]
 
 
 def _headlines(rows: Sequence[Row]) -> tuple[float, float]:
@@ -366,3 +280,126 @@ def _headlines(rows: Sequence[Row]) -> tuple[float, float]:
     ours = found["base-keys", "base", "packed"]
     drop, heads = found["base-keys", "drop", "packed"], found["all-heads", "drop", "original"]
     return drop.kl / max(ours.kl, 1e-12), heads.top1 - ours.top1
+
+
+def engine_rows(
+    model: Any,
+    profiles: Sequence[Profile],
+    ids: Sequence[int],
+    uses: Sequence[Sequence[int]],
+    question: Sequence[int],
+    ratio: float,
+    tries: int,
+    clock: Clock,
+) -> list[EngineRow]:
+    """Return both rows of each place. uses: the first stores the text, the others come before its second row.
+
+    In part, whole, and what is decided are calls of the same `generate`, with a real server behind a shaped link.
+    """
+    found = []
+    # The guard's verdict is measured elsewhere: all of these are loads in part.
+    settings = SparseSettings(ratio, guard=None)
+    for place, bytes_s in RATES.items():
+        with server_behind(as_fast_as_the_machine) as (_, link):
+
+            def attached(url: str = link.url) -> CachedModel:
+                return attach(model, url, profiles=profiles, importance=settings)
+
+            with attached() as cached:
+                _ask(cached, [*ids, *uses[0]], clock)
+                if not cached.flush(_STORE_S_MAX):
+                    raise ValueError("the text was not stored in time")
+            link.restart(bytes_s.__mul__)
+            for use, before in (("first", ()), ("after five", uses[1 : 1 + USES])):
+                with attached() as cached:
+                    for each in before:
+                        _ask(cached, [*ids, *each], clock)
+                tried = [_tried(attached(), link, [*ids, *question], clock) for _ in range(tries)]
+                found.append(_engine_row(place, use, len(ids), tried))
+    return found
+
+
+class _Tried(NamedTuple):
+    part_s: float
+    whole_s: float
+    decided: str
+    ttft_s: float
+    front_share: float
+    behind_share: float
+
+
+def _tried(cached: CachedModel, link: ShapedProxy, prompt: Sequence[int], clock: Clock) -> _Tried:
+    """Ask three times: an engine tries the part, then the whole, and then takes the faster."""
+    before = link.passed_bytes
+    with cached:
+        part_s = _ask(cached, prompt, clock)
+        report = cached.last
+        assert report is not None and report.selected is not None, f"expected a load in part, got {report}"
+        # Closing waits for what is learnt, asking again does not.
+        cached.learned(_STORE_S_MAX)
+        passed = link.passed_bytes - before
+        whole_s = _ask(cached, prompt, clock)
+        assert cached.last is not None and cached.last.selected is None
+        ttft_s = _ask(cached, prompt, clock)
+        decided = "whole" if cached.last.selected is None else "part"
+    raw, front = report.selected.whole_bytes, report.selected.read_bytes
+    return _Tried(part_s, whole_s, decided, ttft_s, front / raw, max(0, passed - front) / raw)
+
+
+def _ask(cached: CachedModel, prompt: Sequence[int], clock: Clock) -> float:
+    """Return the seconds to the first token."""
+    first, began_s = FirstToken(clock), clock.monotonic_s()
+    cached.generate(torch.tensor([list(prompt)]), max_new_tokens=1, do_sample=False, stopping_criteria=[first])
+    return first.seen_s - began_s
+
+
+def _engine_row(place: str, use: str, tokens: int, tried: Sequence[_Tried]) -> EngineRow:
+    whole_s, ttft_s = median(each.whole_s for each in tried), median(each.ttft_s for each in tried)
+    return EngineRow(
+        place,
+        tokens,
+        use,
+        median(each.part_s for each in tried),
+        whole_s,
+        max(("part", "whole"), key=[each.decided for each in tried].count),
+        ttft_s,
+        ttft_s / whole_s,
+        median(each.front_share for each in tried),
+        median(each.behind_share for each in tried),
+    )
+
+
+def render(result: ImportanceBench) -> Table:
+    """Return the table that people read: rows, then guards, needles, and what loads take below them."""
+    title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
+    columns = ("selector", "rest", "order", "ratio", "bytes read", "KL", "top-1", "answer", "right", "TTFT s")
+    table = Table(*columns, title=f"{title}, disk of {result.disk_bytes_s / 1e6:.0f} MB/s")
+    for row in result.rows:
+        head = (row.selector, row.rest, row.order, f"{row.ratio:g}", f"{row.bytes_read_share:.3f}", f"{row.kl:.4f}")
+        table.add_row(*head, f"{row.top1:.3f}", f"{row.answer_match:.2f}", f"{row.right:.2f}", f"{row.ttft_s:.3f}")
+    table.add_section()
+    for guard in result.guards:
+        where = f"{guard.prompt}, {guard.tokens}, of {guard.prompts}"
+        shares = (f"{guard.fallback_share:.2f}", f"{guard.bytes_read_share:.3f}", f"{guard.kl:.4f}")
+        cost = ("", "", "")
+        if guard.fallback_bytes_share is not None:
+            over = f"{guard.fallback_over_whole or 0:.2f} of the whole"
+            cost = (f"back {guard.fallback_bytes_share:.3f}", f"{guard.fallback_reads:.0f} reads", over)
+        table.add_row(f"{guard.guard} falls back", guard.rest, where, *shares, *cost, f"{guard.ttft_s:.3f}")
+    table.add_section()
+    for needle in result.needles:
+        found = (f"whole {needle.found_whole}", f"part {needle.found_part}", f"both {needle.found_both}")
+        where = f"depth {needle.depth:g}, of {needle.needles}"
+        table.add_row("needles", needle.kind, where, "", f"{needle.bytes_read_share:.3f}", *found, "", "")
+    table.add_section()
+    for each in result.ttft:
+        spread = f"{each.speedup:.2f} times ({each.speedup_low:.2f} … {each.speedup_high:.2f})"
+        disk = f"disk {each.whole_disk_s:.2f}, {each.selective_disk_s:.2f} s"
+        times = (f"{each.whole_s:.3f}", f"{each.selective_s:.3f}")
+        table.add_row("TTFT, whole and selective", each.question, disk, spread, "", "", "", "", *times)
+    table.add_section()
+    for asked in result.engine:
+        shares = (f"{asked.front_share:.3f}", f"behind {asked.behind_share:.3f}", f"{asked.ratio:.2f} of the whole")
+        both = (f"part {asked.part_s:.3f}", f"whole {asked.whole_s:.3f}", f"{asked.ttft_s:.3f}")
+        table.add_row("attach", asked.place, f"{asked.use}, {asked.tokens}", asked.decided, *shares, *both)
+    return table

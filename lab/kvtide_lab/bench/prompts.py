@@ -17,6 +17,8 @@ import msgspec
 from rich.table import Table
 
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
+from kvtide_lab.figures import new_figure, table_of
+from kvtide_lab.measuring import Show
 
 # The smallest page of vLLM's attention on processors.
 PAGE_TOKENS = 32
@@ -68,9 +70,7 @@ class PromptsBench(msgspec.Struct, frozen=True):
     rows: list[PromptsRow]
 
 
-def run(
-    engine: Callable[..., EngineProcess], model: str, size: PromptsSize, show: Callable[[str, int, int], None]
-) -> PromptsBench:
+def run(engine: Callable[..., EngineProcess], model: str, size: PromptsSize, show: Show) -> PromptsBench:
     """Measure every p; `engine` starts one (transfer=, options=). ValueError for a p outside [0, 1]."""
     if not all(0 <= p <= 1 for p in size.probabilities):
         raise ValueError(f"probabilities must be from 0 to 1, got {list(size.probabilities)}")
@@ -115,12 +115,11 @@ def prompts_of(p: float, size: PromptsSize) -> list[Sequence[int]]:
     ]
 
 
-def table(result: PromptsBench) -> Table:
+def render(result: PromptsBench) -> Table:
     """Return the rows as people read them."""
     what = f"{result.requests} requests a row of {result.prompt_tokens} + {result.answer_tokens} tokens"
-    shown = Table(
-        "p", "hits: own", "kvtide", "items/s: none", "own", "kvtide", "changed", title=f"{result.model}, {what}"
-    )
+    columns = ("p", "hits: own", "kvtide", "items/s: none", "own", "kvtide", "changed")
+    shown = table_of(columns, title=f"{result.model}, {what}")
     for row in result.rows:
         rates = (row.items_per_s_none, row.items_per_s_own, row.items_per_s_kvtide)
         hits = (f"{row.hit_rate_own:.3f}", f"{row.hit_rate_kvtide:.3f}")
@@ -132,9 +131,7 @@ def table(result: PromptsBench) -> Table:
 
 def plot(result: PromptsBench, path: Path) -> None:
     """Draw the report's two figures."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = new_figure((9, 4))
     left, right = figure.subplots(1, 2)
     p = [row.p for row in result.rows]
     left.plot(p, [row.hit_rate_kvtide for row in result.rows], "o-", label="kvtide")

@@ -353,7 +353,7 @@ def _row(side: _Side) -> ServerBenchRow:
     )
 
 
-def table(result: ServerBenchResult) -> Table:
+def render(result: ServerBenchResult) -> Table:
     """Return the result as people read it."""
     columns = ("server", "GET GB/s", "CPU s/GB", "PUT GB/s", "CPU s/GB")
     title = f"{result.object_bytes >> 20} MiB bodies, {result.clients} clients, medians of {result.rounds} rounds"

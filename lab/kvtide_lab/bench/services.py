@@ -16,6 +16,8 @@ from pathlib import Path
 from socket import create_connection, socket
 from typing import Any, NamedTuple
 
+from kvtide_lab.bench.shaped import ShapedProxy
+
 START_S_MAX = 30.0
 
 
@@ -128,6 +130,13 @@ def started(make_command: Callable[[int, Path], Sequence[str]]) -> Iterator[Benc
             yield service
         finally:
             service.kill()
+
+
+@contextmanager
+def server_behind(carried: Callable[[float], float]) -> Iterator[tuple[BenchService, ShapedProxy]]:
+    """Run a kvtide server with memory and a link before it, which passes so many bytes by seconds since its start."""
+    with started(kvtide_words) as server, ShapedProxy(("127.0.0.1", server.port), carried) as link:
+        yield server, link
 
 
 def valkey_command() -> str | None:

@@ -23,7 +23,7 @@ from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide_lab.sim import Trace
+from kvtide_lab.sim.workload import Trace
 from kvtide_lab.wrapped import Counting
 
 # One request: the ids of its blocks, from the first token on.
@@ -227,7 +227,7 @@ def read_importance(path: Path) -> dict[int, float]:
         raise ValueError(f"{path}: expected a JSON object of block numbers and important tokens: {error}") from error
 
 
-def table(result: StackBenchResult) -> Table:
+def render(result: StackBenchResult) -> Table:
     """Return the result as people read it."""
     title = f"{result.requests} requests, {result.trace} trace, importance {result.importance}"
     shown = Table("policy", "device", "memory", "disk", "fast", "important from fast", "GB up", "GB down", title=title)

@@ -296,7 +296,7 @@ def _row(figures: _Figures, store: str, case: _Case, missing: str) -> StoresBenc
     return StoresBenchRow(store, case.copies, case.processes, moved_gb / put_s, moved_gb / get_s, *times_ms)
 
 
-def table(result: StoresBenchResult) -> Table:
+def render(result: StoresBenchResult) -> Table:
     """Return the result as people read it."""
     title = f"values of {result.value_bytes >> 20} MiB, {result.threads} threads, medians of {result.rounds} rounds"
     section, look_ups = f"{_SECTION_BYTES >> 10} KiB of one, ms", f"{_VALUES} look-ups, ms"

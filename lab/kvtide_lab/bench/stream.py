@@ -7,19 +7,210 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, NamedTuple, Self
 
 import msgspec
+import torch
 from rich.table import Table
+from transformers import DynamicCache
 
-from kvtide.codec import Profile
+from kvtide.clock import SystemClock
+from kvtide.codec import CodecRegistry, Profile
+from kvtide.codec.tide import TideCodec
+from kvtide.codec.tide.law import LossLaw, Purpose
+from kvtide.engines.transformers import CachedModel, attach, model_layout
+from kvtide.engines.transformers.generation import FirstToken
 from kvtide.plan.base import StreamPolicy
 from kvtide.plan.policies import POLICIES, AnchorFirst, is_by_level, policy_named
-from kvtide_lab.bench.stream_world import Played, StreamDoor, StreamSize, StreamWorld
+from kvtide.store.load.streamed import StreamedReport
+from kvtide_lab.bench.position import passages_of
+from kvtide_lab.bench.services import server_behind
+from kvtide_lab.bench.shaped import as_fast_as_the_machine
+from kvtide_lab.figures import table_of
+from kvtide_lab.judge.position_judge import PositionJudge
+from kvtide_lab.measuring import Show
 from kvtide_lab.sim.links import Link
-from kvtide_lab.sim.report import new_figure
+
+# Tokens of the question behind the context; its prefill is part of the time to the first token.
+QUESTION_TOKENS = 16
+# What is stored in the background must be there before the next play.
+_STORE_S_MAX = 120.0
+
+
+class StreamSize(NamedTuple):
+    """The amount that is measured. slo_share: the deadline of the first token, as a share of recomputing all."""
+
+    context_tokens: int
+    block_tokens: int
+    answer_tokens: int
+    texts: int
+    slo_share: float = 0.5
+
+    @property
+    def tokens(self) -> int:
+        """Return the length of a text."""
+        return self.context_tokens + self.answer_tokens + 1
+
+
+class StreamDoor(NamedTuple):
+    """A way to load: the codec of what is stored, and what `attach` is told. is_timed: it is told when to start."""
+
+    name: str
+    codec: str
+    policy: str | None = None
+    quality: float | None = None
+    is_timed: bool = False
+
+
+class Played(NamedTuple):
+    """One first token: seconds to it, and the cache that it was answered from.
+
+    kl_model, kl_copy: the model's own on that cache, for text that goes on and for answers that copy. kl_law: what the
+    loss law says of the former, None for a codec without one. link_bytes: those that passed the link. share_computed:
+    of the context's tokens.
+    """
+
+    ttft_s: float
+    kl_model: float
+    kl_copy: float
+    kl_law: float | None
+    link_bytes: int
+    share_computed: float
+
+
+class StreamWorld:
+    """A model, a server with its contexts, and a link between them. Use it with `with`."""
+
+    def __init__(self, model: Any, texts: Sequence[Sequence[int]], size: StreamSize, profiles: Sequence[Profile]):
+        """texts: as ids; one more than are played, for `warm`. ValueError for too few that are long enough."""
+        found = [list(ids[: size.tokens]) for ids in texts if len(ids) >= size.tokens][: size.texts + 1]
+        if len(found) <= size.texts:
+            raise ValueError(f"expected {size.texts + 1} texts of {size.tokens} tokens, got {len(found)}")
+        self.size = size
+        self._model, self._profiles = model, profiles
+        self._layout = model_layout(model, size.block_tokens)
+        tokens, answer = size.context_tokens, size.answer_tokens
+        self._judges = [PositionJudge(model, self._layout, ids, tokens, answer) for ids in found[:-1]]
+        self._prompts = [torch.tensor([ids[: tokens + QUESTION_TOKENS]]) for ids in found]
+
+    def __enter__(self) -> Self:
+        self._running = server_behind(as_fast_as_the_machine)
+        _, self._link = self._running.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.__exit__(*error)
+
+    def attached(self, door: StreamDoor, start_within_s: float | None = None) -> CachedModel:
+        """Attach a cache behind the link, as a user would."""
+        size = self.size
+        return attach(
+            self._model,
+            self._link.url,
+            codec=door.codec,
+            profiles=self._profiles,
+            block_tokens=size.block_tokens,
+            # Each codec has a copy of its own.
+            tenant_salt=door.codec.encode(),
+            start_within_s=start_within_s,
+            quality=door.quality,
+            policy=door.policy,
+            # As many choices in a short context as there are in a long one.
+            chunk_tokens=max(size.block_tokens, size.context_tokens // 8),
+        )
+
+    def store(self, codec: str) -> None:
+        """Store all contexts, over a link that is as fast as this machine."""
+        self._link.restart(as_fast_as_the_machine)
+        with self.attached(StreamDoor("store", codec)) as cached:
+            for prompt in self._prompts:
+                cached.generate(prompt, max_new_tokens=1, do_sample=False)
+                if not cached.flush(_STORE_S_MAX) or not cached.hit_tokens(prompt):
+                    raise ValueError(f"the contexts can't be stored by {codec}")
+
+    def recompute_s(self, text: int) -> float:
+        """Return the seconds to the first token without a cache."""
+        return self._generated(self._model, text)[0]
+
+    def tail_s(self, codec: str, text: int) -> float:
+        """Return what follows the last loaded token: the question's prefill."""
+        self._link.restart(as_fast_as_the_machine)
+        with self.attached(StreamDoor("tail", codec, "layered")) as cached:
+            ttft_s, _ = self._generated(cached, text)
+            assert cached.last is not None and cached.last.streamed is not None
+            return ttft_s - cached.last.streamed.ready_s
+
+    def _generated(self, model: Any, text: int) -> tuple[float, DynamicCache]:
+        clock = SystemClock()
+        first, began_s = FirstToken(clock), clock.monotonic_s()
+        output = model.generate(
+            self._prompts[text],
+            max_new_tokens=1,
+            do_sample=False,
+            return_dict_in_generate=True,
+            stopping_criteria=[first],
+        )
+        return first.seen_s - began_s, output.past_key_values
+
+    def warm(self, cached: CachedModel, link: Link, at_s: float, recompute_s: float) -> None:
+        """Let a cache learn what link and machine do, as a user's has, on a text that is not played.
+
+        What was loaded before is near: in memory.
+        """
+        cached.cache.judge.note_prefill(0, self.size.context_tokens + QUESTION_TOKENS, recompute_s)
+        self._begin(link, at_s)
+        self._generated(cached, -1)
+        cached.flush(_STORE_S_MAX)
+
+    def play(self, door: StreamDoor, cached: CachedModel, text: int, link: Link, at_s: float) -> Played:
+        """Answer a text's question from the link's moment `at_s` on, and judge the cache that was built."""
+        self._begin(link, at_s)
+        before_bytes = self._link.passed_bytes
+        ttft_s, past = self._generated(cached, text)
+        link_bytes, report = self._link.passed_bytes - before_bytes, cached.last
+        assert report is not None and report.bypass is None, report
+        tokens, block_tokens = self.size.context_tokens, self.size.block_tokens
+        kls = [max(0.0, kl) for kl in self._judges[text].kls_of(past, passages_of(tokens, self.size.answer_tokens))]
+        cached.flush(_STORE_S_MAX)
+        loaded = report.streamed.loaded if report.streamed is not None else range(report.hit_tokens // block_tokens)
+        law = self.law(door.codec)
+        kept = None if law is None else kept_blocks(report.streamed, loaded, tokens // block_tokens, law.refinements)
+        kl_law = None if law is None or kept is None else law.kl(kept, block_tokens, Purpose.GOES_ON)
+        return Played(ttft_s, kls[0], fmean(kls[1:]), kl_law, link_bytes, 1 - len(loaded) * block_tokens / tokens)
+
+    def _begin(self, link: Link, at_s: float) -> None:
+        sent = link.carried(at_s)
+        self._link.restart(lambda seconds: link.carried(at_s + seconds) - sent)
+
+    def law(self, codec: str) -> LossLaw | None:
+        """Return the loss law of a codec that has one."""
+        made = CodecRegistry(self._profiles).make(codec, self._layout)
+        return made.law if isinstance(made, TideCodec) else None
+
+
+def kept_blocks(
+    report: StreamedReport | None, loaded: Sequence[int], blocks: int, refinements: int
+) -> list[int] | None:
+    """Return the refinements that each block of a context keeps: one more than there are where it was computed.
+
+    None where a load in parts does not say which of its blocks share a chunk.
+    """
+    found = [refinements + 1] * blocks
+    for block in loaded:
+        found[block] = refinements
+    if report is None or report.fetch is None:
+        return found
+    here = report.fetch.progress.here
+    # Only the first chunk has several blocks: what the engine had computed before anything was known.
+    first = blocks - len(here)
+    if any(not 0 <= block - first < len(here) for block in loaded) or (first and loaded and min(loaded) <= first):
+        return None
+    for block in loaded:
+        found[block] = here[block - first] - 1
+    return found
+
 
 # An embedded copy of four levels: a base of about half a bit, and three refinements to where the curve flattens.
 TIDE = "tide:9e-4:3"
@@ -31,9 +222,6 @@ QUICK = StreamSize(context_tokens=512, block_tokens=64, answer_tokens=64, texts=
 LATE = 1.05
 # The law holds where it is so near; smaller losses are noise beside what anybody asks for.
 CLOSE, KL_MIN = 0.25, 2e-5
-
-# Called with what is being done, and how much of it.
-Progress = Callable[[str, int, int], None]
 
 
 class LinkRoute(NamedTuple):
@@ -112,14 +300,14 @@ def run(
     routes: Sequence[LinkRoute],
     doors: Sequence[StreamDoor],
     size: StreamSize,
-    progress: Progress,
+    show: Show,
 ) -> StreamBench:
     """Play every way over every link. ValueError for too few texts that are long enough, or no profile that fits."""
     load_before = os.getloadavg()[0]
     with StreamWorld(model, texts, size, profiles) as world:
         codecs = list(dict.fromkeys(door.codec for door in doors))
         for done, codec in enumerate(codecs):
-            progress("contexts", done, len(codecs))
+            show("contexts", done, len(codecs))
             world.store(codec)
         tail_s = statistics.median(world.tail_s(codecs[0], text) for text in range(size.texts))
         recompute_s = statistics.median(world.recompute_s(text) for text in range(size.texts))
@@ -132,11 +320,11 @@ def run(
                 row_of(RECOMPUTE, "", route.link.name, [Played(each, 0.0, 0.0, None, 0, 1.0) for each in plain_s])
             )
             for door in doors:
-                progress("rows", len(rows), total)
+                show("rows", len(rows), total)
                 start_within_s = max(0.0, deadline_s - tail_s) if door.is_timed else None
                 played = _plays(world, route, door, start_within_s, statistics.median(plain_s))
                 rows.append(row_of(door.name, door.codec, route.link.name, played))
-        progress("rows", total, total)
+        show("rows", total, total)
     loads, tide = (load_before, os.getloadavg()[0]), doors[0].codec
     verdict = verdict_of(rows, deadline_s)
     return StreamBench(size.context_tokens, size.texts, tide, recompute_s, deadline_s, *loads, *verdict, rows)
@@ -200,9 +388,8 @@ def render(result: StreamBench) -> Table:
         f"{result.context_tokens} tokens, {result.texts} held-out texts, {result.tide}; "
         f"recomputing {result.recompute_s:.2f} s, deadline {result.deadline_s:.2f} s"
     )
-    table = Table(title=title, caption=caption)
-    for column in ("link", "policy", "TTFT", "KL goes on", "KL copies", "law", "MB", "computed"):
-        table.add_column(column, no_wrap=True, justify="left" if column in ("link", "policy") else "right")
+    columns = ("link", "policy", "TTFT", "KL goes on", "KL copies", "law", "MB", "computed")
+    table = table_of(columns, title=title, caption=caption, left=("link", "policy"))
     for row in result.rows:
         table.add_row(
             row.link,
@@ -216,22 +403,3 @@ def render(result: StreamBench) -> Table:
             end_section=row is result.rows[-1] or row.link != result.rows[result.rows.index(row) + 1].link,
         )
     return table
-
-
-def plot(result: StreamBench, path: Path) -> None:
-    """Draw the time to the first token against KL, a panel for each link. ValueError if matplotlib is not installed."""
-    links = list(dict.fromkeys(row.link for row in result.rows))
-    figure = new_figure((3.2 * len(links), 4))
-    panels = figure.subplots(1, len(links), squeeze=False, sharey=True)[0]
-    for link, axes in zip(links, panels, strict=True):
-        for number, row in enumerate(row for row in result.rows if row.link == link):
-            # A log axis has no 0.
-            kls = [max(KL_MIN, kl) for kl in (row.kl_model, row.kl_copy)]
-            axes.plot([row.ttft_s] * 2, kls, "-", color=f"C{number}", alpha=0.4)
-            axes.plot(row.ttft_s, kls[0], "o", color=f"C{number}", label=row.policy)
-            axes.plot(row.ttft_s, kls[1], "^", color=f"C{number}")
-        axes.axvline(result.deadline_s, color="k", linestyle=":")
-        axes.set(yscale="log", title=link, xlabel="first token, s")
-    panels[0].set_ylabel("KL: goes on (o), copies (^)")
-    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right upper", fontsize="x-small")
-    figure.savefig(path, dpi=150)

@@ -5,7 +5,7 @@ Each text is talked with all codecs beside one exact chat; what was found of a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,23 +14,165 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
+from rich.console import Group
+from transformers import DynamicCache
 
-from kvtide.codec import Profile
-from kvtide.engines.calibrate.judge import one_torch_thread
+from kvtide.codec import CodecRegistry, Profile
+from kvtide.engines.calibrate.judge import block_metas, one_torch_thread
 from kvtide.engines.calibrate.texts import Text
+from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.pages import RestoredRoom, block_bits
 from kvtide.engines.transformers.watch import model_fingerprint
-from kvtide_lab.bench.quality_state import Partial, ids_digest
-from kvtide_lab.judge.chat_judge import ChatJudge, ChatSize, TurnVerdict
+from kvtide_lab.bench.partial import Partial, ids_digest
+from kvtide_lab.figures import table_of
+from kvtide_lab.measuring import Show
+
+# What a turn stores must be there in the next one; on a busy machine that takes a while.
+FLUSH_S_MAX = 120.0
+
+
+class ChatSize(NamedTuple):
+    """The length of a chat. Of each turn the user says the first tokens, the model the others."""
+
+    turns: int
+    user_tokens: int
+    answer_tokens: int
+    block_tokens: int
+
+    @property
+    def turn_tokens(self) -> int:
+        """Return the tokens that a turn adds."""
+        return self.user_tokens + self.answer_tokens
+
+    @property
+    def tokens_needed(self) -> int:
+        """Return the tokens that a text must have."""
+        return self.turns * self.turn_tokens
+
+
+class TurnVerdict(NamedTuple):
+    """The model's loss on a turn's tokens: KL of each, in nats, from the exact chat, and where the top token is its.
+
+    kl_once: the same after the exact chat's own cache, coded once. hit_tokens: how many the turn restored.
+    """
+
+    kl: list[float]
+    kl_once: list[float]
+    is_top1: list[bool]
+    hit_tokens: int
+
+
+class ChatJudge:
+    """A model, and chats of one size with it."""
+
+    def __init__(self, model: Any, profiles: Sequence[Profile], size: ChatSize) -> None:
+        self._model = model
+        self._profiles = profiles
+        self._size = size
+        # Every turn attaches again, as a new process would; the weights are read once for all of them.
+        self._fingerprint = model_fingerprint(model)
+        self._layout = model_layout(model, size.block_tokens)
+
+    def turns(self, ids: Sequence[int], folders: Mapping[str, Path]) -> Iterator[dict[str, TurnVerdict]]:
+        """Talk a text with every codec at once, each on a store in a folder of its own; yield each turn's verdicts.
+
+        Answers are the text's own, said token by token. RuntimeError if a turn's blocks are not stored, or not loaded
+        in the next one.
+        """
+        size = self._size
+        past, hits = DynamicCache(config=self._model.config), 0
+        for turn in range(size.turns):
+            whole = torch.tensor([ids[: (turn + 1) * size.turn_tokens]])
+            past = self._cut(past, hits)
+            exact = self._say(self._cut(past, hits), whole)
+            yield {codec: self._take(codec, folder, whole, exact, past) for codec, folder in folders.items()}
+            self._answer(self._model, whole, past_key_values=past)
+            # The answer's last token is not run, the prompt's last one not restored.
+            hits = (past.get_seq_length() // size.block_tokens) * size.block_tokens
+
+    def _attached(self, codec: str, folder: Path) -> CachedModel:
+        tokens, profiles = self._size.block_tokens, self._profiles
+        return attach(
+            self._model,
+            str(folder),
+            codec=codec,
+            profiles=profiles,
+            block_tokens=tokens,
+            fingerprint=self._fingerprint,
+        )
+
+    def _take(
+        self, codec: str, folder: Path, whole: torch.Tensor, exact: torch.Tensor, past: DynamicCache
+    ) -> TurnVerdict:
+        """Take a turn: restore, judge what is said after that, answer, store. past: what an exact codec restores."""
+        prompt, hits = whole[:, : -self._size.answer_tokens], past.get_seq_length()
+        with self._attached(codec, folder) as cached:
+            said = self._say(cached.restored(prompt), whole)
+            self._answer(cached, whole)
+            report = cached.last
+            assert report is not None
+            if report.hit_tokens != hits or report.bypass is not None:
+                raise RuntimeError(f"{codec} restored {report.hit_tokens} of {hits} tokens, bypass: {report.bypass}")
+            if not cached.cache.flush(FLUSH_S_MAX):
+                raise RuntimeError(f"{codec} did not store a turn within {FLUSH_S_MAX:g} s")
+        once = self._say(self._coded(codec, past, whole[0, :hits].tolist()), whole)
+        is_top1 = (exact.argmax(-1) == said.argmax(-1)).tolist()
+        return TurnVerdict(_kl(exact, said).tolist(), _kl(exact, once).tolist(), is_top1, hits)
+
+    def _coded(self, codec: str, past: DynamicCache, ids: Sequence[int]) -> DynamicCache:
+        """Return what a codec makes of whole blocks."""
+        made = CodecRegistry(self._profiles).make(codec, self._layout)
+        metas = block_metas(ids, self._layout)
+        pages = RestoredRoom(self._layout, len(metas))
+        bits = np.empty(self._layout.shape, dtype=self._layout.bits_dtype)
+        for position, meta in enumerate(metas):
+            made.decode(meta, made.encode(meta, block_bits(past, meta)), bits)
+            pages.write(position, bits)
+        coded = DynamicCache(config=self._model.config)
+        pages.fill(coded, len(metas), self._model.device)
+        return coded
+
+    def _say(self, past: DynamicCache, whole: torch.Tensor) -> torch.Tensor:
+        """Run what is after a cache; return what the model says of the turn's tokens: (tokens, vocabulary), log."""
+        count = self._size.turn_tokens
+        with torch.inference_mode():
+            rest = whole[:, past.get_seq_length() :]
+            output = self._model(rest, past_key_values=past, use_cache=True, logits_to_keep=count)
+        logits: torch.Tensor = output.logits[0].float()
+        return logits.log_softmax(-1)
+
+    def _answer(self, model: Any, whole: torch.Tensor, **arguments: Any) -> None:
+        """Have the user's tokens read and the answer's ones said, whatever the model would rather say."""
+        prompt = whole[:, : -self._size.answer_tokens]
+        arguments.setdefault("attention_mask", torch.ones_like(prompt))
+        model.generate(
+            prompt,
+            max_new_tokens=self._size.answer_tokens,
+            do_sample=False,
+            prefix_allowed_tokens_fn=lambda _, said: [int(whole[0, said.shape[0]])],
+            **arguments,
+        )
+
+    def _cut(self, past: DynamicCache, tokens: int) -> DynamicCache:
+        """Return another cache with the first tokens of one; torch appends to neither in place."""
+        cut = DynamicCache(config=self._model.config)
+        if tokens:
+            for layer, whole in zip(cut.layers, past.layers, strict=True):
+                layer.lazy_initialization(whole.keys, whole.values)
+                layer.keys, layer.values = whole.keys[..., :tokens, :], whole.values[..., :tokens, :]
+        return cut
+
+
+def _kl(exact: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
+    return (exact.exp() * (exact - said)).sum(-1)
+
 
 # The first turn restores nothing: what adds up begins with the second.
 FIRST_RESTORED = 1
 # A growth that chance alone shows less often than this is a trend.
 TREND_P_MAX = 0.05
-# Requests and checks that are timed for the share of the check.
-IDENTITY_CALLS = 15
-
-# Called with what is being done, and how much of it.
-Progress = Callable[[str, int, int], None]
 
 
 class TurnsSize(NamedTuple):
@@ -77,8 +219,7 @@ class TurnsBench(msgspec.Struct, frozen=True):
     """All rows, what they were measured on, and what they say.
 
     `trend` is of each codec's `kl`, which grows with the coded share of a prefix too; `trend_added` is of what it
-    exceeds `kl_once` by, what adds up alone. `exact_kl_max` is the largest KL of a single token after a lossless
-    cache; `identity_share` the share of a warm request of one token that the check of the model takes.
+    exceeds `kl_once` by, what adds up alone. `exact_kl_max` is the largest KL of a token after a lossless cache.
     """
 
     model: str
@@ -92,7 +233,6 @@ class TurnsBench(msgspec.Struct, frozen=True):
     trend: dict[str, Trend]
     trend_added: dict[str, Trend]
     exact_kl_max: float
-    identity_share: float
     rows: list[TurnRow]
 
 
@@ -149,7 +289,7 @@ def partial_of(subject: ChatSubject, profiles: Sequence[Profile], path: Path | N
 
 
 def run(
-    subject: ChatSubject, profiles: Sequence[Profile], partial: Partial[ChatInputs, Said], progress: Progress
+    subject: ChatSubject, profiles: Sequence[Profile], partial: Partial[ChatInputs, Said], show: Show
 ) -> TurnsBench:
     """Talk every text that is not in `partial` yet. RuntimeError if a store fails."""
     size = subject.size
@@ -157,15 +297,13 @@ def run(
     said = []
     with one_torch_thread():
         for text, ids in enumerate(subject.ids):
-            progress("texts", text, len(subject.ids))
+            show("texts", text, len(subject.ids))
             found = partial.get("turns", text)
             if found is None:
-                found = _talked(judge, ids, size.codecs, progress)
+                found = _talked(judge, ids, size.codecs, show)
                 partial.put("turns", text, found)
             said.append(found)
-        progress("texts", len(subject.ids), len(subject.ids))
-        with TemporaryDirectory() as folder:
-            share = judge.identity_share(subject.ids[0], Path(folder), IDENTITY_CALLS)
+        show("texts", len(subject.ids), len(subject.ids))
     rows = [_row(codec, turn, said) for codec in size.codecs for turn in range(size.chat.turns)]
     exact = [kl for turns in said for turn in turns for kl in turn["lossless"].kl]
     return TurnsBench(
@@ -180,18 +318,17 @@ def run(
         trend={codec: trend_of([_kls(turns, codec) for turns in said]) for codec in size.codecs},
         trend_added={codec: trend_of([_added(turns, codec) for turns in said]) for codec in size.codecs},
         exact_kl_max=max(map(abs, exact)),
-        identity_share=share,
         rows=rows,
     )
 
 
-def _talked(judge: ChatJudge, ids: Sequence[int], codecs: Sequence[str], progress: Progress) -> list[Said]:
+def _talked(judge: ChatJudge, ids: Sequence[int], codecs: Sequence[str], show: Show) -> list[Said]:
     with TemporaryDirectory() as root:
         folders = {codec: Path(root) / str(number) for number, codec in enumerate(codecs)}
         found = []
         for said in judge.turns(ids, folders):
             found.append(said)
-            progress("turns", len(found), FULL.chat.turns)
+            show("turns", len(found), FULL.chat.turns)
     return found
 
 
@@ -219,3 +356,28 @@ def trend_of(kls: Sequence[Sequence[float]]) -> Trend:
     p = float(np.mean(signs @ slopes >= slopes.sum() - 1e-12 * np.abs(slopes).sum()))
     stderr = stdev(slopes) / len(slopes) ** 0.5 if len(slopes) > 1 else None
     return Trend(float(slopes.mean()), stderr, p, p < TREND_P_MAX)
+
+
+def render(result: TurnsBench) -> Group:
+    """Return the tables that people read: turn by turn, then what they say of each codec."""
+    what = f"texts: {result.texts}, turns of {result.user_tokens} + {result.answer_tokens} tokens"
+    title = f"{result.model}, {what}, blocks of {result.block_tokens}, KV in {result.kv_dtype}"
+    turns = table_of(
+        ("codec", "turn", "restored", "KL", "once", "0.9 of tokens", "top-1"), title=title, left=("codec",)
+    )
+    for row in result.rows:
+        figures = (f"{row.kl:.5f}", f"{row.kl_once:.5f}", f"{row.kl_q90:.5f}", f"{row.top1:.4f}")
+        turns.add_row(row.codec, str(row.turn), str(row.hit_tokens), *figures)
+    exact = f"largest KL of a token behind lossless {result.exact_kl_max:g}"
+    trends = table_of(("codec", "of", "last turn", "a turn", "±", "p", "grows"), title=exact, left=("codec", "of"))
+    last = {row.codec: row for row in result.rows}
+    for codec, trend in result.trend.items():
+        trends.add_row(codec, "KL", f"{last[codec].kl:.5f}", *_figures(trend))
+        added = last[codec].kl - last[codec].kl_once
+        trends.add_row(codec, "KL over once", f"{added:.5f}", *_figures(result.trend_added[codec]))
+    return Group(turns, trends)
+
+
+def _figures(trend: Trend) -> tuple[str, ...]:
+    spread = "" if trend.slope_stderr is None else f"{trend.slope_stderr:.6f}"
+    return f"{trend.slope:+.6f}", spread, f"{trend.p:.3f}", "yes" if trend.has_trend else "not shown"

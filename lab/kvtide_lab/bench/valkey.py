@@ -206,7 +206,7 @@ def _row(figures: _Figures, client: str, threads: int) -> ValkeyBenchRow:
     )
 
 
-def table(result: ValkeyBenchResult) -> Table:
+def render(result: ValkeyBenchResult) -> Table:
     """Return the result as people read it."""
     title = f"{result.server}, values of {result.value_bytes >> 20} MiB, medians of {result.rounds} rounds"
     shown = Table("client", "threads", "put GB/s", "get GB/s", "put CPU s/GB", "get CPU s/GB", title=title)

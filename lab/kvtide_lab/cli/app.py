@@ -8,7 +8,6 @@ import typer
 
 from kvtide.cli import run, version_option
 from kvtide_lab.cli import bench, sim
-from kvtide_lab.cli.insights import insights
 
 app = typer.Typer(
     name="kvtide-lab",
@@ -25,7 +24,6 @@ def options(version: Annotated[bool, version_option("kvtide-lab")] = False) -> N
 
 app.add_typer(bench.app, name="bench")
 app.add_typer(sim.app, name="sim")
-app.command("insights")(insights)
 
 
 def main() -> None:

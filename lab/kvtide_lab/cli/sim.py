@@ -1,4 +1,4 @@
-"""Commands that simulate: `kvtide-lab sim trace | prompts | stream | fairness | pool`."""
+"""`kvtide-lab sim trace | shrink | regions | pool | prompts | stream | fairness`: what is simulated."""
 
 from __future__ import annotations
 
@@ -7,60 +7,66 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import typer
 
 from kvtide.cli.report import JsonOption, emit
-from kvtide_lab.cli.sim_stream import stream
-from kvtide_lab.sim import (
-    HINTS,
-    MADE,
-    MADE_PREFIX,
-    PROBABILITIES,
-    PromptSetup,
-    Trace,
-    WekaReplay,
-    compare,
-    joined,
-    made_trace,
-    read_trace,
-    run_prompts,
-    standing,
+from kvtide.plan.speeds import ESTIMATORS
+from kvtide_lab.cli.options import PlotOption, QuickOption
+from kvtide_lab.sim.fairness import (
+    FAIRNESS_MIX,
+    ClientMix,
+    FairnessSetup,
+    plot_fairness,
+    render_fairness,
+    run_fairness,
 )
-from kvtide_lab.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
-from kvtide_lab.sim.features import KNOWS, render_features, run_features
-from kvtide_lab.sim.groups import STATE_BLOCKS, render_groups, run_groups
+from kvtide_lab.sim.hints import HINTS
+from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
+from kvtide_lab.sim.made import MADE, MADE_PREFIX, made_trace
 from kvtide_lab.sim.policies import POLICIES
 from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
-from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, render_regions, run_regions
-from kvtide_lab.sim.report import (
-    StandingReport,
-    plot_fairness,
+from kvtide_lab.sim.prompts import (
+    PROBABILITIES,
+    PromptSetup,
     plot_prompts,
-    plot_trace,
     prompt_report,
-    render_fairness,
     render_prompts,
+    run_prompts,
+)
+from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, render_regions, run_regions
+from kvtide_lab.sim.replay import (
+    compare,
+    plot_trace,
     render_standings,
     render_trace,
+    standing,
     standing_report,
     trace_report,
 )
 from kvtide_lab.sim.shrink import render_shrink, run_shrink
+from kvtide_lab.sim.stream import STREAM_POLICIES, StreamSetup, plot_stream, render_stream, stream_report, sweep
+from kvtide_lab.sim.workload import Trace, WekaReplay, joined, read_trace
 
 app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
-app.command("stream")(stream)
 
 SHARES = ["1%", "3%", "10%", "30%"]
 SHARES_QUICK = ["3%", "10%"]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
 STANDING = ["lru", "slru", "s3fifo", "arc", "score", "fading", "reuse"]
 DEFAULT_POLICY = "mix"
-QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer cases, within 50 s.")]
+_STREAM = StreamSetup()
+TRIALS_QUICK = 30
+SeedOption = Annotated[int, typer.Option("--seed", help="Of what is made up.")]
+PolicyOption = Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")]
+CapacityOption = Annotated[
+    list[str] | None, typer.Option("--capacity", help="Blocks, or as in 3% a share of the unique ones; repeats.")
+]
+SessionsOption = Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")]
 ClientOption = Annotated[
     list[str] | None,
     typer.Option("--client", help="KIB:COUNT[:CONNECTIONS[:WEIGHT]]; repeats. Default: 16384:1 and 512:7."),
 ]
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write the figures to this PNG file.")]
 
 
 @app.command("trace")
@@ -73,17 +79,15 @@ def trace(
             "A+B: traces as tenants of one cache."
         ),
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
-    capacity: Annotated[
-        list[str] | None, typer.Option("--capacity", help="Blocks, or as in 3% a share of the unique ones; repeats.")
-    ] = None,
+    policy: PolicyOption = DEFAULT_POLICY,
+    capacity: CapacityOption = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="All policies.")] = False,
     room: Annotated[bool, typer.Option("--room", help="Several traces: what room LRU needs for as many hits.")] = False,
     weigh_cost: Annotated[bool, typer.Option("--weigh-cost", help="Tell policies what a prefill costs.")] = False,
     hints: Annotated[
         str | None, typer.Option("--hints", help=f"Advice that comes with the requests: {', '.join(HINTS)}.")
     ] = None,
-    sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
+    sessions: SessionsOption = 50,
     plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
@@ -92,13 +96,18 @@ def trace(
     if sessions < 0:
         raise ValueError(f"--sessions must not be negative, got {sessions}")
     names = files or [MADE_PREFIX + name for name in MADE][: 2 if quick else None]
+    sizes = capacity or (SHARES_QUICK if quick else SHARES)
     if len(names) > 1:
-        loads = [_trace(name, sessions) for name in names]
-        sizes = capacity or (SHARES_QUICK if quick else SHARES)
-        emit(_standings(loads, policy, sizes, room, hints), render_standings, as_json)
+        fixed = [each for each in STANDING if each != policy]
+        found = [
+            standing(loaded, policy, fixed, _share(each, loaded.unique_blocks), room, hints)
+            for loaded in (_trace(name, sessions) for name in names)
+            for each in sizes
+        ]
+        emit(standing_report(policy, found), render_standings, as_json)
         return
     loaded = _trace(names[0], sessions)
-    shares = [_share(each, loaded.unique_blocks) for each in capacity or (SHARES_QUICK if quick else SHARES)]
+    shares = [_share(each, loaded.unique_blocks) for each in sizes]
     policies = (POLICIES_QUICK if quick else list(POLICIES)) if compare_all else ["lru", policy]
     report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares, weigh_cost, hints))
     if plot is not None:
@@ -116,100 +125,6 @@ def _trace(name: str, sessions: int) -> Trace:
     return read_trace(path, WekaReplay(sessions_max=sessions or None))
 
 
-def _standings(
-    traces: Sequence[Trace], policy: str, capacity: Sequence[str], room: bool, hints: str | None
-) -> StandingReport:
-    """Set a policy beside the fixed ones on several traces."""
-    fixed = [each for each in STANDING if each != policy]
-    shares = [(trace, _share(each, trace.unique_blocks)) for trace in traces for each in capacity]
-    return standing_report(policy, [standing(trace, policy, fixed, share, room, hints) for trace, share in shares])
-
-
-@app.command("features")
-def features(
-    files: Annotated[
-        list[str] | None, typer.Argument(help="As for `trace`. Default: made:sessions and made:tenants.")
-    ] = None,
-    policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
-    feature: Annotated[
-        list[str] | None, typer.Option("--feature", help=f"Repeats; by default all: {'; '.join(KNOWS)}.")
-    ] = None,
-    capacity: Annotated[list[str] | None, typer.Option("--capacity", help="As for `trace`; repeats.")] = None,
-    sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
-    quick: QuickOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Tell a ranking one thing more, of all that there is to know: what each saves alone."""
-    names = files or [MADE_PREFIX + name for name in ("tenants", "sessions")][: 1 if quick else None]
-    loads = [_trace(name, sessions) for name in names]
-    sizes = capacity or SHARES_QUICK[: 1 if quick else None]
-    pairs = [(loaded, _share(each, loaded.unique_blocks)) for loaded in loads for each in sizes]
-    emit(run_features(pairs, policy, feature), render_features, as_json)
-
-
-@app.command("shrink")
-def shrink(
-    file: Annotated[str, typer.Argument(help="A trace, as for `trace`.")] = MADE_PREFIX + "sessions",
-    policy: Annotated[str, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
-    capacity: Annotated[list[str] | None, typer.Option("--capacity", help="As for `trace`, in whole blocks.")] = None,
-    sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
-    quick: QuickOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Let refinements of `tide` leave before blocks: hits and what they lose, at equal bytes."""
-    loaded = _trace(file, sessions)
-    shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK[: 1 if quick else None]]
-    emit(run_shrink(loaded, policy, shares), render_shrink, as_json)
-
-
-@app.command("groups")
-def groups(
-    file: Annotated[str, typer.Argument(help="A trace, as for `trace`.")] = MADE_PREFIX + "sessions",
-    policy: Annotated[str, typer.Option("--policy", help="An order of a memory tier, `?policy=`.")] = DEFAULT_POLICY,
-    capacity: Annotated[
-        list[str] | None, typer.Option("--capacity", help="As for `trace`, in bytes of blocks.")
-    ] = None,
-    state_blocks: Annotated[
-        float, typer.Option("--state-blocks", help="A state's bytes, in a block's.")
-    ] = STATE_BLOCKS,
-    sessions: Annotated[int, typer.Option("--sessions", help="WEKA: the first so many sessions; 0 for all.")] = 50,
-    quick: QuickOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Keep states of a hybrid model beside keys and values: hits, bytes and cuts, by how often states are kept."""
-    loaded = _trace(file, sessions)
-    shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK[: 1 if quick else None]]
-    emit(run_groups(loaded, policy, shares, state_blocks), render_groups, as_json)
-
-
-@app.command("regions")
-def regions(
-    seed: Annotated[int, typer.Option("--seed", help="Of the requests.")] = 0,
-    quick: QuickOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Hit rates and bytes between regions, by what they have in common and how fast they synchronise."""
-    emit(run_regions(seed, REQUESTS_QUICK if quick else REQUESTS), render_regions, as_json)
-
-
-@app.command("pool")
-def pool(
-    servers: Annotated[
-        list[int] | None, typer.Option("--servers", help="How many; may be given several times.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of keys and requests.")] = 0,
-    plot: PlotOption = None,
-    quick: QuickOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Load of a pool's servers, and what a join or a leave moves, for each way to place blocks."""
-    counts = tuple(servers) if servers else SERVERS if quick else SERVERS + SERVERS_MANY
-    report = run_pool(seed, counts, KEYS_QUICK if quick else KEYS)
-    if plot is not None:
-        plot_pool(report, plot)
-    emit(report, render_pool, as_json)
-
-
 def _share(capacity: str, unique_blocks: int) -> float:
     """Return a capacity as a share of the unique blocks, at most all of them."""
     number = capacity.removesuffix("%")
@@ -222,9 +137,48 @@ def _share(capacity: str, unique_blocks: int) -> float:
     return min(1.0, value)
 
 
+@app.command("shrink")
+def shrink(
+    file: Annotated[str, typer.Argument(help="A trace, as for `trace`.")] = MADE_PREFIX + "sessions",
+    policy: PolicyOption = DEFAULT_POLICY,
+    capacity: CapacityOption = None,
+    sessions: SessionsOption = 50,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Let refinements of `tide` leave before blocks: hits and what they lose, at equal bytes."""
+    loaded = _trace(file, sessions)
+    shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK[: 1 if quick else None]]
+    emit(run_shrink(loaded, policy, shares), render_shrink, as_json)
+
+
+@app.command("regions")
+def regions(seed: SeedOption = 0, quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """Hit rates and bytes between regions, by what they have in common and how fast they synchronise."""
+    emit(run_regions(seed, REQUESTS_QUICK if quick else REQUESTS), render_regions, as_json)
+
+
+@app.command("pool")
+def pool(
+    servers: Annotated[
+        list[int] | None, typer.Option("--servers", help="How many; may be given several times.")
+    ] = None,
+    seed: SeedOption = 0,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Load of a pool's servers, and what a join or a leave moves, for each way to place blocks."""
+    counts = tuple(servers) if servers else SERVERS if quick else SERVERS + SERVERS_MANY
+    report = run_pool(seed, counts, KEYS_QUICK if quick else KEYS)
+    if plot is not None:
+        plot_pool(report, plot)
+    emit(report, render_pool, as_json)
+
+
 @app.command("prompts")
 def prompts(
-    seed: Annotated[int, typer.Option("--seed", help="Of the generator.")] = 0,
+    seed: SeedOption = 0,
     pool: Annotated[int, typer.Option("--pool", help="Freed blocks that the pool keeps (K).")] = 4096,
     plot: PlotOption = None,
     quick: QuickOption = False,
@@ -240,6 +194,71 @@ def prompts(
     emit(report, render_prompts, as_json)
 
 
+@app.command("stream")
+def stream(
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--link",
+            help=f"A model ({', '.join(LINK_MODELS)}), a trace or a folder of traces; repeats. Default: all models.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", help=f"all, or some of {', '.join(STREAM_POLICIES)}; repeats.")
+    ] = None,
+    context: Annotated[list[int] | None, typer.Option("--context", help="Tokens; repeats.")] = None,
+    slo: Annotated[list[float] | None, typer.Option("--slo", help="Seconds to the first token; repeats.")] = None,
+    mean_gbit: Annotated[float, typer.Option("--mean-gbit", help="Mean of traces and models; 0: as traces are.")] = 3.0,
+    prefill: Annotated[float, typer.Option("--prefill", help="Tokens/s at the start.")] = _STREAM.prefill_tokens_per_s,
+    chunk: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of a chunk.")] = _STREAM.chunk_tokens,
+    decode_cores: Annotated[
+        int, typer.Option("--decode-cores", help="Cores that decode; 0: decoding takes no time.")
+    ] = _STREAM.decode_cores,
+    kl_goal: Annotated[float, typer.Option("--kl-goal", help="Loss at which nothing is waited for any more.")] = 0.0,
+    estimator: Annotated[str, typer.Option("--estimator", help=f"One of {', '.join(ESTIMATORS)}.")] = "last",
+    trials: Annotated[int | None, typer.Option("--trials", help="Requests for each row.")] = None,
+    seed: SeedOption = 0,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Misses, TTFT and quality of every streaming policy on every link that changes, beside the oracle's."""
+    if not mean_gbit >= 0:
+        raise ValueError(f"--mean-gbit must not be negative, got {mean_gbit}")
+    setup = msgspec.structs.replace(
+        _STREAM,
+        context_tokens=tuple(context or _STREAM.context_tokens),
+        slo_s=tuple(slo or _STREAM.slo_s),
+        trials=trials or (TRIALS_QUICK if quick else _STREAM.trials),
+        prefill_tokens_per_s=prefill,
+        chunk_tokens=chunk,
+        decode_cores=decode_cores,
+        kl_goal=kl_goal,
+        estimator=estimator,
+        seed=seed,
+    )
+    links = [found for name in link or list(LINK_MODELS) for found in _links(name, mean_gbit * GBIT, seed)]
+    names = list(STREAM_POLICIES) if policy in (None, ["all"]) else list(dict.fromkeys(policy or ()))
+    report = stream_report(setup, sweep(setup, links, names))
+    if plot is not None:
+        plot_stream(report, plot)
+    emit(report, render_stream, as_json)
+
+
+def _links(name: str, mean_bytes_per_s: float, seed: int) -> Sequence[Link]:
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+        if not files:
+            raise ValueError(f"no traces in {name}")
+    elif path.is_file():
+        files = [path]
+    else:
+        return [link_named(name, np.random.default_rng(seed), mean_bytes_per_s or 3 * GBIT)]
+    traces = [read_link(file) for file in files]
+    return [trace.scaled(mean_bytes_per_s) for trace in traces] if mean_bytes_per_s else traces
+
+
 @app.command("fairness")
 def fairness(
     client: ClientOption = None,
@@ -248,7 +267,7 @@ def fairness(
     slice_kib: Annotated[int, typer.Option("--slice", help="KiB of a slice.")] = 512,
     round_trip: Annotated[float, typer.Option("--round-trip", help="Milliseconds.")] = 0.5,
     seconds: Annotated[float, typer.Option("--seconds", help="Of made-up time.")] = 60.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the lottery and the order of first requests.")] = 0,
+    seed: SeedOption = 0,
     plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,

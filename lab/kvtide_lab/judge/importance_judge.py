@@ -6,8 +6,7 @@ Bytes and times are real: objects lie behind a device of a stated speed, and are
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from kvtide.store.load.sparse import SparseLoad
 from kvtide.store.repack import Repacker, UseStore
 from kvtide.tier import Tier
 from kvtide.tier.ram import MemoryTier
-from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 from kvtide_lab.wrapped import Paced
 
@@ -61,14 +59,13 @@ class ExactAnswer(NamedTuple):
 class Judged(NamedTuple):
     """One question under one selection. KL in nats against the whole cache, in the mean over the answer.
 
-    is_right: the answer begins as the text has it, None where that is not known. reads: bytes of each block.
+    is_right: the answer begins as the text has it, None where that is not known.
     """
 
     kl: float
     top1: float
     answer_match: bool
     is_right: bool | None
-    reads: Mapping[ObjectId, int]
     read_bytes: int
     whole_bytes: int
     ttft_s: float
@@ -88,28 +85,13 @@ class JudgedPrefix:
     original: MemoryTier
 
 
-class Device(Paced):
-    """Counts what is read of each object."""
-
-    def __init__(self, tier: Tier, clock: Clock, bytes_s: float) -> None:
-        super().__init__(tier, clock, time.sleep, bytes_s)
-        self.reads: Counter[ObjectId] = Counter()
-
-    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Read and count."""
-        size = super().get_into(object_id, buffer, offset)
-        with self._lock:
-            self.reads[object_id] += size or 0
-        return size
-
-
 class ReadKeys:
     """Exact keys of some KV heads, read from the device layer by layer: what probes without a rough base need.
 
     The other heads' keys are zeros: a probe that asked them would find nothing.
     """
 
-    def __init__(self, prefix: JudgedPrefix, device: Device, heads: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, prefix: JudgedPrefix, device: Paced, heads: Sequence[int], dtype: torch.dtype) -> None:
         self._prefix = prefix
         self._device = device
         self._heads = list(heads)
@@ -222,7 +204,7 @@ class ImportanceJudge:
 
     def whole(self, prefix: JudgedPrefix, number: int) -> Judged:
         """Load everything, as raw objects, and ask."""
-        device = Device(self._tier(), self._clock, self.bytes_s)
+        device = self._device(self._tier())
         for meta, bits in zip(prefix.metas, prefix.blocks, strict=True):
             device.put_from(meta.id, pack_object(meta, RawCodec.codec_id, RawCodec().encode(meta, bits)))
         pages = RestoredRoom(self.layout, len(prefix.metas))
@@ -234,9 +216,9 @@ class ImportanceJudge:
         past = self._filled(pages, len(prefix.metas))
         first = self._first(past, prefix.questions[number])
         ttft_s = self._clock.monotonic_s() - started_s
-        return self._judged(prefix, number, past, first, None, (device.read_bytes, ttft_s, device.reads), None)
+        return self._judged(prefix, number, past, first, None, (device.read_bytes, ttft_s), None)
 
-    def _load_raw(self, device: Device, position: int, meta: BlockMeta, pages: RestoredRoom) -> None:
+    def _load_raw(self, device: Paced, position: int, meta: BlockMeta, pages: RestoredRoom) -> None:
         buffer = memoryview(bytearray(object_bytes_max(meta.layout)))
         stored = parse_object(buffer[: device.get_into(meta.id, buffer)], meta.id)
         bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
@@ -258,7 +240,7 @@ class ImportanceJudge:
         lists are known for nothing, as the paper's few bytes. probes: choose by exact keys, which are read too.
         """
         tier = prefix.packed if is_packed else prefix.original
-        device = Device(tier, self._clock, self.bytes_s)
+        device = self._device(tier)
         load = SparseLoad(device if has_base else tier)
         keys = self._probe(prefix, device, importance) if probes else None
         pages = self._pages(len(prefix.metas))
@@ -276,14 +258,14 @@ class ImportanceJudge:
         first = self._pass(past, ids[past.get_seq_length() - load.tokens :], selection, 1)
         ttft_s = self._clock.monotonic_s() - started_s
         read_bytes = load.read_bytes + (keys.read_bytes if keys else 0)
-        cost = (read_bytes, ttft_s, device.reads)
+        cost = (read_bytes, ttft_s)
         judged = self._judged(prefix, number, past, first, selection, cost, selection.report())
         load.close()
         return judged
 
     def rough(self, prefix: JudgedPrefix, number: int) -> Judged:
         """Ask with the base alone."""
-        device = Device(prefix.packed, self._clock, self.bytes_s)
+        device = self._device(prefix.packed)
         load, pages = SparseLoad(device), self._pages(len(prefix.metas))
         started_s = self._clock.monotonic_s()
         load.open(prefix.metas, self._registry, pages.write)
@@ -291,21 +273,17 @@ class ImportanceJudge:
         first = self._first(past, prefix.questions[number])
         ttft_s = self._clock.monotonic_s() - started_s
         load.close()
-        return self._judged(prefix, number, past, first, None, (load.read_bytes, ttft_s, device.reads), None)
+        return self._judged(prefix, number, past, first, None, (load.read_bytes, ttft_s), None)
 
-    def _probe(self, prefix: JudgedPrefix, device: Device, importance: SparseSettings) -> ReadKeys:
+    def _probe(self, prefix: JudgedPrefix, device: Paced, importance: SparseSettings) -> ReadKeys:
         config = self._model.config
         group = config.num_attention_heads // self.layout.kv_heads
         asked = importance.selector.heads(config.num_attention_heads, self.layout.kv_heads)
         dtype = {KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16, KVDtype.FLOAT32: torch.float32}
         return ReadKeys(prefix, device, sorted({head // group for head in asked}), dtype[self.layout.dtype])
 
-    def decoded(self, prefix: JudgedPrefix, number: int, blocks: Sequence[BlockBits]) -> Judged:
-        """Ask with blocks that something else decoded; nothing is read."""
-        # All in one pass: nobody asks how long the first token takes.
-        ids = [*prefix.questions[number].ids, *prefix.said[number].answer[:-1]]
-        said = self._pass(self.past(blocks), ids, None, len(prefix.said[number].answer))
-        return self._compared(prefix, number, said, (0, 0.0, {}), None)
+    def _device(self, tier: Tier) -> Paced:
+        return Paced(tier, self._clock, time.sleep, self.bytes_s)
 
     def _judged(
         self,
@@ -314,32 +292,22 @@ class ImportanceJudge:
         past: DynamicCache,
         first: torch.Tensor,
         selection: SparsePrefix | None,
-        cost: tuple[int, float, Mapping[ObjectId, int]],
+        cost: tuple[int, float],
         selected: SelectedLayers | None,
     ) -> Judged:
-        rest = self._pass(past, prefix.said[number].answer[:-1], selection)
-        return self._compared(prefix, number, torch.cat([first, rest]), cost, selected)
-
-    def _compared(
-        self,
-        prefix: JudgedPrefix,
-        number: int,
-        ours: torch.Tensor,
-        cost: tuple[int, float, Mapping[ObjectId, int]],
-        selected: SelectedLayers | None,
-    ) -> Judged:
-        exact = prefix.said[number]
+        """cost: bytes read, seconds to the first token."""
+        exact, right = prefix.said[number], prefix.questions[number].right
+        ours = torch.cat([first, self._pass(past, exact.answer[:-1], selection)])
         whole = exact.log_probabilities
         kl = float((whole.exp() * (whole - ours)).sum(-1).mean())
         same = ours.argmax(-1) == torch.tensor(exact.answer)
-        raw_bytes = len(prefix.metas) * self.layout.raw_bytes
-        read_bytes, ttft_s, reads = cost
-        right = prefix.questions[number].right
         # Greedy words after a wrong one were never said: each is compared after the whole cache's answer.
         said = tuple(ours.argmax(-1).tolist())[: len(right)]
         is_right = said == right if right else None
+        read_bytes, ttft_s = cost
+        raw_bytes = len(prefix.metas) * self.layout.raw_bytes
         top1, is_same = float(same.float().mean()), bool(same.all())
-        return Judged(kl, top1, is_same, is_right, reads, read_bytes, raw_bytes, ttft_s, selected)
+        return Judged(kl, top1, is_same, is_right, read_bytes, raw_bytes, ttft_s, selected)
 
 
 def _as(bits: BlockBits, own: KVDtype, wanted: KVDtype) -> BlockBits:

@@ -1,4 +1,4 @@
-"""The model's loss on a cache whose tokens and layers keep different refinements of one embedded copy.
+"""The model's loss on a cache whose tokens keep different refinements of one embedded copy.
 
 One context: it is prefilled once, coded once, decoded at each refinement; then only continuations are run.
 """
@@ -22,12 +22,11 @@ PREFILL_TOKENS = 1024
 
 
 class Patch(NamedTuple):
-    """Tokens [start, stop) of layers [layer_start, layer_stop), None for all layers, keep so many refinements."""
+    """Tokens [start, stop) keep so many refinements."""
 
     start: int
     stop: int
     kept: int
-    layers: tuple[int, int] | None = None
 
 
 class Mixture(NamedTuple):
@@ -38,10 +37,10 @@ class Mixture(NamedTuple):
     patches: tuple[Patch, ...] = ()
 
     def kept(self, tokens: int, piece_tokens: int) -> list[int]:
-        """Return what each piece keeps; patches are of whole pieces and all layers."""
+        """Return what each piece keeps; patches are of whole pieces."""
         found = [self.ground] * (tokens // piece_tokens)
-        for start, stop, kept, layers in self.patches:
-            assert layers is None and start % piece_tokens == stop % piece_tokens == 0, self
+        for start, stop, kept in self.patches:
+            assert start % piece_tokens == stop % piece_tokens == 0, self
             found[start // piece_tokens : stop // piece_tokens] = [kept] * ((stop - start) // piece_tokens)
         return found
 
@@ -93,9 +92,8 @@ class PositionJudge:
         built = self._levels[mixture.ground]
         if mixture.patches:
             built = built.clone()
-        for start, stop, kept, layers in mixture.patches:
-            here = slice(*layers) if layers else slice(None)
-            built[here, :, :, start:stop] = self._levels[kept][here, :, :, start:stop]
+        for start, stop, kept in mixture.patches:
+            built[:, :, :, start:stop] = self._levels[kept][:, :, :, start:stop]
         yield from self._kls(built, passages)
 
     def kls_of(self, past: DynamicCache, passages: Sequence[int]) -> Iterator[float]:

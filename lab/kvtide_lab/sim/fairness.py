@@ -9,12 +9,16 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from rich.table import Table
 
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 from kvtide.server.scheduler.policies import POLICIES
+from kvtide_lab.figures import bar, new_figure, table_of
+from kvtide_lab.measuring import percentile
 
 
 class ClientMix(NamedTuple):
@@ -105,12 +109,6 @@ def _jain(shares: Sequence[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which that share of the values lies; 0 without values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
 class _Client:
     """One tenant: what it asks for and what came."""
 
@@ -181,11 +179,11 @@ def fairness_row(policy: str, served: Sequence[Served], duration_s: float) -> Fa
         jain=_jain([each.sent_bytes / each.weight for each in served]),
         throughput_mb_s=total / duration_s / 1e6,
         largest_share=sum(each.sent_bytes for each in served if each.size == largest) / total if total else 0.0,
-        wait_ms_p50=1e3 * _percentile(waits, 0.5),
-        wait_ms_p99=1e3 * _percentile(waits, 0.99),
-        small_wait_ms_p50=1e3 * _percentile(small_waits, 0.5),
-        small_wait_ms_p99=1e3 * _percentile(small_waits, 0.99),
-        small_request_ms_p99=1e3 * _percentile(small_requests, 0.99),
+        wait_ms_p50=1e3 * percentile(waits, 0.5),
+        wait_ms_p99=1e3 * percentile(waits, 0.99),
+        small_wait_ms_p50=1e3 * percentile(small_waits, 0.5),
+        small_wait_ms_p99=1e3 * percentile(small_waits, 0.99),
+        small_request_ms_p99=1e3 * percentile(small_requests, 0.99),
     )
 
 
@@ -210,3 +208,36 @@ def fairness_report(setup: FairnessSetup, rows: list[FairnessRow]) -> FairnessRe
         jain_vtc=index["vtc"],
         rows=rows,
     )
+
+
+def render_fairness(report: FairnessReport) -> Table:
+    """Return the policies as a table with bars for the index."""
+    link = f"{report.clients} clients, {report.link_mbit_s:g} Mbit/s, {report.slots} slots"
+    title = f"{link}, {report.slice_bytes >> 10} KiB slices: a round of them takes {report.slice_round_ms:.1f} ms"
+    columns = ("policy", "Jain", "MB/s", "small bodies' wait, ms: p50", "p99", "to the last byte: p99", "")
+    table = table_of(columns, title=title, left=("policy", ""))
+    for row in report.rows:
+        waits = (row.small_wait_ms_p50, row.small_wait_ms_p99, row.small_request_ms_p99)
+        cells = (f"{row.throughput_mb_s:.1f}", *(f"{wait:.1f}" for wait in waits))
+        table.add_row(row.policy, f"{row.jain:.4f}", *cells, bar(row.jain / 3))
+    return table
+
+
+def plot_fairness(report: FairnessReport, path: Path) -> None:
+    """Draw Jain's index and the small bodies' waits for every policy. ValueError without matplotlib."""
+    figure = new_figure()
+    left, right = figure.subplots(1, 2)
+    policies = [row.policy for row in report.rows]
+    left.bar(policies, [row.jain for row in report.rows])
+    left.set(ylabel="Jain's index of bytes", ylim=(0, 1.05))
+    right.bar(policies, [row.small_wait_ms_p99 for row in report.rows], color="lightgrey", label="p99")
+    right.bar(policies, [row.small_wait_ms_p50 for row in report.rows], label="p50")
+    right.axhline(3 * report.slice_round_ms, linestyle="--", color="black", label="three rounds of slices")
+    right.set(ylabel="wait of the smallest bodies, ms", yscale="log")
+    right.legend()
+    fairest, other = (pick(report.rows, key=lambda row: row.jain) for pick in (max, min))
+    figure.suptitle(
+        f"Jain's index and a small body's wait at p99: {fairest.policy} {fairest.jain:.3f}, "
+        f"{fairest.small_wait_ms_p99:.0f} ms; {other.policy} {other.jain:.3f}, {other.small_wait_ms_p99:.0f} ms"
+    )
+    figure.savefig(path)

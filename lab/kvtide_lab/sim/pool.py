@@ -23,7 +23,7 @@ from kvtide.tier.pool.placement import (
     Words,
     less_loaded,
 )
-from kvtide_lab.sim.report import new_figure
+from kvtide_lab.figures import new_figure
 
 SERVERS = (8, 12, 13, 16, 100)
 SERVERS_MANY = (1000, 4000)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
 
 import msgspec
+from rich.table import Table
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies.pool import FreePool
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey
+from kvtide_lab.figures import bar, new_figure, table_of
 from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.workload import tenant_namespace
 
@@ -51,7 +53,7 @@ class PromptSetup(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"pool_blocks must not be negative, got {self.pool_blocks}")
 
 
-class PromptPoint(NamedTuple):
+class PromptPoint(msgspec.Struct, frozen=True):
     """One point of both figures. Hit rates by full blocks of the prompts, and by all blocks, generated ones too."""
 
     p: float
@@ -59,6 +61,16 @@ class PromptPoint(NamedTuple):
     hit_rate_all: float
     items_per_s: float
     items_per_s_uncached: float
+
+
+class PromptReport(msgspec.Struct, frozen=True):
+    """Both figures of the report's experiment; `identical` is its case of one single prompt."""
+
+    prompt_tokens: int
+    block_tokens: int
+    requests: int
+    rows: list[PromptPoint]
+    identical: PromptPoint
 
 
 class _Engine:
@@ -128,3 +140,36 @@ def _point(setup: PromptSetup, p: float) -> PromptPoint:
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(_VOCABULARY) for _ in range(count)]
+
+
+def prompt_report(setup: PromptSetup, points: list[PromptPoint], identical: PromptPoint) -> PromptReport:
+    """Return what `kvtide-lab sim prompts --json` prints."""
+    return PromptReport(setup.prompt_tokens, setup.block_tokens, setup.requests, points, identical)
+
+
+def render_prompts(report: PromptReport) -> Table:
+    """Return both figures as one table."""
+    title = f"{report.requests} requests of {report.prompt_tokens} tokens, blocks of {report.block_tokens}"
+    table = table_of(("p", "hit rate", "of all blocks", "items/s", "without cache", ""), title=title, left=("",))
+    for name, row in [(f"{row.p:.1f}", row) for row in report.rows] + [("one prompt", report.identical)]:
+        rates = (f"{row.hit_rate:.3f}", f"{row.hit_rate_all:.3f}")
+        table.add_row(name, *rates, f"{row.items_per_s:.1f}", f"{row.items_per_s_uncached:.1f}", bar(row.hit_rate))
+    return table
+
+
+def plot_prompts(report: PromptReport, path: Path) -> None:
+    """Draw hit rate, and items per second with and without the cache, against p. ValueError without matplotlib."""
+    figure = new_figure()
+    left, right = figure.subplots(1, 2)
+    p = [row.p for row in report.rows]
+    left.plot(p, [row.hit_rate for row in report.rows], marker=".")
+    left.set(xlabel="p", ylabel="hit rate")
+    right.plot(p, [row.items_per_s for row in report.rows], marker=".", label="with cache")
+    right.plot(p, [row.items_per_s_uncached for row in report.rows], linestyle="--", label="without")
+    right.set(xlabel="p", ylabel="items per second")
+    right.set_ylim(bottom=0)
+    right.legend()
+    last = report.rows[-1]
+    gain = last.items_per_s / last.items_per_s_uncached - 1
+    figure.suptitle(f"At p = {last.p:g} {last.hit_rate:.0%} of the blocks hit, and the engine does {gain:+.0%} items")
+    figure.savefig(path)

@@ -1,42 +1,41 @@
-"""Replays a trace through the real index and a real policy, on a clock that only the trace moves."""
+"""Replays a trace through the real index and a real policy, on a clock that only the trace moves; beside the bound."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
 
 import msgspec
+from rich.table import Table
 
 from kvtide.clock import ManualClock
 from kvtide.evict import AdvisedPolicy
 from kvtide.index import RadixIndex
+from kvtide_lab.figures import bar, new_figure, table_of
 from kvtide_lab.sim.belady import belady_hits
-from kvtide_lab.sim.hints import LEFT_MARK, said_of
-from kvtide_lab.sim.learned import LEARNED
+from kvtide_lab.sim.hints import hints_of
 from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 
 BELADY = "belady"
 # Of the order of magnitude of today's models of 8 billion parameters.
 TOKENS_OF_EQUAL_COST = 16_384
+# Where LRU and the bound are closer, the share of the gap between them says nothing.
+GAP_MIN = 0.002
 
 
-class TenantResult(NamedTuple):
-    """One tenant's tokens: asked for and hit."""
+class TenantHits(msgspec.Struct, frozen=True):
+    """One tenant's blocks: asked for and hit."""
 
     tenant: str
     requests: int
     blocks: int
     hit_blocks: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Return the share of the blocks that were hit."""
-        return self.hit_blocks / max(1, self.blocks)
+    hit_rate: float
 
 
-class ReplayResult(NamedTuple):
+class ReplayResult(msgspec.Struct, frozen=True):
     """A replay: leading held blocks of the requests, counted before each request is stored.
 
     `saved_s_share` is the share of the time of all prefills that the hits save, attention included; None for the bound,
@@ -48,7 +47,7 @@ class ReplayResult(NamedTuple):
     blocks: int
     hit_blocks: int
     saved_s_share: float | None
-    tenants: tuple[TenantResult, ...]
+    tenants: tuple[TenantHits, ...] = ()
 
     @property
     def hit_rate(self) -> float:
@@ -56,19 +55,30 @@ class ReplayResult(NamedTuple):
         return self.hit_blocks / max(1, self.blocks)
 
 
-class Comparison(NamedTuple):
+class TraceRow(msgspec.Struct, frozen=True):
     """One policy at one capacity, between LRU and the bound; `gap_closed` is None where these two hit the same."""
 
-    result: ReplayResult
+    policy: str
     capacity_share: float
+    capacity_blocks: int
+    hit_blocks: int
+    hit_rate: float
     lru_hit_rate: float
     belady_hit_rate: float
+    gap_closed: float | None
+    saved_s_share: float | None
+    tenants: tuple[TenantHits, ...]
 
-    @property
-    def gap_closed(self) -> float | None:
-        """Return (policy - lru) / (belady - lru) of the hit rates."""
-        gap = self.belady_hit_rate - self.lru_hit_rate
-        return (self.result.hit_rate - self.lru_hit_rate) / gap if gap > 0 else None
+
+class TraceReport(msgspec.Struct, frozen=True):
+    """All replays of one trace. Hit rates are by blocks, prefix-closed; `saved_s_share` is by prefill time."""
+
+    trace: str
+    block_tokens: int
+    requests: int
+    blocks: int
+    unique_blocks: int
+    rows: list[TraceRow]
 
 
 class PolicyStanding(msgspec.Struct, frozen=True):
@@ -85,6 +95,18 @@ class PolicyStanding(msgspec.Struct, frozen=True):
     regret: float
     gap_closed: float | None
     lru_room: float | None
+
+
+class StandingReport(msgspec.Struct, frozen=True):
+    """A policy beside fixed ones on several traces.
+
+    gap_closed_mean: over rows where LRU and the bound are GAP_MIN of hit rate apart at least; None if there is none.
+    """
+
+    policy: str
+    regret_max: float
+    gap_closed_mean: float | None
+    rows: list[PolicyStanding]
 
 
 def capacity_blocks(trace: Trace, share: float) -> int:
@@ -111,31 +133,29 @@ def replay(
     policy or kind.
     """
     clock = ManualClock(trace.requests[0].at_s if trace.requests else 0.0)
-    ranks = (LEARNED.get(policy) or policy_named(policy))(blocks_max)
+    ranks = policy_named(policy)(blocks_max)
     index = RadixIndex(clock, lambda _: ranks, blocks_max)
-    said = said_of(trace, hints) if hints else []
+    said = hints_of(trace, hints) if hints else []
     namespaces = {request.tenant: tenant_namespace(request.tenant) for request in trace.requests}
-    requests: Counter[str] = Counter()
-    blocks: Counter[str] = Counter()
-    hits: Counter[str] = Counter()
+    requests, blocks, hits = Counter[str](), Counter[str](), Counter[str]()
     saved = total = 0.0
-    for number, (at_s, tenant, keys, _) in enumerate(trace.requests):
+    for number, (at_s, tenant, keys) in enumerate(trace.requests):
         clock.advance(at_s - clock.monotonic_s())
         if said and isinstance(ranks, AdvisedPolicy):
             ranks.hear(said[number].mark)
-        requests[tenant] += 1
-        blocks[tenant] += len(keys)
         hit, length = len(index.match(keys).blocks), len(keys)
+        requests[tenant] += 1
+        blocks[tenant] += length
         hits[tenant] += hit
         saved += prefill_cost(hit, trace.block_tokens)
         total += prefill_cost(length, trace.block_tokens)
         cost = 1 + (hit + length) * trace.block_tokens / (2 * TOKENS_OF_EQUAL_COST) if weighs_cost else None
         index.insert(namespaces[tenant], keys, cost=cost)
-        if said and (left := said[number].left) is not None and isinstance(ranks, AdvisedPolicy):
-            ranks.hear(LEFT_MARK)
-            index.advise(left)
     index.check()
-    tenants = tuple(TenantResult(name, requests[name], blocks[name], hits[name]) for name in sorted(requests))
+    tenants = tuple(
+        TenantHits(name, requests[name], blocks[name], hits[name], hits[name] / max(1, blocks[name]))
+        for name in sorted(requests)
+    )
     return ReplayResult(policy, blocks_max, blocks.total(), hits.total(), saved / max(total, 1.0), tenants)
 
 
@@ -145,32 +165,48 @@ def compare(
     shares: Sequence[float],
     weighs_cost: bool = False,
     hints: str | None = None,
-) -> list[Comparison]:
+) -> list[TraceRow]:
     """Replay every policy at every capacity, against LRU and Belady's bound of hits."""
-    comparisons = []
+    rows = []
     for share in shares:
         blocks_max = capacity_blocks(trace, share)
         lru = replay(trace, "lru", blocks_max)
-        best = belady_hits(trace, blocks_max)
-        bound = ReplayResult(BELADY, blocks_max, lru.blocks, best, None, ())
+        bound = ReplayResult(BELADY, blocks_max, lru.blocks, belady_hits(trace, blocks_max), None)
+        gap = bound.hit_rate - lru.hit_rate
         for policy in (*policies, BELADY):
             known = {BELADY: bound, "lru": lru}.get(policy)
-            result = known or replay(trace, policy, blocks_max, weighs_cost, hints)
-            comparisons.append(Comparison(result, share, lru.hit_rate, bound.hit_rate))
-    return comparisons
+            found = known or replay(trace, policy, blocks_max, weighs_cost, hints)
+            closed = (found.hit_rate - lru.hit_rate) / gap if gap > 0 else None
+            rates = (found.hit_blocks, found.hit_rate, lru.hit_rate, bound.hit_rate, closed, found.saved_s_share)
+            rows.append(TraceRow(policy, share, blocks_max, *rates, found.tenants))
+    return rows
+
+
+def trace_report(trace: Trace, rows: list[TraceRow]) -> TraceReport:
+    """Return what `kvtide-lab sim trace --json` prints."""
+    blocks = sum(len(request.keys) for request in trace.requests)
+    return TraceReport(trace.name, trace.block_tokens, len(trace.requests), blocks, trace.unique_blocks, rows)
 
 
 def standing(
     trace: Trace, policy: str, fixed: Sequence[str], share: float, with_room: bool = False, hints: str | None = None
 ) -> PolicyStanding:
     """Replay a policy and those that it is to be as good as; `lru` is to be one of them."""
-    rows = {row.result.policy: row for row in compare(trace, [*fixed, policy], [share], hints=hints)}
-    hit_rates = {name: row.result.hit_rate for name, row in rows.items()}
+    rows = {row.policy: row for row in compare(trace, [*fixed, policy], [share], hints=hints)}
+    hit_rates = {name: row.hit_rate for name, row in rows.items()}
     best = max(fixed, key=lambda name: hit_rates[name])
-    blocks_max = capacity_blocks(trace, share)
-    room = lru_room(trace, rows[policy].result.hit_blocks, blocks_max) if with_room else None
+    found = rows[policy]
+    room = lru_room(trace, found.hit_blocks, found.capacity_blocks) if with_room else None
     regret = hit_rates[best] - hit_rates[policy]
-    return PolicyStanding(trace.name, share, blocks_max, hit_rates, best, regret, rows[policy].gap_closed, room)
+    return PolicyStanding(trace.name, share, found.capacity_blocks, hit_rates, best, regret, found.gap_closed, room)
+
+
+def standing_report(policy: str, standings: Sequence[PolicyStanding]) -> StandingReport:
+    """Return what `kvtide-lab sim trace --compare --json` prints of several traces."""
+    rates = [(row.gap_closed, row.hit_rates[BELADY] - row.hit_rates["lru"]) for row in standings]
+    gaps = [closed for closed, gap in rates if closed is not None and gap >= GAP_MIN]
+    mean = sum(gaps) / len(gaps) if gaps else None
+    return StandingReport(policy, max((each.regret for each in standings), default=0.0), mean, list(standings))
 
 
 def lru_room(trace: Trace, hit_blocks: int, blocks_max: int) -> float | None:
@@ -183,3 +219,57 @@ def lru_room(trace: Trace, hit_blocks: int, blocks_max: int) -> float | None:
         is_enough = replay(trace, "lru", max(1, int(middle * blocks_max))).hit_blocks >= hit_blocks
         low, high = (low, middle) if is_enough else (middle, high)
     return high
+
+
+def render_trace(report: TraceReport) -> Table:
+    """Return the replays as a table with bars."""
+    title = f"{report.trace}: {report.requests:,} requests, {report.blocks:,} blocks, {report.unique_blocks:,} unique"
+    columns = ("capacity", "policy", "hit rate", "gap closed", "prefill time saved", "")
+    table = table_of(columns, title=title, left=("capacity", "policy", ""))
+    best = max((row.hit_rate for row in report.rows), default=1.0) or 1.0
+    for row in report.rows:
+        gap = "" if row.gap_closed is None else f"{row.gap_closed:+.3f}"
+        saved = "" if row.saved_s_share is None else f"{row.saved_s_share:.4f}"
+        capacity = f"{100 * row.capacity_share:g} % = {row.capacity_blocks:,}"
+        cells = (capacity, row.policy, f"{row.hit_rate:.4f}", gap, saved, bar(row.hit_rate / best))
+        table.add_row(*cells, end_section=row.policy == BELADY)
+    return table
+
+
+def render_standings(report: StandingReport) -> Table:
+    """Return a line for each trace and capacity; `room` is how much more LRU needs for the same hits."""
+    title = f"{report.policy}: at most {report.regret_max:.4f} below the best fixed policy"
+    if report.gap_closed_mean is not None:
+        title += f", {report.gap_closed_mean:.2f} of the gap closed in the mean"
+    columns = ("trace", "size", "lru", "best fixed", report.policy, "bound", "regret", "gap", "room")
+    table = table_of(columns, title=title, left=("trace",))
+    for row in report.rows:
+        rates = {name: f"{rate:.4f}".lstrip("0") for name, rate in row.hit_rates.items()}
+        gap = "" if row.gap_closed is None else f"{max(-9.99, row.gap_closed):+.2f}"
+        room = "" if row.lru_room is None else f"{row.lru_room:.2f}"
+        cells = (rates["lru"], f"{row.best} {rates[row.best]}", rates[report.policy], rates[BELADY])
+        place = (row.trace.removeprefix("mooncake_").split(".")[0], f"{100 * row.capacity_share:g}%")
+        table.add_row(*place, *cells, f"{row.regret:+.4f}".replace("0.", "."), gap, room)
+    return table
+
+
+def plot_trace(report: TraceReport, path: Path) -> None:
+    """Draw hit rate against capacity for every policy. ValueError if matplotlib is not installed."""
+    figure = new_figure()
+    axes = figure.add_subplot()
+    for policy in dict.fromkeys(row.policy for row in report.rows):
+        rows = sorted((row for row in report.rows if row.policy == policy), key=lambda row: row.capacity_share)
+        style = "k--" if policy == BELADY else ".-"
+        axes.plot([row.capacity_share for row in rows], [row.hit_rate for row in rows], style, label=policy)
+    axes.set(xscale="log", xlabel="capacity, share of unique blocks", ylabel="hit rate by blocks")
+    axes.set_ylim(bottom=0)
+    # Where policies differ most from the best possible.
+    rows = [row for row in report.rows if row.policy != BELADY]
+    best = max(rows, key=lambda row: (row.belady_hit_rate - row.lru_hit_rate, row.hit_rate))
+    axes.set_title(
+        f"{report.trace}: with room for {best.capacity_share:.0%} {best.policy} hits {best.hit_rate:.1%} of blocks, "
+        f"lru {best.lru_hit_rate:.1%}, at best {best.belady_hit_rate:.1%}",
+        fontsize="medium",
+    )
+    axes.legend()
+    figure.savefig(path)

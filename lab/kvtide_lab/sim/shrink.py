@@ -66,7 +66,7 @@ def _row(trace: Trace, policy: str, share: float, kept: int, held_max: int, whol
     held, whole = (RadixIndex(clock, policy_named(policy), blocks_max) for blocks_max in (held_max, whole_max))
     rough: set[BlockKey] = set()
     asked = hits = rough_hits = 0
-    for at_s, tenant, keys, _ in trace.requests:
+    for at_s, tenant, keys in trace.requests:
         clock.advance(at_s - clock.monotonic_s())
         namespace, hit = tenant_namespace(tenant), len(held.match(keys).blocks)
         asked, hits = asked + len(keys), hits + hit

@@ -9,21 +9,37 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import (
+    Chunk,
     Fetch,
     Plan,
     Progress,
     Reason,
     Request,
     StreamPolicy,
+    cut,
+    cut_for_meeting,
     expected_s,
     is_ready,
     leading_pass,
     mean_kl,
 )
-from kvtide.plan.speeds import Estimator
+from kvtide.plan.policies import AnchorFirst, CachegenRule, FixedLevel, Layered, TwoEnded
+from kvtide.plan.speeds import Estimator, estimator_named
+from kvtide_lab.figures import new_figure
+from kvtide_lab.sim.curves import CURVES, Curve
 from kvtide_lab.sim.links import Link
 
 
@@ -220,3 +236,392 @@ def play(
     ready_s = progress.now_s + player.decode_s(len(request.chunks))
     kept = [request.steps if i in progress.computed else here - 1 for i, here in enumerate(progress.here)]
     return Outcome(ready_s, mean_kl(request, progress), computed, player.wasted_bytes, tuple(kept))
+
+
+ORACLE = "oracle"
+# What the loss law tells apart.
+LAW_TOKENS = 64
+
+
+class StreamSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests and their engine. The defaults are a model of 8 billion parameters: 128 KiB of KV in 16 bits a token.
+
+    kv_elements: of a token, 32 layers x 2 x 8 heads x 128. prefill_tokens_per_s: about 80 TFLOP/s of such a model, a
+    card that is shared or of the middle class. prefill_double_at: where attention (0.52 MFLOP for each token before)
+    costs as much as the weights (16 GFLOP). suffix_tokens: the question behind the context, computed once the context
+    is there; its seconds are part of TTFT and come off the deadline. decode_cores: those that decode; with 0 it takes
+    no time. ValueError for what is not positive.
+    """
+
+    context_tokens: tuple[int, ...] = (9600, 32_000)
+    slo_s: tuple[float, ...] = (1.0, 2.0, 4.0)
+    trials: int = 200
+    kv_elements: int = 65_536
+    prefill_tokens_per_s: float = 5000.0
+    prefill_double_at: float = 30_600.0
+    suffix_tokens: int = 64
+    block_tokens: int = 256
+    chunk_tokens: int = 1536
+    decode_cores: int = 32
+    latency_s: float = 0.01
+    kl_goal: float = 0.0
+    estimator: str = "last"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = (*self.context_tokens, self.trials, self.kv_elements, self.block_tokens, self.chunk_tokens)
+        if min(counts) < 1 or not self.context_tokens or not self.slo_s:
+            raise ValueError(f"contexts, SLOs and trials must be given and positive, got {self}")
+        if min(self.suffix_tokens, self.latency_s, self.kl_goal, self.decode_cores) < 0:
+            raise ValueError(f"suffix, latency, KL goal and cores must not be negative, got {self}")
+        estimator_named(self.estimator)
+        for tokens in self.context_tokens:
+            if min(self.slo_s) <= self.suffix_s(tokens) + self.latency_s:
+                raise ValueError(f"an SLO of {min(self.slo_s)} s is over before {tokens} tokens can be asked for")
+
+    @property
+    def prefill(self) -> PrefillSpeed:
+        """Return the engine's speed."""
+        return PrefillSpeed(self.prefill_tokens_per_s, self.prefill_double_at)
+
+    def suffix_s(self, context_tokens: int) -> float:
+        """Return what the question takes behind a context."""
+        return self.prefill.seconds(context_tokens, context_tokens + self.suffix_tokens)
+
+    def costs(self, curve: Curve) -> Costs:
+        """Return what takes time besides bytes and prefill."""
+        if not self.decode_cores:
+            return Costs(self.latency_s)
+        elements_per_s = [1e9 * self.decode_cores * rate for rate in curve.decode]
+        return Costs(self.latency_s, tuple(self.kv_elements / rate for rate in elements_per_s))
+
+
+class StreamCase(NamedTuple):
+    """A policy, and the codec whose sections or levels it chooses from."""
+
+    curve: Curve
+    policy: Callable[[Request], StreamPolicy]
+    meets_engine: bool = False
+
+
+STREAM_POLICIES: Mapping[str, StreamCase] = MappingProxyType(
+    {
+        "fixed": StreamCase(CURVES["cachegen"], lambda request: FixedLevel(1)),
+        "cachegen": StreamCase(CURVES["cachegen"], lambda request: CachegenRule()),
+        "cachegen-tide": StreamCase(CURVES["tide-levels"], lambda request: CachegenRule()),
+        "anchor-first": StreamCase(CURVES["cachegen-apart"], lambda request: AnchorFirst()),
+        "layered": StreamCase(CURVES["tide"], lambda request: Layered()),
+        "two-ended": StreamCase(CURVES["tide"], lambda request: TwoEnded(), meets_engine=True),
+    }
+)
+
+
+class StreamRow(msgspec.Struct, frozen=True):
+    """One policy on one link.
+
+    text_share: of the tokens, those recomputed. kl_mean, kl_copy_mean: what the loss law says of what came, for text
+    that goes on and for answers that copy, over all requests, misses too.
+    """
+
+    link: str
+    context_tokens: int
+    slo_s: float
+    policy: str
+    miss_rate: float
+    kl_mean: float
+    kl_copy_mean: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    text_share: float
+    wasted_share: float
+
+
+@lru_cache(maxsize=16)
+def _lost(curve_name: str, tokens: int) -> NDArray[np.float64]:
+    """Return what each LAW_TOKENS add to the loss for each purpose and step; the last step is computing."""
+    curve = CURVES[curve_name]
+    lost = curve.law().lost(-(-tokens // LAW_TOKENS), LAW_TOKENS)
+    return np.concatenate([lost, np.zeros_like(lost[:, :, :1])], axis=2)
+
+
+def losses(curve: Curve, tokens: int, kept: Sequence[int]) -> tuple[float, float]:
+    """Return what the law says by purpose. kept: steps of each LAW_TOKENS, the number of steps where computed."""
+    goes_on, copies = _lost(curve.name, tokens)[:, np.arange(len(kept)), np.array(kept)].sum(axis=1).tolist()
+    return goes_on, copies
+
+
+def build_request(setup: StreamSetup, case: StreamCase, context_tokens: int, deadline_s: float) -> Request:
+    """Return what a case asks for: sizes of every chunk from its codec's curve, losses by the law."""
+    if case.meets_engine:
+        spans = cut_for_meeting(context_tokens, setup.block_tokens, setup.prefill, deadline_s, setup.chunk_tokens)
+    else:
+        spans = cut(context_tokens, setup.chunk_tokens)
+    if case.curve.is_layered:
+        # The first block and the newest ones are worth most.
+        start, stop = spans.pop()
+        spans += [(start + a, start + b) for a, b in cut(stop - start, setup.block_tokens)]
+        if spans[0][1] > setup.block_tokens:
+            spans[:1] = [(0, setup.block_tokens), (setup.block_tokens, spans[0][1])]
+    lost, chunks = _lost(case.curve.name, context_tokens)[:, :, :-1], []
+    for start, stop in spans:
+        elements = (stop - start) * setup.kv_elements
+        sizes = tuple(max(1, round(bits * elements / 8)) for bits in case.curve.bits)
+        worse = lost[:, start // LAW_TOKENS : -(-stop // LAW_TOKENS)].sum(axis=1).max(axis=0)
+        chunks.append(Chunk(start, stop, sizes, tuple((worse * context_tokens / (stop - start)).tolist())))
+    return Request(tuple(chunks), case.curve.is_layered, setup.prefill, deadline_s, setup.kl_goal)
+
+
+def oracle(
+    setup: StreamSetup, curve: Curve, context_tokens: int, deadline_s: float, link: Link, at_s: float
+) -> Outcome:
+    """Return what blocks of a layered codec allow who knows the link's future and decodes for nothing.
+
+    Fewest misses first: as many whole blocks as can be are computed by the deadline, the bases of the rest sent. Then
+    what the link still carries goes into refinements in the law's order. If it is a miss, both ends meet as early as
+    they can. `kept` is by LAW_TOKENS.
+    """
+    prefill = setup.prefill
+    all_s = prefill.seconds(0, context_tokens)
+    bytes_of_bits = setup.kv_elements / 8
+    base_bytes = curve.bits[0] * bytes_of_bits
+
+    def carried(ready_s: float) -> float:
+        return link.carried(at_s + ready_s) - link.carried(at_s + min(ready_s, setup.latency_s))
+
+    def missing_tokens(ready_s: float) -> int:
+        if ready_s >= all_s:
+            return 0
+        return context_tokens - int(prefill.reach(0, ready_s)) // setup.block_tokens * setup.block_tokens
+
+    early_s, late_s = deadline_s, all_s
+    is_miss = all_s > deadline_s and missing_tokens(deadline_s) * base_bytes > carried(deadline_s)
+    while is_miss and late_s - early_s > 1e-4:
+        middle_s = (early_s + late_s) / 2
+        if missing_tokens(middle_s) * base_bytes > carried(middle_s):
+            early_s = middle_s
+        else:
+            late_s = middle_s
+    ready_s = late_s if is_miss else min(all_s, deadline_s)
+    loaded = missing_tokens(ready_s)
+    blocks, steps = _order(curve.name, context_tokens)
+    is_loaded = blocks * LAW_TOKENS >= context_tokens - loaded
+    sizes = LAW_TOKENS * bytes_of_bits * np.array(curve.bits)[steps]
+    spent = np.cumsum(np.where(is_loaded, sizes, 0.0))
+    is_sent = is_loaded & ((steps == 0) | (spent <= (0 if is_miss else carried(ready_s))))
+    kept = np.bincount(blocks, weights=is_sent, minlength=-(-context_tokens // LAW_TOKENS)).astype(int) - 1
+    kept[kept < 0] = len(curve.bits)
+    kl = max(losses(curve, context_tokens, kept.tolist()))
+    return Outcome(ready_s, kl, context_tokens - loaded, 0, tuple(kept.tolist()))
+
+
+@lru_cache(maxsize=16)
+def _order(curve_name: str, tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the law's order in which to send a context: of each LAW_TOKENS, and the step."""
+    order = np.array(CURVES[curve_name].law().order(-(-tokens // LAW_TOKENS), LAW_TOKENS))
+    return order[:, 0], order[:, 1]
+
+
+def sweep(
+    setup: StreamSetup,
+    links: Sequence[Link],
+    policies: Sequence[str],
+    note: Callable[[StreamRow], None] | None = None,
+) -> list[StreamRow]:
+    """Play `setup.trials` requests of every kind with every policy and the oracle, all from the same moments of a link.
+
+    `note` hears of each row as it is done. ValueError for an unknown policy.
+    """
+    unknown = [name for name in policies if name not in STREAM_POLICIES]
+    if unknown:
+        raise ValueError(f"unknown policy {unknown[0]!r}, expected all or some of {', '.join(STREAM_POLICIES)}")
+    rows = []
+    for link in links:
+        starts = np.random.default_rng(setup.seed).uniform(0, link.cycle_s, setup.trials).tolist()
+        for tokens in setup.context_tokens:
+            for slo_s in setup.slo_s:
+                deadline_s = slo_s - setup.suffix_s(tokens)
+                for name in (*policies, ORACLE):
+                    outcomes = _outcomes(setup, name, tokens, deadline_s, link, starts)
+                    rows.append(_row(setup, link, tokens, slo_s, name, outcomes))
+                    if note is not None:
+                        note(rows[-1])
+    return rows
+
+
+def _outcomes(
+    setup: StreamSetup, name: str, tokens: int, deadline_s: float, link: Link, starts: Sequence[float]
+) -> list[tuple[Outcome, tuple[float, float]]]:
+    if name == ORACLE:
+        curve = CURVES["tide"]
+        bounds = [oracle(setup, curve, tokens, deadline_s, link, at_s) for at_s in starts]
+        return [(each, losses(curve, tokens, each.kept)) for each in bounds]
+    case = STREAM_POLICIES[name]
+    costs = setup.costs(case.curve)
+    # As a load does: what decoding all of it takes comes off the deadline.
+    decode_s = tokens * max(costs.decode_token_s, default=0.0)
+    request = build_request(setup, case, tokens, max(0.0, deadline_s - decode_s))
+    policy = case.policy(request)
+    played = [play(policy, request, link, at_s, estimator_named(setup.estimator), costs) for at_s in starts]
+    counts = [-(-chunk.stop // LAW_TOKENS) - chunk.start // LAW_TOKENS for chunk in request.chunks]
+    kept = [[step for step, count in zip(each.kept, counts, strict=True) for _ in range(count)] for each in played]
+    return [(each, losses(case.curve, tokens, by_token)) for each, by_token in zip(played, kept, strict=True)]
+
+
+def _row(
+    setup: StreamSetup,
+    link: Link,
+    tokens: int,
+    slo_s: float,
+    name: str,
+    found: Sequence[tuple[Outcome, tuple[float, float]]],
+) -> StreamRow:
+    outcomes, kls = zip(*found, strict=True)
+    ttft = np.array([each.ready_s for each in outcomes]) + setup.suffix_s(tokens)
+    raw_bytes = 2 * setup.kv_elements * tokens
+    return StreamRow(
+        link=link.name,
+        context_tokens=tokens,
+        slo_s=slo_s,
+        policy=name,
+        # Who starts at the deadline is in time, however sums round.
+        miss_rate=float(np.mean(ttft > slo_s + 1e-9)),
+        kl_mean=float(np.mean(kls, axis=0)[0]),
+        kl_copy_mean=float(np.mean(kls, axis=0)[1]),
+        ttft_p50_s=float(np.percentile(ttft, 50)),
+        ttft_p95_s=float(np.percentile(ttft, 95)),
+        text_share=float(np.mean([each.computed_tokens for each in outcomes])) / tokens,
+        wasted_share=float(np.mean([each.wasted_bytes for each in outcomes])) / raw_bytes,
+    )
+
+
+# What kvtide is held against; all other policies are its own.
+_RIVALS = ("fixed", "cachegen", "cachegen-tide")
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """The best policy of kvtide over all rows: fewest misses, then least loss, each row's for the worse purpose.
+
+    miss_over_oracle_max, miss_over_cachegen_max: the worst row. halved_share: of all rows, those with at most half of
+    CacheGen's loss at no more misses. None where oracle's or CacheGen's rows are not there.
+    """
+
+    policy: str
+    miss_over_oracle_max: float | None
+    miss_over_cachegen_max: float | None
+    halved_share: float | None
+
+
+class StreamReport(msgspec.Struct, frozen=True):
+    """All rows with what they rest on: the model, and what the codecs cost and lose."""
+
+    kv_bytes_per_token: int
+    prefill: str
+    setup: StreamSetup
+    curves: dict[str, dict[str, list[float] | str]]
+    standing: Standing | None
+    rows: list[StreamRow]
+
+
+def stream_report(setup: StreamSetup, rows: Sequence[StreamRow]) -> StreamReport:
+    """Return what `kvtide-lab sim stream --json` prints."""
+    speed = (
+        f"{setup.prefill_tokens_per_s:g} tokens/s at the start of a context, half of it at token "
+        f"{setup.prefill_double_at:g}"
+    )
+    curves: dict[str, dict[str, list[float] | str]] = {
+        curve.name: {"bits": list(curve.bits), "kl": list(curve.kl), "source": curve.source}
+        for curve in CURVES.values()
+    }
+    return StreamReport(2 * setup.kv_elements, speed, setup, curves, _standing(rows), list(rows))
+
+
+def _standing(rows: Sequence[StreamRow]) -> Standing | None:
+    names = [name for name in dict.fromkeys(row.policy for row in rows) if name not in (*_RIVALS, ORACLE)]
+    if not names:
+        return None
+    totals = {
+        name: (
+            sum(row.miss_rate for row in rows if row.policy == name),
+            sum(_kl(row) for row in rows if row.policy == name),
+        )
+        for name in names
+    }
+    best = min(names, key=lambda name: totals[name])
+    ours = [row for row in rows if row.policy == best]
+    bounds, rivals = ([row for row in rows if row.policy == name] for name in (ORACLE, "cachegen"))
+    if not rivals:
+        return Standing(best, _worst(ours, bounds), None, None)
+    halved = [
+        _kl(own) <= _kl(rival) / 2 and own.miss_rate <= rival.miss_rate for own, rival in zip(ours, rivals, strict=True)
+    ]
+    return Standing(best, _worst(ours, bounds), _worst(ours, rivals), sum(halved) / len(halved))
+
+
+def _kl(row: StreamRow) -> float:
+    return max(row.kl_mean, row.kl_copy_mean)
+
+
+def _worst(ours: Sequence[StreamRow], others: Sequence[StreamRow]) -> float:
+    return max(own.miss_rate - other.miss_rate for own, other in zip(ours, others, strict=True))
+
+
+def render_stream(report: StreamReport) -> Table:
+    """Return all rows as one table."""
+    title = (
+        f"{report.setup.trials} requests a row; {report.kv_bytes_per_token / 1024:g} KiB of KV a token in 16 bits; "
+        f"prefill {report.prefill}; {report.setup.decode_cores} cores decode; chunks of {report.setup.chunk_tokens}"
+    )
+    caption = _caption(report.standing) if report.standing else None
+    table = Table(title=title, caption=caption)
+    for column in (
+        "link",
+        "tokens",
+        "SLO",
+        "policy",
+        "misses",
+        "KL goes on",
+        "copies",
+        "TTFT p50",
+        "p95",
+        "recomputed",
+    ):
+        table.add_column(column, justify="left" if column in ("link", "policy") else "right", no_wrap=True)
+    for row in report.rows:
+        where = (row.link, f"{row.context_tokens:,}", f"{row.slo_s:g} s", row.policy)
+        seconds = (f"{row.ttft_p50_s:.2f} s", f"{row.ttft_p95_s:.2f} s")
+        lost = (f"{row.kl_mean:.2g}", f"{row.kl_copy_mean:.2g}")
+        figures = (f"{100 * row.miss_rate:.1f} %", *lost, *seconds, f"{100 * row.text_share:.0f} %")
+        table.add_row(*where, *figures, end_section=row.policy == ORACLE)
+    return table
+
+
+def _caption(standing: Standing) -> str:
+    parts = [
+        f"{standing.policy}: at most {100 * (standing.miss_over_oracle_max or 0):+.1f} points to the oracle's misses"
+    ]
+    if standing.miss_over_cachegen_max is not None and standing.halved_share is not None:
+        parts.append(f"{100 * standing.miss_over_cachegen_max:+.1f} to CacheGen's rule's")
+        parts.append(f"half of its loss or less at no more misses on {100 * standing.halved_share:.0f} % of rows")
+    return ", ".join(parts)
+
+
+def plot_stream(report: StreamReport, path: Path) -> None:
+    """Draw misses against loss, a panel for each context and SLO. ValueError if matplotlib is not installed."""
+    figure = new_figure((12, 7))
+    contexts = sorted({row.context_tokens for row in report.rows})
+    slos = sorted({row.slo_s for row in report.rows})
+    panels = figure.subplots(len(contexts), len(slos), squeeze=False, sharex=True, sharey=True)
+    for tokens, across in zip(contexts, panels, strict=True):
+        for slo_s, axes in zip(slos, across, strict=True):
+            here = [row for row in report.rows if (row.context_tokens, row.slo_s) == (tokens, slo_s)]
+            for policy in dict.fromkeys(row.policy for row in here):
+                rows = [row for row in here if row.policy == policy]
+                style = "kx" if policy == ORACLE else "o"
+                # A log axis has no 0, and nobody sees a loss of 1e-6.
+                losses = [max(1e-6, _kl(row)) for row in rows]
+                axes.plot([100 * row.miss_rate for row in rows], losses, style, label=policy, alpha=0.7)
+            axes.set(yscale="log", title=f"{tokens:,} tokens, {slo_s:g} s", xlabel="misses, %", ylabel="KL, the worse")
+    panels[0, 0].legend(fontsize="small")
+    finding = _caption(report.standing) if report.standing else "no oracle beside them"
+    figure.suptitle(f"{finding}\n(lower left is better)", fontsize="medium")
+    figure.savefig(path)

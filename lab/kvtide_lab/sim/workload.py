@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -26,18 +25,12 @@ REQUEST_BLOCKS_MAX = 1 << 20
 _DEFAULT_TENANT = "default"
 
 
-# What a request says of itself beside its tokens, by name: a class or a name each.
-Facts = Mapping[str, str]
-NO_FACTS: Facts = MappingProxyType({})
-
-
 class TraceRequest(NamedTuple):
-    """One request: when it comes, whose it is, the keys of its prompt's blocks, what else it says."""
+    """One request: when it comes, whose it is, the keys of its prompt's blocks."""
 
     at_s: float
     tenant: str
     keys: list[BlockKey]
-    facts: Facts = NO_FACTS
 
 
 class Trace(NamedTuple):
@@ -55,7 +48,6 @@ class TraceSource(NamedTuple):
     at_s: float
     tenant: str
     blocks: Sequence[Hashable]
-    facts: Facts = NO_FACTS
 
 
 class WekaReplay(NamedTuple):
@@ -73,15 +65,11 @@ class WekaReplay(NamedTuple):
 # Sessions of texts: a block is this much of one, as many tokens as English has in it.
 TEXT_BLOCK_BYTES, TEXT_BLOCK_TOKENS = 256, 64
 _TEXT_GAP_S = 30.0
-_ROLE = re.compile(r"^(user|assistant|system|tool):", re.MULTILINE)
-# A call of a tool: JSON, or a command in a fence.
-_TOOL_CALL = re.compile(r"^\s*\{|```")
 
 
 class _Text(msgspec.Struct):
     timestamp: int
     input: str
-    output: str = ""
 
 
 class _HashIds(msgspec.Struct):
@@ -89,7 +77,6 @@ class _HashIds(msgspec.Struct):
     hash_ids: list[int]
     chat_id: int | None = None
     type: str = _DEFAULT_TENANT
-    output_length: int | None = None
 
 
 class _Weka(msgspec.Struct):
@@ -97,9 +84,6 @@ class _Weka(msgspec.Struct):
     t: float
     model: str
     h: list[tuple[int, int]]
-    depth: int = 0
-    out: int = 0
-    think: float | None = None
 
 
 def tenant_namespace(tenant: str) -> Namespace:
@@ -121,12 +105,12 @@ def read_trace(path: Path, weka: WekaReplay | None = None) -> Trace:
     if first is None:
         raise ValueError(f"{path.name} has no requests")
     head = _decode(first, dict[str, msgspec.Raw], path)
-    everything = _chained_lines(first, lines)
+    everything = chain([first], lines)
     if "hash_ids" in head:
         is_bailian = "chat_id" in head
         rows = (_decode(line, _HashIds, path) for line in everything)
         unit_s, block_tokens = (1.0, 16) if is_bailian else (1e-3, 512)
-        sources = [TraceSource(row.timestamp * unit_s, row.type, row.hash_ids, _answer(row)) for row in rows]
+        sources = [TraceSource(row.timestamp * unit_s, row.type, row.hash_ids) for row in rows]
         return build_trace(path.name, block_tokens, sources)
     if "sid" in head and "h" in head:
         replay = weka or WekaReplay()
@@ -143,28 +127,7 @@ def _text_sources(folder: Path) -> Iterator[TraceSource]:
             text, at_s = row.input.encode(), number * _TEXT_GAP_S + (row.timestamp - rows[0].timestamp) / 1e6
             stop = len(text) - len(text) % TEXT_BLOCK_BYTES
             blocks = [text[i : i + TEXT_BLOCK_BYTES] for i in range(0, stop, TEXT_BLOCK_BYTES)]
-            roles = _ROLE.findall(row.input)
-            facts = {
-                "session": path.name,
-                "role": roles[-1] if roles else "none",
-                "answer": "tool" if _TOOL_CALL.search(row.output) else "text" if row.output.strip() else "none",
-                "template": row.input[:TEXT_BLOCK_BYTES],
-            }
-            yield TraceSource(at_s, _DEFAULT_TENANT, blocks, facts)
-
-
-def _answer(row: _HashIds) -> Facts:
-    return NO_FACTS if row.output_length is None else {"answer": _magnitude(row.output_length)}
-
-
-def _magnitude(number: float) -> str:
-    """Return the power of four below a number, of which each is a class of its own."""
-    return f"{4 ** (int(number).bit_length() // 2)}"
-
-
-def _chained_lines(first: tuple[int, bytes], rest: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    yield first
-    yield from rest
+            yield TraceSource(at_s, _DEFAULT_TENANT, blocks)
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
@@ -174,9 +137,9 @@ def joined(traces: Sequence[Trace]) -> Trace:
         raise ValueError(f"traces must have blocks of one size to share a cache, got {sorted(sizes)} tokens")
     spans_s = [max(1e-9, trace.requests[-1].at_s - trace.requests[0].at_s) for trace in traces]
     sources = (
-        TraceSource((at_s - trace.requests[0].at_s) * spans_s[0] / span_s, f"{number} {tenant}", keys, facts)
+        TraceSource((at_s - trace.requests[0].at_s) * spans_s[0] / span_s, f"{number} {tenant}", keys)
         for number, (trace, span_s) in enumerate(zip(traces, spans_s, strict=True))
-        for at_s, tenant, keys, facts in trace.requests
+        for at_s, tenant, keys in trace.requests
     )
     return build_trace("+".join(trace.name for trace in traces), sizes.pop(), sources)
 
@@ -216,9 +179,7 @@ def _weka_sources(rows: Iterable[_Weka], replay: WekaReplay) -> list[TraceSource
                 ids.extend(range(start, start + count))
             stop = len(ids) - len(ids) % replay.join
             blocks = [(sid, *ids[i : i + replay.join]) for i in range(0, stop, replay.join)]
-            pause = "unknown" if row.think is None else _magnitude(row.think)
-            facts = {"session": sid, "depth": f"{row.depth}", "pause": pause, "answer": _magnitude(row.out)}
-            sources.append(TraceSource(start_s + row.t, row.model, blocks, facts))
+            sources.append(TraceSource(start_s + row.t, row.model, blocks))
     return sources
 
 
@@ -229,18 +190,18 @@ def build_trace(name: str, block_tokens: int, sources: Iterable[TraceSource]) ->
     """
     keys: dict[tuple[Hashable, Hashable], BlockKey] = {}
     requests = []
-    for at_s, tenant, blocks, facts in sources:
+    for at_s, tenant, blocks in sources:
         if len(blocks) > REQUEST_BLOCKS_MAX:
             raise ValueError(f"a request has {len(blocks)} blocks, at most {REQUEST_BLOCKS_MAX} are replayed")
         parent: Hashable = tenant
-        chain = []
+        found = []
         for block in blocks:
             key = keys.get((parent, block))
             if key is None:
                 key = keys[parent, block] = BlockKey(len(keys).to_bytes(DIGEST_BYTES, "little"))
-            chain.append(key)
+            found.append(key)
             parent = key
-        if chain:
-            requests.append(TraceRequest(at_s, tenant, chain, facts))
+        if found:
+            requests.append(TraceRequest(at_s, tenant, found))
     requests.sort(key=lambda request: request.at_s)
     return Trace(name, block_tokens, requests, len(keys))

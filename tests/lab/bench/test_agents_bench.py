@@ -12,9 +12,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvtide_lab.bench import agents, agents_show
-from kvtide_lab.bench.agents import AgentsSetup, AgentsSize
-from kvtide_lab.bench.agents_rows import (
+from kvtide_lab.bench import agents
+from kvtide_lab.bench.agents import (
     AFTER,
     ANSWER_TOKENS_MIN,
     BEFORE,
@@ -22,6 +21,8 @@ from kvtide_lab.bench.agents_rows import (
     AgentAnswer,
     AgentPhase,
     AgentsBench,
+    AgentsSetup,
+    AgentsSize,
     result_of,
 )
 from kvtide_lab.bench.agents_sessions import (
@@ -175,5 +176,5 @@ def test_run_goes_on_where_it_was_and_names_peers_that_do_not_run(
     assert result.least_ratio is not None
     assert (result.least_ratio.other, result.least_ratio.ratio) == ("native", pytest.approx(0.5))
     console = Console(width=200, record=True)
-    console.print(agents_show.render(result))
+    console.print(agents.render(result))
     assert "mooncake did not run: Mooncake is not installed" in console.export_text()

@@ -13,9 +13,18 @@ from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.errors import UnencodableBlock
-from kvtide_lab.bench import codec_quality, quality_report
-from kvtide_lab.bench.codec_quality import CodecQuality, QualitySize, Subject, partial_of, run
-from kvtide_lab.bench.quality_cases import SINGLE_DELTAS, TIDE_QUALITIES, TIDE_QUALITIES_QUICK, cases
+from kvtide_lab.bench import codec_quality
+from kvtide_lab.bench.codec_quality import (
+    SINGLE_DELTAS,
+    TIDE_QUALITIES,
+    TIDE_QUALITIES_QUICK,
+    CodecQuality,
+    QualitySize,
+    Subject,
+    cases,
+    partial_of,
+    run,
+)
 
 LAYOUT = BlockLayout(layers=30, tokens=256, kv_heads=3, head_dim=64, dtype=KVDtype.FLOAT32)
 
@@ -137,4 +146,4 @@ def test_tide_is_judged_text_by_text(tiny_model: Any, tmp_path: Path) -> None:
     whole = [row.kl / row.quality for row in result.rows if row.quality and row.refinements == last[row.quality]]
     for number, mean in enumerate(whole):
         assert np.mean([row.kls_over_asked[number] for row in result.by_text]) == pytest.approx(mean)
-    assert "text by text" in str(quality_report.render(result).renderables[-1].title)
+    assert "text by text" in str(codec_quality.render(result).renderables[-1].title)

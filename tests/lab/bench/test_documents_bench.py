@@ -59,7 +59,7 @@ def test_frequent_prompts_are_found_and_new_ones_are_not(engine: Any) -> None:
     assert frequent.hit_rate_kvtide == frequent.hit_rate_own == pytest.approx(0.9)
     assert frequent.items_per_s_kvtide == pytest.approx(10 / (1 + 9 * 0.25))
     assert (frequent.items_per_s_none, result.pays_from_p, frequent.answers_changed) == (1.0, 1.0, 0)
-    assert prompts.table(result).row_count == 2
+    assert prompts.render(result).row_count == 2
 
 
 def test_requests_of_a_p_are_the_same_at_every_call() -> None:
@@ -73,10 +73,11 @@ def test_requests_of_a_p_are_the_same_at_every_call() -> None:
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def started(words: Any) -> Iterator[Any]:
-        yield type("Server", (), {"port": 1})
+    def server_behind(carried: Any) -> Iterator[Any]:
+        link = type("Link", (), {"url": "http://127.0.0.1:1", "restart": lambda self, carried: None})
+        yield None, link()
 
-    monkeypatch.setattr(completion, "started", started)
+    monkeypatch.setattr(completion, "server_behind", server_behind)
 
 
 @pytest.mark.usefixtures("no_server")
@@ -89,7 +90,7 @@ def test_completion_is_measured_on_hits_and_on_misses_of_every_codec(engine: Any
     assert (rows["raw"].miss_slowdown.median, rows["cachegen:2"].miss_slowdown.median) == (1.0, 1.5)
     assert (rows["raw"].bytes_vs_raw, rows["tide"].bytes_vs_raw) == (1.0, 0.25)
     assert {row.hit_tokens for row in result.rows} == {20}
-    assert completion.table(result).row_count == len(result.rows)
+    assert completion.render(result).row_count == len(result.rows)
     completion.plot(result, tmp_path / "graphs.png")
     assert (tmp_path / "graphs.png").stat().st_size > 0
 

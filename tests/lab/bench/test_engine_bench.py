@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvtide_lab.bench import engine, engine_turns
+from kvtide_lab.bench import engine
+from kvtide_lab.bench.engine import Contest, EngineBenchSize, Turn
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_peers import LOSSLESS, Contender, contenders, drop_page_cache, link_contenders, settle
 from kvtide_lab.bench.engine_process import EngineProcess
-from kvtide_lab.bench.engine_turns import Contest, EngineBenchSize, Turn
 
 PYTHON = Path("/usr/bin/false")
 SMALL = EngineBenchSize(rounds=2, memory=1, misses=2, chat_users=2, chat_rounds=2, documents=2, questions=1)
@@ -164,17 +164,17 @@ def test_ratios_are_medians_over_pairs_and_rows_compare_answers_with_plain() -> 
     assert (result.lossless_ttft_speedup_vs_plain, result.lossless_is_identical) == (8.0, True)
     wrong = [(row.engine, row.workload) for row in result.rows if not row.is_identical]
     assert wrong == [("lmcache", "restart")]
-    assert engine.table(result).row_count == len(result.rows) + 1
+    assert engine.render(result).row_count == len(result.rows) + 1
 
 
 def test_chat_grows_by_the_answers() -> None:
-    first = engine_turns.chat(range(20_000), SMALL, [])
-    second = engine_turns.chat(range(20_000), SMALL, [Turn([{"ids": [7, 7]}, {"ids": [8, 8]}], 1.0, 1.0, 0)])
+    first = engine.chat(range(20_000), SMALL, [])
+    second = engine.chat(range(20_000), SMALL, [Turn([{"ids": [7, 7]}, {"ids": [8, 8]}], 1.0, 1.0, 0)])
     assert second[0][: len(first[0]) + 2] == [*first[0], 7, 7]
     assert second[1][: len(first[1]) + 2] == [*first[1], 8, 8]
     assert [len(each) for each in second] == [len(each) + 152 for each in first]
 
 
 def test_misses_share_no_beginning() -> None:
-    begins = {tuple(engine_turns.miss(range(20_000), step)[0][:64]) for step in range(12)}
+    begins = {tuple(engine.miss(range(20_000), step)[0][:64]) for step in range(12)}
     assert len(begins) == 12

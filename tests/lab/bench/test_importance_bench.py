@@ -9,19 +9,36 @@ import pytest
 from tests.codec.tide_profiles import fitted, fitted_on
 
 from kvtide.block import KVDtype
-from kvtide.clock import ManualClock, SystemClock
+from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide_lab.bench.importance import QUICK, CurveRow, ImportanceBench, Row, TtftRow, run
-from kvtide_lab.bench.importance_cache import AblationRow, replayed, sequence
-from kvtide_lab.bench.importance_engine import RATES, USES, EngineRow, rows
-from kvtide_lab.bench.importance_guards import GuardRow, GuardSize, guard_rows
-from kvtide_lab.bench.importance_needles import DEPTHS, NeedleRow, _tasks, needle_rows
-from kvtide_lab.bench.importance_set import make_task, make_tasks, noisy, shuffled, tokenized
-from kvtide_lab.bench.importance_show import render
-from kvtide_lab.judge.importance_curve import SharePoint, over_line
+from kvtide_lab.bench.importance import (
+    QUICK,
+    RATES,
+    USES,
+    EngineRow,
+    ImportanceBench,
+    Row,
+    TtftRow,
+    engine_rows,
+    render,
+    run,
+)
+from kvtide_lab.bench.importance_prompts import (
+    DEPTHS,
+    GuardRow,
+    GuardSize,
+    NeedleRow,
+    _tasks,
+    guard_rows,
+    make_task,
+    make_tasks,
+    needle_rows,
+    noisy,
+    shuffled,
+    tokenized,
+)
 from kvtide_lab.judge.importance_judge import ImportanceJudge
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")
@@ -129,7 +146,7 @@ def test_a_table_can_be_asked_for_alone(random_model: Any) -> None:
     asked = (random_model, "m", tokenize, texts, profiles, QUICK._replace(context_tokens=768), 1e9, lambda *_: None)
     found = run(*asked, tables=["needles"])
     assert [row.kind for row in found.needles] == ["prose"] * len(DEPTHS) + ["code"] * len(DEPTHS)
-    assert not (found.rows or found.guards or found.engine or found.ttft or found.ablation or found.curve)
+    assert not (found.rows or found.guards or found.engine or found.ttft)
     assert found.ttft_speedup is None
     assert render(found).row_count == len(found.needles)
     with pytest.raises(ValueError, match="no table needle, expected some of selectors, engine, guards, needles"):
@@ -143,17 +160,10 @@ def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:
     assert len(noise) == 100 and any(noise[i : i + 3] == [1, 2, 3] for i in range(98))
 
 
-def test_the_line_is_met_in_log_kl_and_not_beyond_its_ends() -> None:
-    line = [SharePoint("", 0.1, 1e-1), SharePoint("", 0.2, 1e-3)]
-    assert over_line(SharePoint("", 0.15, 5e-3), line) == pytest.approx(0.5)
-    assert over_line(SharePoint("", 0.21, 1e-3), line) is None
-
-
 def test_all_tables_are_rendered() -> None:
     row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 1.0, 0.2)
     guard = GuardRow("text", 512, "jaccard", "drop", 4, 0.0, 0.1, None, 0.5, 0.3, None, None, None)
     ttft = TtftRow("open, 20 tokens", 1.2, 0.5, 2.4, 2.3, 2.5, 1.0, 0.3)
-    ablation = AblationRow("whole load", "lru", 0.0, 0.8, 0.2, 0.1, 0.5)
     result = ImportanceBench(
         "m",
         "float16",
@@ -166,14 +176,11 @@ def test_all_tables_are_rendered() -> None:
         [NeedleRow("prose", 0.5, 4, 3, 3, 3, 0.3)],
         [ttft],
         [EngineRow("disk", 512, "first", 1.0, 2.0, "part", 1.0, 0.5, 0.3, 0.0)],
-        [ablation],
-        [CurveRow("s", "l", 0.1, 0.1, None)],
         2.0,
         50.0,
         0.0,
-        0.9,
     )
-    assert render(result).row_count == 6
+    assert render(result).row_count == 5
 
 
 def test_the_engine_takes_a_part_and_the_whole_and_then_the_faster(random_model: Any) -> None:
@@ -183,24 +190,8 @@ def test_the_engine_takes_a_part_and_the_whole_and_then_the_faster(random_model:
     layout = model_layout(random_model, 256)
     profile = fitted_on(random_model, layout, torch.tensor([ids]))
     uses = [[number, 7, 9] for number in range(1 + USES)]
-    found = rows(random_model, [profile], ids, uses, [3, 4, 5], 0.25, 1, SystemClock())
+    found = engine_rows(random_model, [profile], ids, uses, [3, 4, 5], 0.25, 1, SystemClock())
     assert [(row.place, row.use) for row in found] == [
         (place, use) for place in RATES for use in ("first", "after five")
     ]
     assert all(row.front_share > 0 and row.decided in {"part", "whole"} for row in found)
-
-
-def test_memory_in_front_of_the_disk_is_counted_by_what_each_ranking_keeps() -> None:
-    """Two prefixes of five blocks; memory has three. Only the second block of each holds anything important."""
-    ids = [ObjectId(Namespace(bytes(32)), BlockKey(bytes([n]) * 32)) for n in range(10)]
-    sizes = {block: 100 if n % 5 == 1 else 10 for n, block in enumerate(ids)}
-    reads = [{block: sizes[block] for block in part} for part in (ids[:5], ids[5:])]
-    important = {block: 50.0 if n % 5 == 1 else 1.0 for n, block in enumerate(ids)}
-    asked = [reads[prefix] for prefix, _ in sequence(2, 1, random.Random(0))]
-    rows = replayed("step", 0.1, asked, 100, important, 1e3, ManualClock())
-    by_cache = {row.cache: row for row in rows}
-    assert list(by_cache) == ["none", "lru", "lfu", "score"]
-    assert by_cache["none"].memory_share == 0 and by_cache["none"].disk_read_share == pytest.approx(140 / 500)
-    assert by_cache["none"].disk_s == pytest.approx(0.14)
-    assert by_cache["score"].disk_read_share < min(by_cache["lru"].disk_read_share, by_cache["lfu"].disk_read_share)
-    assert by_cache["score"].memory_share > 0.7

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtide_lab.bench import offload
-from kvtide_lab.bench.offload_swaps import MODELS
+from kvtide_lab.bench.offload import MODELS
 
 
 def test_swaps_are_measured_for_the_studys_shapes() -> None:
@@ -57,7 +57,7 @@ def test_second_table_has_medians_of_all_ways(monkeypatch: pytest.MonkeyPatch) -
     row = result.throughput[0]
     assert (row.naive.median, row.prefix_caching_2.median, row.offload_prefix_2.median) == (1.0, 8.0, 8.0)
     assert (row.offload_1.median, row.offload_2.median, row.overhead_s.median) == (1.0, 4.0, 0.125)
-    assert offload.tables(result)
+    assert offload.render(result)
 
 
 def test_text_that_is_too_short_is_refused() -> None:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtide_lab.bench.quality_goals import Point, bits_at_kl, bits_of, embedded_penalty, ratio_to_tide
+from kvtide_lab.bench.codec_quality import Point, bits_at_kl, bits_of, embedded_penalty, ratio_to_tide
 
 
 class Row(NamedTuple):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,7 @@ from kvtide.engines.transformers import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.plan.policies import POLICIES
 from kvtide_lab.bench import stream
-from kvtide_lab.bench.stream import LinkRoute, StreamBenchRow, verdict_of
-from kvtide_lab.bench.stream_world import StreamSize, StreamWorld, kept_blocks
+from kvtide_lab.bench.stream import LinkRoute, StreamBenchRow, StreamSize, StreamWorld, kept_blocks, verdict_of
 from kvtide_lab.sim.links import Link
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")
@@ -38,9 +36,7 @@ def slowly(engine: StreamedPrefill, start: int, stop: int, is_wanted: Callable[[
     return COMPUTE(engine, start, stop, is_wanted)
 
 
-def test_every_policy_is_judged_by_the_model_on_what_came(
-    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_policy_is_judged_by_the_model_on_what_came(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # A tiny model is faster than any link.
     monkeypatch.setattr(StreamedPrefill, "compute", slowly)
     monkeypatch.setattr(StreamWorld, "recompute_s", lambda world, text: 60.0)
@@ -58,8 +54,6 @@ def test_every_policy_is_judged_by_the_model_on_what_came(
     assert rows["cachegen"].kl_law is None
     assert result.ttft_within == 1.0
     assert stream.render(result).row_count == len(rows)
-    stream.plot(result, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def row(policy: str, ttft_s: float, kl: float, law: float | None = None, link: str = "slow") -> StreamBenchRow:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide_lab.sim import HINTS, TraceSource, build_trace, made_trace, replay
-from kvtide_lab.sim.hints import hints_of
+from kvtide_lab.sim.hints import HINTS, hints_of
+from kvtide_lab.sim.made import made_trace
+from kvtide_lab.sim.replay import replay
+from kvtide_lab.sim.workload import TraceSource, build_trace
 
 TRACE = build_trace(
     "three sessions",

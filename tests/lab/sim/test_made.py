@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtide_lab.sim import MADE, made_trace, read_trace, replay, standing
-from kvtide_lab.sim.replay import lru_room
+from kvtide_lab.sim.made import MADE, made_trace
+from kvtide_lab.sim.replay import lru_room, replay, standing
 from kvtide_lab.sim.shrink import run_shrink
+from kvtide_lab.sim.workload import read_trace
 
 
 @pytest.mark.parametrize("name", MADE)

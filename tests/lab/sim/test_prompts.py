@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide_lab.sim import PromptSetup, run_prompts
-from kvtide_lab.sim.report import plot_prompts, prompt_report, render_prompts
+from kvtide_lab.sim.prompts import PromptSetup, plot_prompts, prompt_report, render_prompts, run_prompts
 
 
 def test_hit_rate_grows_almost_linearly_with_p() -> None:
@@ -44,7 +43,7 @@ def test_report_shows_every_point(tmp_path: Path) -> None:
     setup = PromptSetup(requests=20)
     points = run_prompts(setup, [0.2, 0.8])
     report = prompt_report(setup, points, points[1])
-    assert [row["p"] for row in report.rows] == [0.2, 0.8]
+    assert [row.p for row in report.rows] == [0.2, 0.8]
     assert render_prompts(report).row_count == 3
     plot_prompts(report, tmp_path / "prompts.png")
     assert (tmp_path / "prompts.png").read_bytes().startswith(b"\x89PNG")

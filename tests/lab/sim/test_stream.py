@@ -11,17 +11,20 @@ from kvtide.plan.policies import CachegenRule, FixedLevel, Layered, TwoEnded
 from kvtide.plan.speeds import LastRate
 from kvtide_lab.sim.curves import CURVES
 from kvtide_lab.sim.links import GBIT, Link, link_named
-from kvtide_lab.sim.stream import Costs, Outcome, play
-from kvtide_lab.sim.stream_report import render_stream, stream_report
-from kvtide_lab.sim.stream_sweep import (
+from kvtide_lab.sim.stream import (
     LAW_TOKENS,
     ORACLE,
     STREAM_POLICIES,
+    Costs,
+    Outcome,
     StreamRow,
     StreamSetup,
     build_request,
     losses,
     oracle,
+    play,
+    render_stream,
+    stream_report,
     sweep,
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtide_lab.sim import TraceSource, WekaReplay, build_trace, read_trace
+from kvtide_lab.sim.workload import TraceSource, WekaReplay, build_trace, read_trace
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:

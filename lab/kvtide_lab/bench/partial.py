@@ -13,38 +13,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from kvtide.engines.calibrate.judge import CacheVerdict
-
 _Inputs = TypeVar("_Inputs", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
-
-
-class Inputs(msgspec.Struct, frozen=True):
-    """All that decides what `codec-quality` finds, but for the program. Digests in hex; `texts`: one a context."""
-
-    model: str
-    kv_dtype: str
-    block_tokens: int
-    context_tokens: int
-    continuation_tokens: int
-    greedy_tokens: int
-    texts: list[str]
-    profiles: list[str]
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """A context's objects that end at one refinement, through one case. Times are of the CPU.
-
-    `single_bytes`: objects of the same step without refinements, of tide only.
-    """
-
-    refinements: int
-    raw_bytes: int
-    stored_bytes: int
-    single_bytes: int | None
-    encode_s: float
-    decode_s: float
-    verdict: CacheVerdict
 
 
 class _File(msgspec.Struct, Generic[_Inputs, _Result], frozen=True):

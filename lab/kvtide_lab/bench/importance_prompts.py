@@ -1,0 +1,331 @@
+"""Prompts that importance is tried on: questions on real texts, prompts that guards should refuse, needles at depths.
+
+Generators and no data: the same texts and seed give the same prompts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from statistics import fmean, median
+from typing import NamedTuple
+
+import msgspec
+
+from kvtide.engines.calibrate.texts import Text
+from kvtide.engines.transformers.selective import Rest, SparseSettings
+from kvtide.importance.probe import FirstHeads, HeadsAgree
+from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix, Question
+from kvtide_lab.measuring import Show
+
+Tokenize = Callable[[str], list[int]]
+
+TOWNS = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Perth", "Riga", "Lima")
+OPEN = (
+    "\n\nQuestion: What is this text about?\nAnswer: This text is about",
+    "\n\nQuestion: Give one important recommendation from the text above.\nAnswer: One important recommendation is",
+    "\n\nSummary of the text in one paragraph:\n",
+    "\n\nQuestion: Which names occur in the text?\nAnswer: The names are",
+)
+
+
+class Asked(NamedTuple):
+    """A question after the text: what kind, its words, and what a right answer begins with, where that is known."""
+
+    kind: str
+    words: str
+    answer: str | None
+
+
+class Task(NamedTuple):
+    """A text of a stated number of tokens, questions to learn from, and others to judge on."""
+
+    ids: list[int]
+    uses: list[Asked]
+    questions: list[Asked]
+
+
+def make_task(text: str, others: Sequence[str], tokens: int, tokenize: Tokenize, rng: random.Random) -> Task:
+    """Return a task of a text with needles in it. ValueError for a text that is too short."""
+    towns = rng.sample(TOWNS, 4)
+    codes = [rng.randrange(10_000, 99_999) for _ in towns]
+    lines = text[: 8 * tokens].splitlines()
+    true = [line.strip() for line in lines[: len(lines) // 3] if 30 <= len(line.strip()) <= 60]
+    if len(lines) < 8:
+        raise ValueError(f"a text of {tokens} tokens with short lines is needed, this one has {len(lines)} lines")
+    for town, code in zip(towns, codes, strict=True):
+        lines.insert(rng.randrange(len(lines) // 4), f"The pass code of {town} is {code}.")
+    ids = tokenize("\n".join(lines))[:tokens]
+    if len(ids) < tokens or not true:
+        raise ValueError(f"a text of {tokens} tokens with short lines is needed, this one has {len(ids)}")
+    needles = [
+        Asked(
+            "retrieval",
+            f"\n\nQuestion: What is the pass code of {town}?\nAnswer: The pass code of {town} is",
+            f" {code}",
+        )
+        for town, code in zip(towns, codes, strict=True)
+    ]
+    false = [line.strip() for other in others for line in other.splitlines() if 30 <= len(line.strip()) <= 60]
+    choices = [_choice(rng, rng.choice(true), rng.sample(false, 2)) for _ in range(2)] if len(false) > 1 else []
+    opened = [Asked("open", words, None) for words in rng.sample(OPEN, len(OPEN))]
+    return Task(ids, [*opened[:3], *needles[:2], *choices[:1]], [needles[2], *choices[1:], opened[3], needles[3]])
+
+
+def make_tasks(texts: Sequence[Text], count: int, tokens: int, tokenize: Tokenize) -> list[Task]:
+    """Return a task of each of the first texts that are long enough. ValueError if there are none."""
+    rng, tasks = random.Random(0), list[Task]()
+    for number, text in enumerate(texts):
+        others = [other.content for other in texts if other is not text][number % 3 :][:2]
+        try:
+            tasks.append(make_task(text.content, others, tokens, tokenize, rng))
+        except ValueError:
+            continue
+        if len(tasks) == count:
+            return tasks
+    if not tasks:
+        raise ValueError(f"no text has {tokens} tokens and short lines")
+    return tasks
+
+
+def tokenized(task: Task, tokenize: Tokenize, count: int) -> tuple[list[Question], list[Question]]:
+    """Return the uses, and the first `count` questions."""
+
+    def of(asked: Sequence[Asked]) -> list[Question]:
+        return [Question(each.kind, tokenize(each.words), tuple(tokenize(each.answer or ""))) for each in asked]
+
+    return of(task.uses), of(task.questions[:count])
+
+
+def _choice(rng: random.Random, right: str, wrong: list[str]) -> Asked:
+    lines = [right, *wrong]
+    rng.shuffle(lines)
+    letter = "ABC"[lines.index(right)]
+    listed = "\n".join(f"{name}) {line}" for name, line in zip("ABC", lines, strict=True))
+    return Asked("choice", f"\n\nQuestion: Which line is in the text?\n{listed}\nAnswer:", f" {letter}")
+
+
+def shuffled(ids: Sequence[int], rng: random.Random) -> list[int]:
+    """Return the same tokens in an order by chance: nothing in it means anything."""
+    found = list(ids)
+    rng.shuffle(found)
+    return found
+
+
+def noisy(ids: Sequence[int], vocabulary: int, needle: Sequence[int], rng: random.Random) -> list[int]:
+    """Return noise of the same length with a needle in it."""
+    found = [rng.randrange(1000, vocabulary) for _ in ids]
+    start = rng.randrange(len(found) // 4, len(found) // 2)
+    found[start : start + len(needle)] = needle
+    return found[: len(ids)]
+
+
+# What is asked of a prefix for packing it, nothing of it for a needle: two uses are the fewest.
+USES = 2
+TEXT = "text"
+
+
+class GuardSize(NamedTuple):
+    """On what guards are tried: texts, seeds of each kind of adversarial prompt, questions on each of them.
+
+    tokens: lengths besides the context's; longer ones are left out.
+    """
+
+    texts: int
+    seeds: int
+    questions: int
+    tokens: tuple[int, ...]
+
+
+class GuardRow(msgspec.Struct, frozen=True):
+    """A guard on one kind of prompt of one length: the share that fell back, and what that is worth and costs.
+
+    prompts: how many there were, questions counted. rest: the outcome of what is not selected, `drop` as in the
+    paper or `base`, the engine's default. kl, bytes_read_share: means, fallbacks included; kl_fallback: the worst of
+    the fallbacks, None if there were none. ttft_s: median. fallback_bytes_share, fallback_reads, fallback_over_whole:
+    bytes of the raw cache, ranges, and time to the first token over that of a whole load of the same prompt; None
+    without fallbacks.
+    """
+
+    prompt: str
+    tokens: int
+    guard: str
+    rest: str
+    prompts: int
+    fallback_share: float
+    kl: float
+    kl_fallback: float | None
+    bytes_read_share: float
+    ttft_s: float
+    fallback_bytes_share: float | None
+    fallback_reads: float | None
+    fallback_over_whole: float | None
+
+
+class _Case(NamedTuple):
+    settings: SparseSettings
+    is_packed: bool
+    has_base: bool
+    probes: bool
+
+
+def guard_rows(
+    judge: ImportanceJudge,
+    texts: Sequence[Text],
+    ordinary: Sequence[JudgedPrefix],
+    tokens: int,
+    ratio: float,
+    size: GuardSize,
+    tokenize: Tokenize,
+    vocabulary: int,
+    show: Show,
+) -> list[GuardRow]:
+    """Return a row for each length, kind of prompt and guard: the paper's, ours, and ours as engines use it.
+
+    ordinary: prefixes of `tokens`, which need not be made again.
+    """
+    cases = [
+        _Case(SparseSettings(ratio, FirstHeads(), HeadsAgree(), Rest.DROP, by_chunks=False), False, False, True),
+        _Case(SparseSettings(ratio, rest=Rest.DROP, by_chunks=False), False, True, False),
+        _Case(SparseSettings(ratio), True, True, False),
+    ]
+    lengths = sorted({tokens, *(each for each in size.tokens if each < tokens)})
+    rows = []
+    for number, length in enumerate(lengths):
+        show("guards", number, len(lengths))
+        for kind, prompts in _prompts(judge, texts, length, size, tokenize, vocabulary):
+            found = ordinary if kind == TEXT and length == tokens else list(prompts)
+            rows += [_row(judge, kind, length, found, case) for case in cases]
+    return rows
+
+
+def _prompts(
+    judge: ImportanceJudge, texts: Sequence[Text], tokens: int, size: GuardSize, tokenize: Tokenize, vocabulary: int
+) -> Iterator[tuple[str, Iterator[JudgedPrefix]]]:
+    tasks = make_tasks(texts, size.texts, tokens, tokenize)
+    asked = [tokenized(task, tokenize, size.questions) for task in tasks]
+
+    def disturbed(seed: int) -> JudgedPrefix:
+        number = seed % len(tasks)
+        uses, questions = asked[number]
+        return judge.add(shuffled(tasks[number].ids, random.Random(seed)), uses[:USES], questions)
+
+    def noise(seed: int) -> JudgedPrefix:
+        rng = random.Random(seed)
+        code = rng.randrange(10_000, 99_999)
+        ids = noisy(tasks[0].ids, vocabulary, tokenize(f" The pass code of Bergen is {code}. "), rng)
+        words = "\n\nWhat is the pass code of Bergen?\nThe pass code of Bergen is"
+        uses, questions = asked[seed % len(asked)]
+        return judge.add(ids, uses[:USES], [Question("retrieval", tokenize(words)), *questions[1:]])
+
+    yield (
+        TEXT,
+        (judge.add(task.ids, uses[:USES], questions) for task, (uses, questions) in zip(tasks, asked, strict=True)),
+    )
+    yield "shuffled text", (disturbed(seed) for seed in range(size.seeds))
+    yield "needle in noise", (noise(seed) for seed in range(size.seeds))
+
+
+def _row(judge: ImportanceJudge, kind: str, tokens: int, prefixes: Sequence[JudgedPrefix], case: _Case) -> GuardRow:
+    settings = case.settings
+    asked = [(prefix, number) for prefix in prefixes for number in range(len(prefix.questions))]
+    judged = [judge.selected(*each, settings, case.is_packed, case.has_base, case.probes) for each in asked]
+    whole = [(each, judge.whole(*at)) for each, at in zip(judged, asked, strict=True) if _is_back(each)]
+    back = [each for each, _ in whole]
+    assert settings.guard is not None
+    return GuardRow(
+        kind,
+        tokens,
+        settings.guard.name,
+        settings.rest.value,
+        len(judged),
+        fallback_share=len(back) / len(judged),
+        kl=fmean(each.kl for each in judged),
+        kl_fallback=max((each.kl for each in back), default=None),
+        bytes_read_share=fmean(each.read_bytes / each.whole_bytes for each in judged),
+        ttft_s=median(each.ttft_s for each in judged),
+        fallback_bytes_share=fmean(each.read_bytes / each.whole_bytes for each in back) if back else None,
+        fallback_reads=fmean(each.selected.reads for each in back if each.selected) if back else None,
+        fallback_over_whole=median(each.ttft_s / other.ttft_s for each, other in whole) if whole else None,
+    )
+
+
+def _is_back(judged: Judged) -> bool:
+    return judged.selected is not None and judged.selected.is_fallback
+
+
+DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
+KINDS = {"prose": ("prose", "licence", "change log", "readme", "html"), "code": ("python", "c header", "javascript")}
+# Room for the needles of one text.
+_NEEDLES_TOKENS = 160
+
+
+class NeedleRow(msgspec.Struct, frozen=True):
+    """Needles in texts of one kind at one depth: how many are named with the whole cache, with a part, with both."""
+
+    kind: str
+    depth: float
+    needles: int
+    found_whole: int
+    found_part: int
+    found_both: int
+    bytes_read_share: float
+
+
+def needle_rows(
+    judge: ImportanceJudge,
+    texts: Sequence[Text],
+    tokens: int,
+    texts_each: int,
+    ratio: float,
+    tokenize: Tokenize,
+    show: Show,
+) -> list[NeedleRow]:
+    """Return a row for each kind and depth. texts_each: of each kind, with a needle at each depth; no guard."""
+    rows, rng = [], random.Random(3)
+    for done, kind in enumerate(KINDS):
+        show("needles", done, len(KINDS))
+        found: list[list[tuple[bool, Judged]]] = [[] for _ in DEPTHS]
+        chosen = [text for name in KINDS[kind] for text in texts if text.kind == name]
+        for ids, questions in islice(_tasks(chosen, tokens, tokenize, rng), texts_each):
+            prefix = judge.add(ids, [Question("open", tokenize(words)) for words in OPEN[:USES]], questions)
+            for number, question in enumerate(questions):
+                is_whole = tuple(prefix.said[number].answer[: len(question.right)]) == question.right
+                part = judge.selected(prefix, number, SparseSettings(ratio, guard=None))
+                found[number].append((is_whole, part))
+        for depth, each in zip(DEPTHS, found, strict=True):
+            if each:
+                whole, parts = [is_whole for is_whole, _ in each], [bool(part.is_right) for _, part in each]
+                both = sum(map(bool.__and__, whole, parts))
+                share = fmean(part.read_bytes / part.whole_bytes for _, part in each)
+                rows.append(NeedleRow(kind, depth, len(each), sum(whole), sum(parts), both, share))
+    return rows
+
+
+def _tasks(
+    texts: Sequence[Text], tokens: int, tokenize: Tokenize, rng: random.Random
+) -> Iterator[tuple[list[int], list[Question]]]:
+    """Yield the texts that are long enough, with a needle at each depth, and a question for each."""
+    for text in texts:
+        content = text.content[: 8 * tokens]
+        known = len(tokenize(content))
+        if known < tokens:
+            continue
+        lines, at, towns = content[: len(content) * (tokens - _NEEDLES_TOKENS) // known].splitlines(), 0, []
+        room = sum(map(len, lines))
+        for town, depth in zip(rng.sample(TOWNS, len(DEPTHS)), DEPTHS, strict=True):
+            while sum(map(len, lines[:at])) < depth * room and at < len(lines):
+                at += 1
+            code = rng.randrange(10_000, 99_999)
+            lines.insert(at, f"The pass code of {town} is {code}.")
+            towns.append((town, code))
+        if len(tokenize("\n".join(lines[: at + 1]))) > tokens:
+            continue
+        ids = tokenize("\n".join([*lines, content]))[:tokens]
+        yield ids, [_question(*each, tokenize) for each in towns]
+
+
+def _question(town: str, code: int, tokenize: Tokenize) -> Question:
+    words = f"\n\nQuestion: What is the pass code of {town}?\nAnswer: The pass code of {town} is"
+    return Question("retrieval", tokenize(words), tuple(tokenize(f" {code}")))

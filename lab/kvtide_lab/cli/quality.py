@@ -1,0 +1,242 @@
+"""`kvtide-lab bench codec-quality | codec-speed | position | turns | importance | stream`: what needs a real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+import typer
+
+from kvtide.block import KVDtype
+from kvtide.cli.calibrate import TextOption
+from kvtide.cli.report import JsonOption, emit, progress_bars
+from kvtide_lab.cli.options import PartialOption, PlotOption, QuickOption, profiles_of, subject, texts_of, tokenizer
+from kvtide_lab.config import leave_a_core
+from kvtide_lab.sim.links import LINK_MODELS, Link, link_named, read_link
+
+if TYPE_CHECKING:
+    from kvtide_lab.bench.stream import LinkRoute
+
+ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
+VllmOption = Annotated[
+    Path | None, typer.Option("--python", help="An interpreter with vLLM: measure in that, behind links.")
+]
+MBIT = 1e6 / 8
+# The mean of a model of a link.
+MODEL_MBIT = 17.0
+# From 200 to 5 Mbit/s when some of a context has come.
+STEP_S = 0.05
+LINKS, LINKS_QUICK = ("200", "20", "5", "step", "lte"), ("20",)
+VLLM_LINKS, VLLM_TOKENS = ("200", "20", "5"), 2068
+LINK_HELP = (
+    f"Mbit/s, `step` (200 to 5 Mbit/s), a model ({', '.join(LINK_MODELS)}) or the file of a trace; repeats. "
+    f"Default: {', '.join(LINKS)}."
+)
+
+
+def codec_quality(
+    text: TextOption = None,
+    model: ModelOption = None,
+    profile: Annotated[list[Path] | None, typer.Option("--profile", help="Profiles for that model.")] = None,
+    plot: PlotOption = None,
+    codec: Annotated[
+        list[str] | None, typer.Option("--codec", help="Judge this codec only, as tide-deep; may be repeated.")
+    ] = None,
+    partial: PartialOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Bits per element against what the model then says, for every codec.
+
+    With `--partial FILE` a run that was stopped goes on, and runs of some codecs each add to one table.
+    """
+    from kvtide_lab.bench import codec_quality as bench
+
+    chosen, known, of = texts_of(text), profiles_of(profile), subject(model)
+    size = bench.QUICK if quick else bench.FULL
+    judged = bench.subject_of(of.model, of.folder.name, of.tokenize, of.layout(), chosen, size)
+    results = bench.partial_of(judged, known, partial)
+    with progress_bars() as show:
+        result = bench.run(judged, known, codec or [], results, show)
+    if plot is not None:
+        bench.plot(result, plot)
+    emit(result, bench.render, as_json)
+
+
+def codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """Entropy coders on one pinned core, beside memcpy, and whole blocks of the real model through tide."""
+    from kvtide_lab.bench import codec_speed as bench
+
+    result, of = bench.run(quick), subject()
+    rows = bench.tide_speeds(of.model, of.tokenize(texts_of(None)[0].content), of.layout(), profiles_of(None), quick)
+    emit(bench.with_tide(result, rows), bench.render, as_json)
+
+
+def position(
+    codec: Annotated[str, typer.Option("--codec", help="A codec of tide: tide-light, tide-layer or tide-deep.")] = (
+        "tide-layer"
+    ),
+    text: Annotated[list[Path] | None, typer.Option("--text", help="A text to fit on; may be repeated.")] = None,
+    held_out: Annotated[
+        list[Path] | None, typer.Option("--held-out", help="A text to test on; may be repeated.")
+    ] = None,
+    renew: Annotated[
+        Path | None, typer.Option("--renew", help="Write the profile with the law that was found to this file.")
+    ] = None,
+    partial: PartialOption = None,
+    spend: Annotated[
+        int | None,
+        typer.Option("--spend", min=512, help="Only spend bytes by the profile's law, after so many tokens."),
+    ] = None,
+    texts_max: Annotated[int, typer.Option("--texts", min=1, help="Texts of --spend.")] = 3,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """The model's KL on caches that are rough in places, and the law of loss by position that fits it."""
+    from kvtide_lab.bench import position as bench
+
+    of = subject()
+    size = bench.spending_only(spend, texts_max) if spend is not None else bench.QUICK if quick else bench.FULL
+    layout = of.layout()
+    fitting = [each for each in profiles_of(None) if each.kind == codec and each.fits(layout)]
+    if not fitting or not codec.startswith("tide"):
+        raise ValueError(f"no profile of kind {codec!r} fits this model")
+    fit_on = texts_of(text) if text else bench.one_of_each_kind_first(texts_of(None))
+    texts = (fit_on, texts_of(held_out)) if held_out else (fit_on[::2], fit_on[1::2])
+    judged = bench.subject_of(of.model, of.folder.name, of.tokenize, layout, size, fitting[0], texts)
+    with progress_bars() as show:
+        result = bench.run(judged, bench.partial_of(judged, partial), show)
+    if renew is not None:
+        renew.write_bytes(bench.with_law(fitting[0], result.law).to_bytes())
+    emit(result, bench.render, as_json)
+
+
+def turns(
+    text: TextOption = None, partial: PartialOption = None, quick: QuickOption = False, as_json: JsonOption = False
+) -> None:
+    """Ten turns of a chat, each computed on what the cache kept of those before: does a codec's loss add up?"""
+    from kvtide_lab.bench import turns as bench
+
+    chosen, known, of = texts_of(text), profiles_of(None), subject()
+    talked = bench.subject_of(of.model, of.folder.name, of.tokenize, chosen, bench.QUICK if quick else bench.FULL)
+    results = bench.partial_of(talked, known, partial)
+    with progress_bars() as show:
+        result = bench.run(talked, known, results, show)
+    emit(result, bench.render, as_json)
+
+
+def importance(
+    text: TextOption = None,
+    disk_mb_s: Annotated[float, typer.Option("--disk-mb-s", help="What the disk reads in a second.")] = 200.0,
+    kv: Annotated[
+        Literal["float32", "float16", "bfloat16"],
+        typer.Option("--kv", help="float16 is rounded from float32; in bfloat16 the model runs, too."),
+    ] = "float32",
+    context_tokens: Annotated[
+        int | None, typer.Option("--context-tokens", min=512, help="Tokens of a prefix, a multiple of 256.")
+    ] = None,
+    table: Annotated[
+        list[str] | None, typer.Option("--table", help="Only selectors, engine, guards or needles; may be repeated.")
+    ] = None,
+    python: VllmOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Quality, bytes and TTFT of every selector at every ratio, guards and needles; with --python in vLLM."""
+    from kvtide_lab.bench import importance as bench
+
+    if not disk_mb_s > 0:
+        raise ValueError(f"--disk-mb-s must be positive, got {disk_mb_s}")
+    if context_tokens is not None and context_tokens % 256:
+        raise ValueError(f"--context-tokens must be a multiple of 256, got {context_tokens}")
+    if python is not None:
+        if table:
+            raise ValueError("--table chooses tables of the transformers engine, which --python leaves out")
+        _importance_in_vllm(python, text, kv, context_tokens or (1024 if quick else 4096), as_json)
+        return
+    chosen, of = texts_of(text), subject(dtype="bfloat16" if kv == "bfloat16" else "float32")
+    size = bench.QUICK if quick else bench.FULL
+    size = size._replace(context_tokens=context_tokens or size.context_tokens)
+    asked = (of.model, of.folder.name, of.tokenize, chosen, profiles_of(None), size, disk_mb_s * 1e6)
+    with progress_bars() as show:
+        result = bench.run(*asked, show, KVDtype(kv), tables=table or bench.TABLES)
+    emit(result, bench.render, as_json)
+
+
+def _importance_in_vllm(python: Path, text: list[Path] | None, kv: str, tokens: int, as_json: bool) -> None:
+    from kvtide.engines.transformers import model_layout
+    from kvtide_lab.bench import importance, importance_prompts, vllm_links
+
+    of, warm = subject(dtype=kv), vllm_links.WARM_TOKENS
+    [task] = importance_prompts.make_tasks(texts_of(text), 1, tokens + warm, of.tokenize)
+    _, questions = importance_prompts.tokenized(task, of.tokenize, importance.FULL.questions)
+    layout = model_layout(of.model, warm)
+    asked = ([question.ids for question in questions], layout.raw_bytes // layout.tokens)
+    with progress_bars() as show:
+        result = vllm_links.run_importance(python, of.folder, task.ids, *asked, importance.HEADLINE_RATIO, kv, show)
+    emit(result, vllm_links.render_importance, as_json)
+
+
+def stream(
+    link: Annotated[list[str] | None, typer.Option("--link", help=LINK_HELP)] = None,
+    codec: Annotated[str | None, typer.Option("--codec", help="A codec of tide with refinements.")] = None,
+    text: TextOption = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=512, help="Of a context, a multiple of 512.")] = None,
+    count: Annotated[int | None, typer.Option("--texts", min=1, help="Texts that each row is the mean of.")] = None,
+    python: VllmOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time to the first token, bytes and the model's own KL, for every policy and link; with --python in vLLM."""
+    if python is not None:
+        _stream_in_vllm(python, [float(each) for each in link or VLLM_LINKS], tokens or VLLM_TOKENS, as_json)
+        return
+    # Server, link and fetching run on this machine too; where they would be, the engine's cores are its own.
+    leave_a_core()
+    from kvtide_lab.bench import position, stream
+
+    size = stream.QUICK if quick else stream.FULL
+    if tokens is not None and tokens % 512:
+        raise ValueError(f"--tokens must be a multiple of 512, got {tokens}")
+    size = size._replace(context_tokens=tokens or size.context_tokens, texts=count or size.texts)
+    routes, of = [_route(name) for name in link or (LINKS_QUICK if quick else LINKS)], subject()
+    # Those that `bench position` holds out; no profile was calibrated on any.
+    chosen = texts_of(text) if text else position.one_of_each_kind_first(texts_of(None))[1::2]
+    ids = [of.tokenize(each.content[: 8 * size.tokens]) for each in chosen]
+    doors = stream.all_doors(codec or stream.TIDE)
+    with progress_bars() as show:
+        result = stream.run(of.model, ids, profiles_of(None), routes, doors, size, show)
+    emit(result, stream.render, as_json)
+
+
+def _stream_in_vllm(python: Path, links_mbit: list[float], tokens: int, as_json: bool) -> None:
+    from kvtide.engines.transformers import converted_folder
+    from kvtide_lab.bench import vllm_links
+
+    folder = converted_folder()
+    content = "\n".join(each.content for each in texts_of(None))
+    ids = tokenizer(folder)(content[: 8 * (tokens + 300)])
+    with progress_bars() as show:
+        result = vllm_links.run_stream(python, folder, ids, tokens, links_mbit, show)
+    emit(result, vllm_links.render_stream, as_json)
+
+
+def _route(name: str) -> LinkRoute:
+    from kvtide_lab.bench.stream import LinkRoute
+
+    if name == "step":
+        times = [0.0, STEP_S, 600.0]
+        carried = [0.0, 200 * STEP_S * MBIT, (200 * STEP_S + 5 * 600) * MBIT]
+        return LinkRoute(Link("step 200 to 5 Mbit/s", times, carried))
+    if Path(name).is_file():
+        return LinkRoute(read_link(Path(name)), is_trace=True)
+    if name in LINK_MODELS:
+        return LinkRoute(link_named(name, np.random.default_rng(0), MODEL_MBIT * MBIT), is_trace=True)
+    try:
+        rate = float(name)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < 1e6:
+        raise ValueError(f"a link is Mbit/s, step, a file or one of {', '.join(LINK_MODELS)}, got {name!r}")
+    return LinkRoute(Link(f"{rate:g} Mbit/s", [0.0, 600.0], [0.0, 600 * rate * MBIT]))
