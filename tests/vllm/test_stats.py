@@ -94,12 +94,12 @@ def test_metrics_have_labels_of_their_own_beside_vllm_s() -> None:
     }
     config: Any = SimpleNamespace(kv_transfer_config=None)
     metrics = LoadMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
-    states = counted("group_blocks", "states", "loaded")
-    both = LoadStats({"loads": 1, "tier_hits|disk": 2}).aggregate(LoadStats({"tier_hits|disk": 3, states: 1}))
+    decided = counted("decided_tokens", "load", "in_time")
+    both = LoadStats({"loads": 1, "tier_hits|disk": 2}).aggregate(LoadStats({"tier_hits|disk": 3, decided: 1}))
     metrics.observe(both.to_dict(), 1)
     assert registry.get_sample_value("vllm:kvtide_loads_total", {"model_name": "m", "engine": "0"}) == 0
     labels = {"model_name": "m", "engine": "1", "tier": "disk"}
     assert registry.get_sample_value("vllm:kvtide_tier_hits_total", labels) == 5
-    labels = {"model_name": "m", "engine": "1", "group": "states", "what": "loaded"}
-    assert registry.get_sample_value("vllm:kvtide_group_blocks_total", labels) == 1
-    assert both.reduce() == {"loads": 1, "tier_hits|disk": 5, "group_blocks|states|loaded": 1}
+    labels = {"model_name": "m", "engine": "1", "choice": "load", "why": "in_time"}
+    assert registry.get_sample_value("vllm:kvtide_decided_tokens_total", labels) == 1
+    assert both.reduce() == {"loads": 1, "tier_hits|disk": 5, "decided_tokens|load|in_time": 1}

@@ -90,7 +90,7 @@ class Engine:
         raise AssertionError("the load never ended")
 
     def part_loads(self) -> float:
-        return self.worker.take_counts().get(("part_loads",), 0)
+        return self.worker.take_counts().get("part_loads", 0)
 
     def computed(self, request: str, line: list[int] = LINE) -> int:
         """Have the rest of the line computed; return how many blocks that orders to be stored."""

@@ -137,27 +137,6 @@ def test_state_that_is_gone_fails_the_load_and_is_not_promised_again(engines: Ca
     assert second.ask("d", PROMPT) == 0
 
 
-def test_rows_and_states_are_counted_apart(engines: Callable[..., StateEngine]) -> None:
-    first, second = engines(), engines()
-    first.compute("a", PROMPT, 3 * BLOCK, len(PROMPT))
-    assert first.worker.take_counts() == {("group_blocks", "rows", "taken"): 3, ("group_blocks", "states", "taken"): 1}
-    second.restored("b", PROMPT)
-    found = second.worker.take_counts()
-    assert (found["group_blocks", "rows", "loaded"], found["group_blocks", "states", "loaded"]) == (3, 1)
-    rows, states = found["group_bytes", "rows"], found["group_bytes", "states"]
-    assert rows > states > STATE_BYTES
-    assert rows + states == found["loaded_bytes",]
-    state = TrackedSequence(NAMES.of(b""), BLOCK, has_states=True).blocks(PROMPT)[-1].states[0]
-    assert second.ask("c", PROMPT) == 3 * BLOCK
-    second.scheduler.finished("c")
-    for engine in (first, second):
-        engine.worker.cache.tiers.delete(state, "a test")
-    second.restored("d", PROMPT)
-    found = second.worker.take_counts()
-    assert found["group_blocks", "states", "missed"] == 1
-    assert ("group_blocks", "rows", "loaded") not in found
-
-
 def test_blocks_of_several_shapes_go_and_come_as_bytes() -> None:
     rng = np.random.default_rng(0)
     wide, narrow = (rng.integers(256, size=(9, size), dtype=np.uint8) for size in (64, 32))

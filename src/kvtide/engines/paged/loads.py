@@ -6,24 +6,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.config import step_back
 from kvtide.engines.chunks import WriteGate
 from kvtide.engines.paged.pages import Captured, HostPages, PagePool
 from kvtide.engines.paged.sequence import BlockRef, LoadOrder
-from kvtide.store import Cache
 from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
 from kvtide.tier.faults import FaultGuard
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section
-
-if TYPE_CHECKING:
-    from kvtide.engines.paged.parts import PartLoads
 
 # Of the memory tier's room so much is taken from the system before it is needed.
 TOUCHED_BYTES_MAX = 512 << 20
@@ -85,33 +79,31 @@ class KeptBlocks:
 
 
 class PageLoad:
-    """One load. Its sink is a BlockSink that may be called too late: then it writes nothing."""
+    """One load. Its sinks may be called too late: then they write nothing."""
 
     def __init__(
         self, order: LoadOrder, ids: Sequence[ObjectId], pool: PagePool, kept: KeptBlocks, started_s: float
     ) -> None:
         self.order = order
         self.started_s = started_s
+        # Where the blocks came, and the states after them did not.
+        self.missed_states: ObjectId | None = None
+        # Pieces of the tail that came.
+        self.pieces = 0
         self._ids = ids
         self._pool = pool
         self._kept = kept
         self._captured = [] if order.is_latest else kept.leading(ids)
         self._pages_per_block = pool.layout.tokens // pool.page_tokens
         self._gate = WriteGate()
-        # Where the blocks came, and the states after them did not.
-        self.missed_states: ObjectId | None = None
-        # Pieces of the tail that came.
-        self.pieces = 0
         # The token that the pages begin with.
         self._start = (order.blocks or order.tail)[0].start + order.skip_pages * pool.page_tokens
-        # What was read of them.
-        self.state_bytes = 0
         # Of each layer, the blocks that are still to come.
         self._missing = [len(order.blocks) + len(order.tail)] * pool.layout.layers
 
     @property
     def is_kept(self) -> bool:
-        """Tell whether nothing has to come from a tier."""
+        """True if nothing has to come from a tier."""
         return len(self._captured) == len(self._ids) and not self.order.tail
 
     def restore_kept(self, guarded: FaultGuard) -> int:
@@ -122,22 +114,41 @@ class PageLoad:
         return len(self._captured)
 
     def _restore(self, position: int, block: Captured) -> bool:
-        pages, skip_pages = self._room(position)
         with self._gate.enter() as is_in:
             if is_in:
-                block.restore(pages, skip_pages)
+                block.restore(*self._room(position))
                 self._note_layers()
         return True
 
     def sink(self, position: int, bits: BlockBits, is_kept: bool = True) -> None:
         """Write a block into its pages; a BlockSink. What is not to be kept may be rough."""
-        pages, skip_pages = self._room(position)
         with self._gate.enter() as is_in:
             if is_in:
-                self._pool.scatter(bits, pages, skip_pages)
+                self._pool.scatter(bits, *self._room(position))
                 self._note_layers()
                 if is_kept:
-                    self._keep(position, pages, skip_pages)
+                    self._keep(position)
+
+    def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
+        """Let the pool decode a block into its pages. False if it does not."""
+        with self._gate.enter() as is_in:
+            if is_in:
+                if not self._pool.decode(codec, meta, sections, *self._room(position)):
+                    return False
+                self._note_layers()
+                self._keep(position)
+        return True
+
+    def take_layers(self, position: int, first: int, layers: Sequence[BlockBits]) -> None:
+        """Write layers of a block, from layer `first` on, into HostPages."""
+        assert isinstance(self._pool, HostPages)
+        with self._gate.enter() as is_in:
+            if is_in:
+                stop = first + len(layers)
+                self._pool.scatter_layers(first, layers, *self._room(position))
+                self._note_layers(first, stop)
+                if stop == self._pool.layout.layers:
+                    self._keep(position)
 
     def take_states(self, pool: PagePool, bits: BlockBits) -> None:
         """Write the states at the end of the last block into the page that they have there."""
@@ -154,31 +165,9 @@ class PageLoad:
                 self._pool.scatter_tokens(bits, self.order.pages[page], token)
                 self._note_layers()
 
-    def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
-        """Let the pool decode a block into its pages. False if it does not."""
-        pages, skip_pages = self._room(position)
-        with self._gate.enter() as is_in:
-            if is_in:
-                if not self._pool.decode(codec, meta, sections, pages, skip_pages):
-                    return False
-                self._note_layers()
-                self._keep(position, pages, skip_pages)
-        return True
-
-    def take_layers(self, position: int, first: int, layers: Sequence[BlockBits]) -> None:
-        """Write layers of a block, from layer `first` on, into HostPages."""
-        assert isinstance(self._pool, HostPages)
-        pages, skip_pages = self._room(position)
-        with self._gate.enter() as is_in:
-            if is_in:
-                self._pool.scatter_layers(first, layers, pages, skip_pages)
-                stop = first + len(layers)
-                self._note_layers(first, stop)
-                if stop == self._pool.layout.layers:
-                    self._keep(position, pages, skip_pages)
-
-    def _keep(self, position: int, pages: Sequence[int], skip_pages: int) -> None:
+    def _keep(self, position: int) -> None:
         """Keep a block that was loaded before as the pages hold it."""
+        pages, skip_pages = self._room(position)
         if not skip_pages and self._kept.is_loaded_again(self._ids[position]):
             captured = self._pool.capture(pages)
             # The engine's thread is another, which may give the pages away once the load has ended.
@@ -207,13 +196,12 @@ class PageLoad:
         self._gate.close()
 
     def is_whole(self, blocks: int) -> bool:
-        """Tell whether all came, with so many leading blocks."""
+        """True if all came, with so many leading blocks."""
         return blocks == len(self.order.blocks) and self.pieces == len(self.order.tail)
 
     def first_missing(self, blocks: int) -> BlockRef:
         """Return the block or piece that came no more, after so many blocks."""
-        refs = [*self.order.blocks, *self.order.tail]
-        return refs[blocks + self.pieces]
+        return (*self.order.blocks, *self.order.tail)[blocks + self.pieces]
 
     def unfilled(self, blocks: int) -> tuple[int, ...]:
         """Return the pages after the first `blocks` blocks, if something is missing."""
@@ -236,16 +224,6 @@ class StreamedPages:
     def append(self, block: int, bits: BlockBits) -> None:
         """Write a block, for this request alone: it may be rough."""
         self._load.sink(self._kept + block, bits, is_kept=False)
-
-
-def part_loads(cache: Cache, share: float, clock: Clock) -> PartLoads | None:
-    """Return what loads a share of the tokens exactly; None for all of them."""
-    if share == 1:
-        return None
-    # Who loads all needs none of it.
-    from kvtide.engines.paged.parts import PartLoads
-
-    return PartLoads(cache, share, clock)
 
 
 def touch_rooms(tiers: TierStack, kept_bytes: int, block_bytes: int, is_wanted: Callable[[], bool]) -> None:

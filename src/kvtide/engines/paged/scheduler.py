@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.engines.paged.lookups import FoundPrefix, Lookups
 from kvtide.engines.paged.sequence import (
     AdviceOrder,
     BlockRef,
@@ -24,13 +25,19 @@ from kvtide.engines.paged.sequence import (
     WorkerReport,
 )
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
+from kvtide.group import Parts
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
-from kvtide.types import BlockKey, Namespace
+from kvtide.types import BlockKey, ObjectId
 
 STEPS_IN_FLIGHT_MAX = 64
 # Blocks that lie rough in the engine's pages: more than any engine has.
 ROUGH_MAX = 1 << 18
+# Answers of local tiers come within this; the engine's loop waits for no longer at a time.
+ANSWER_S = 0.005
+# Blocks that a worker did not find are taken as missing for so long, whatever tiers say that have not noticed yet.
+LOST_S = 60.0
+LOST_MAX = 1 << 16
 
 
 class ScheduledRequest(NamedTuple):
@@ -42,15 +49,11 @@ class ScheduledRequest(NamedTuple):
     pages: Callable[[], Sequence[int]]
 
 
-class _Step(NamedTuple):
-    started_s: float
-    tokens: int
-
-
 class SchedulerHalf:
     """Decides for all requests of one engine. Not thread-safe: the engine's scheduler calls it.
 
     What was ordered to be stored counts as stored: the workers load it from their queues. They tell what they dropped.
+    tail_tokens: what a prompt has behind its last full block is stored in pieces of so many; 0: it is not.
     """
 
     def __init__(
@@ -65,13 +68,13 @@ class SchedulerHalf:
         is_drafted: bool = False,
         tail_tokens: int = 0,
     ) -> None:
-        """tail_tokens: what a prompt has behind its last full block is stored in pieces of so many; 0: it is not."""
         assert block_tokens % page_tokens == 0
         assert not tail_tokens or page_tokens % tail_tokens == 0
         self.cache = cache
         self._namespaces = namespaces
         self._block_tokens = block_tokens
         self._page_tokens = page_tokens
+        self._pages_per_block = block_tokens // page_tokens
         self._clock = clock
         self._state_every_tokens = state_every_tokens
         # A draft model's last row of a block goes by the token after it.
@@ -83,14 +86,17 @@ class SchedulerHalf:
         self._advice: list[AdviceOrder] = []
         # First pages of blocks that lie rough in the engine's pages, those of the latest requests last.
         self._rough: OrderedDict[bytes, None] = OrderedDict()
-        self._steps: OrderedDict[int, _Step] = OrderedDict()
+        # When a step began, and its tokens.
+        self._steps: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._step = self._heard = 0
-        self._lookups = Lookups(cache, clock, match_s_max)
+        self._lookups = _Lookups(cache, clock, match_s_max)
 
     def close(self) -> None:
         """Stop asking the store. Idempotent."""
         self._lookups.close()
         self.cache.close()
+
+    # What to load
 
     def match(
         self,
@@ -107,46 +113,58 @@ class SchedulerHalf:
         servers are asked, and copies of this machine do not count. Options and `extra` (of `TrackedSequence`) hold
         from the request's first call on.
         """
-        sequence = self._sequences.get(request)
-        if sequence is None:
-            namespaces, has_states = self._namespaces.of(salt + self._epoch), self._namespaces.has_states
-            tail_tokens = self._tail_tokens if options.stream is None else 0
-            sequence = TrackedSequence(namespaces, self._block_tokens, has_states, extra, tail_tokens)
-            self._sequences[request] = sequence
-            sequence.prompt_tokens = len(tokens)
-            sequence.last_block = (len(tokens) - 1) // self._block_tokens
-            if options.stream is not None:
-                sequence.stream = (self._clock.monotonic_s() + options.stream.within_s, options.stream.quality)
-            sequence.may_load, sequence.may_store = options.may_load, options.may_store
-            sequence.is_latest = options.is_latest
-            if options.follow_s:
-                sequence.followed = FollowedPrefix(options.follow_s, self._clock.monotonic_s())
-            self._advise(sequence.blocks(tokens), namespaces, options)
+        sequence = self._sequences.get(request) or self._tracked(request, salt, tokens, options, extra)
         sequence.computed_tokens = computed_tokens
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
         reach = (len(tokens) - 1) // sequence.unit_tokens * sequence.unit_tokens
         if not sequence.may_load or reach <= computed_tokens:
             return 0
-        if sequence.followed is not None and self._clock.monotonic_s() < sequence.followed.next_s:
+        followed = sequence.followed
+        if followed is not None and self._clock.monotonic_s() < followed.next_s:
             return None
-        hit, followed = self._lookups.find(request, sequence, tokens, blocks), sequence.followed
+        hit = self._lookups.find(request, sequence, tokens, blocks)
         if hit is None or (followed is not None and self._is_coming(followed, blocks, hit.blocks)):
             return None
         if followed is not None:
             # A store that has fallen silent takes nothing back of what was brought.
-            hit, sequence.followed = hit if hit.blocks >= followed.blocks else FoundPrefix(followed.blocks), None
+            hit, sequence.followed = hit if hit.blocks >= followed.blocks else _Found(followed.blocks), None
         sequence.known = hit.known
         fresh = self._restored_tokens(sequence, tokens, blocks, hit) - computed_tokens
         # A look-up that goes on without us was given up.
         why = Why.DEADLINE if self._lookups.is_open(request) else Why.ABSENT
-        self._count(sequence, Decided(Choice.RECOMPUTE, why), reach - computed_tokens - max(0, fresh))
+        self._count(sequence, why, reach - computed_tokens - max(0, fresh))
         if fresh <= 0 or self._pays(sequence, fresh):
             return max(0, fresh)
-        self._count(sequence, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER), fresh)
+        self._count(sequence, Why.LINK_SLOWER, fresh)
         return 0
 
+    def _tracked(
+        self,
+        request: str,
+        salt: bytes,
+        tokens: Sequence[int],
+        options: RequestOptions,
+        extra: Callable[[int, int], bytes] | None,
+    ) -> TrackedSequence:
+        namespaces, has_states = self._namespaces.of(salt + self._epoch), self._namespaces.has_states
+        tail_tokens = self._tail_tokens if options.stream is None else 0
+        sequence = TrackedSequence(namespaces, self._block_tokens, has_states, extra, tail_tokens)
+        self._sequences[request] = sequence
+        sequence.prompt_tokens = len(tokens)
+        sequence.last_block = (len(tokens) - 1) // self._block_tokens
+        sequence.options, sequence.may_load = options, options.may_load
+        now_s = self._clock.monotonic_s()
+        if options.stream is not None:
+            sequence.stream = (now_s + options.stream.within_s, options.stream.quality)
+        if options.follow_s:
+            sequence.followed = FollowedPrefix(options.follow_s, now_s)
+        if options.hint is not None or options.prefetch:
+            expected = TrackedSequence(namespaces, self._block_tokens).blocks(options.prefetch)
+            self._advice.append(AdviceOrder(tuple(sequence.blocks(tokens)), options.hint, tuple(expected)))
+        return sequence
+
     def _restored_tokens(
-        self, sequence: TrackedSequence, tokens: Sequence[int], blocks: Sequence[BlockRef], hit: FoundPrefix
+        self, sequence: TrackedSequence, tokens: Sequence[int], blocks: Sequence[BlockRef], hit: _Found
     ) -> int:
         """Return up to which token a hit can be restored, for all that workers have missed lately."""
         whole = self._lookups.restorable(blocks[: max(0, hit.blocks - self._volatile_blocks)])
@@ -154,14 +172,8 @@ class SchedulerHalf:
         sequence.offered = tuple(pieces[: self._lookups.unmissed(pieces)])
         return whole * self._block_tokens + len(sequence.offered) * sequence.tail_tokens
 
-    def _advise(self, blocks: Sequence[BlockRef], namespaces: tuple[Namespace, ...], options: RequestOptions) -> None:
-        """Pass on, with the next step, what a request's agent says."""
-        if options.hint is not None or options.prefetch:
-            expected = TrackedSequence(namespaces, self._block_tokens).blocks(options.prefetch)
-            self._advice.append(AdviceOrder(tuple(blocks), options.hint, tuple(expected)))
-
     def _is_coming(self, followed: FollowedPrefix, blocks: Sequence[BlockRef], here: int) -> bool:
-        """Tell whether to wait for what another engine computes; what is here is brought to the workers meanwhile."""
+        """True to wait for what another engine computes; what is here is brought to the workers meanwhile."""
         now_s, prefill, size = self._clock.monotonic_s(), self.cache.judge.prefill(), self._block_tokens
         if here > followed.blocks:
             self._advice.append(AdviceOrder((), None, tuple(blocks[followed.blocks : here])))
@@ -170,18 +182,15 @@ class SchedulerHalf:
         return followed.is_worth(len(blocks) - here, compute_s, now_s)
 
     def _pays(self, sequence: TrackedSequence, tokens: int) -> bool:
-        """Tell whether loading tokens pays; where computing ends in time for a request that streams, that is exact."""
-        now_s, prefill = self._clock.monotonic_s(), self.cache.judge.prefill()
-        if (
-            sequence.stream is not None
-            and prefill is not None
-            and now_s + prefill.seconds(0, tokens) <= sequence.stream[0]
-        ):
+        """True if loading tokens pays; where computing ends in time for a request that streams, that is exact."""
+        now_s, prefill, stream = self._clock.monotonic_s(), self.cache.judge.prefill(), sequence.stream
+        if stream is not None and prefill is not None and now_s + prefill.seconds(0, tokens) <= stream[0]:
             return False
         return self.cache.judge.is_load_faster(tokens, now_s)
 
-    def _count(self, sequence: TrackedSequence, decided: Decided, tokens: int) -> None:
-        """Count a decision about a request once for each shard, however often the engine asks."""
+    def _count(self, sequence: TrackedSequence, why: Why, tokens: int) -> None:
+        """Count once for each shard why a request's tokens are computed, however often the engine asks."""
+        decided = Decided(Choice.RECOMPUTE, why)
         if decided not in sequence.counted:
             sequence.counted.add(decided)
             for namespace in sequence.namespaces:
@@ -200,9 +209,9 @@ class SchedulerHalf:
         tail = tuple(piece for piece in sequence.offered if piece.start >= start)
         filled = tuple(pages[start // self._page_tokens : -(-stop // self._page_tokens)])
         skip_pages = (start - first * self._block_tokens) // self._page_tokens if blocks else 0
-        deadline_s = self.cache.judge.deadline_s(loaded_tokens)
+        deadline_s, is_latest = self.cache.judge.deadline_s(loaded_tokens), sequence.options.is_latest
         stream = self._stream(sequence, stop)
-        order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, sequence.is_latest, stream, tail)
+        order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, is_latest, stream, tail)
         self._loads.append(order)
 
     def _stream(self, sequence: TrackedSequence, stop: int) -> StreamOrder | None:
@@ -213,52 +222,72 @@ class SchedulerHalf:
         rest_s = prefill.seconds(stop, max(stop, sequence.tokens)) if prefill is not None else 0.0
         return StreamOrder(max(0.0, until_s - rest_s - self._clock.monotonic_s()), quality)
 
+    # What a step does
+
     def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepCommands:
         """Return the orders of this step and forget them."""
-        stores = tuple(
-            order
-            for request in scheduled
-            for order in (*self._stores(request), *self._state_stores(request), *self._tail_stores(request))
-        )
+        stores = tuple(order for request in scheduled for order in self._stores(request))
         loads, self._loads = tuple(self._loads), []
         advice, self._advice = tuple(self._advice), []
         self._step += 1
         # A step that waits for its loads says nothing of how fast the engine computes.
         paced_tokens = 0 if any(load.is_in_step for load in loads) else step_tokens
-        self._steps[self._step] = _Step(self._clock.monotonic_s(), paced_tokens)
+        self._steps[self._step] = (self._clock.monotonic_s(), paced_tokens)
         if len(self._steps) > STEPS_IN_FLIGHT_MAX:
             self._steps.popitem(last=False)
         return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice)
 
     def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         sequence = self._sequences.get(scheduled.request)
+        if sequence is not None:
+            yield from self._block_stores(sequence, scheduled)
+            if self._namespaces.has_states and sequence.options.may_store:
+                yield from self._state_stores(sequence, scheduled)
+            yield from self._tail_stores(sequence, scheduled)
+
+    def _block_stores(self, sequence: TrackedSequence, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         full = min(scheduled.computed_tokens, len(scheduled.tokens)) // self._block_tokens
-        if sequence is None or full <= sequence.settled:
+        if full <= sequence.settled:
             return
+        first, sequence.settled = sequence.settled, full
         blocks = sequence.blocks(scheduled.tokens)[:full]
-        if self._is_rough(sequence, blocks) or not sequence.may_store:
-            sequence.settled = full
+        if self._is_rough(sequence, blocks) or not sequence.options.may_store:
             return
         # With several shards all are stored at once, so that the first one speaks for all.
         known = len(self.cache.index.match([block.ids[0].key for block in blocks]).blocks)
-        known = self._lookups.unmissed(blocks[:known])
-        fresh = range(max(known, sequence.settled), full)
+        fresh = range(max(self._lookups.unmissed(blocks[:known]), first), full)
         pages = scheduled.pages() if fresh else ()
-        pages_per_block = self._block_tokens // self._page_tokens
         for position in fresh:
-            block = blocks[position]
-            filled = tuple(pages[position * pages_per_block : (position + 1) * pages_per_block])
-            self._lookups.ordered(block.ids)
-            yield StoreOrder(scheduled.request, block, filled)
-            self._note_stored(block)
-        sequence.settled = full
+            start = position * self._pages_per_block
+            yield self._ordered(scheduled, blocks[position], pages[start : start + self._pages_per_block])
 
-    def _state_stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
-        """Order the states that the step ends with, where they are to be kept: the engine has no others."""
-        sequence, tokens = self._sequences.get(scheduled.request), scheduled.computed_tokens
-        full, rest = divmod(tokens, self._block_tokens)
-        if sequence is None or not (self._namespaces.has_states and sequence.may_store):
+    def _tail_stores(self, sequence: TrackedSequence, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
+        """Order what a prompt has behind its last full block, with the step that ends the prompt."""
+        if sequence.is_tail_settled or scheduled.computed_tokens < sequence.prompt_tokens:
             return
+        sequence.is_tail_settled = True
+        blocks = sequence.prompt_tokens // self._block_tokens
+        if self._is_rough(sequence, sequence.blocks(scheduled.tokens)[:blocks]) or not sequence.options.may_store:
+            return
+        pieces = sequence.tail(scheduled.tokens, blocks, sequence.prompt_tokens)
+        fresh = [piece for piece in pieces if not self._lookups.are_held(piece.ids)]
+        pages = scheduled.pages() if fresh else ()
+        for piece in fresh:
+            page = piece.start // self._page_tokens
+            yield self._ordered(scheduled, piece, pages[page : page + 1], is_tail=True)
+
+    def _ordered(
+        self, scheduled: ScheduledRequest, block: BlockRef, pages: Sequence[int], is_tail: bool = False
+    ) -> StoreOrder:
+        self._lookups.ordered(block.ids)
+        for object_id, parent in zip(block.ids, block.parents, strict=True):
+            self.cache.index.insert(object_id.namespace, [object_id.key], parent)
+        return StoreOrder(scheduled.request, block, tuple(pages), is_tail=is_tail)
+
+    def _state_stores(self, sequence: TrackedSequence, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
+        """Order the states that the step ends with, where they are to be kept: the engine has no others."""
+        tokens = scheduled.computed_tokens
+        full, rest = divmod(tokens, self._block_tokens)
         if rest or tokens > len(scheduled.tokens):
             return
         is_often = 0 < self._state_every_tokens <= tokens - sequence.state_tokens
@@ -266,34 +295,16 @@ class SchedulerHalf:
             return
         sequence.state_tokens = tokens
         block = sequence.blocks(scheduled.tokens)[full - 1]
-        if all(self.cache.index.is_held(each.key) for each in block.states):
+        if self._lookups.are_held(block.states):
             return
         self._lookups.ordered(block.states)
         for object_id in block.states:
             self.cache.index.insert(object_id.namespace, [object_id.key], BlockKey(object_id.namespace))
-        last = full * (self._block_tokens // self._page_tokens) - 1
+        last = full * self._pages_per_block - 1
         yield StoreOrder(scheduled.request, block, tuple(scheduled.pages()[last : last + 1]), is_state=True)
 
-    def _tail_stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
-        """Order what a prompt has behind its last full block, with the step that ends the prompt."""
-        sequence = self._sequences.get(scheduled.request)
-        if sequence is None or sequence.is_tail_settled or scheduled.computed_tokens < sequence.prompt_tokens:
-            return
-        sequence.is_tail_settled = True
-        blocks = sequence.prompt_tokens // self._block_tokens
-        if self._is_rough(sequence, sequence.blocks(scheduled.tokens)[:blocks]) or not sequence.may_store:
-            return
-        pieces = sequence.tail(scheduled.tokens, blocks, sequence.prompt_tokens)
-        fresh = [piece for piece in pieces if not self._lookups.are_held([piece])]
-        pages = scheduled.pages() if fresh else ()
-        for piece in fresh:
-            self._lookups.ordered(piece.ids)
-            page = pages[piece.start // self._page_tokens]
-            yield StoreOrder(scheduled.request, piece, (page,), is_tail=True)
-            self._note_stored(piece)
-
     def _is_rough(self, sequence: TrackedSequence, blocks: Sequence[BlockRef]) -> bool:
-        """Tell whether any of the blocks is rough in the engine's pages; those after it are then.
+        """True if any of the blocks is rough in the engine's pages; those after it are then.
 
         The engine hands pages from one request to the next by itself, also some of a block's.
         """
@@ -313,27 +324,22 @@ class SchedulerHalf:
         while len(self._rough) > ROUGH_MAX:
             self._rough.popitem(last=False)
 
-    def _note_stored(self, block: BlockRef) -> None:
-        for object_id, parent in zip(block.ids, block.parents, strict=True):
-            self.cache.index.insert(object_id.namespace, [object_id.key], parent)
-
     def heard(self, report: WorkerReport) -> None:
         """Learn from a worker: the step's duration, those of loads, and blocks that are not there after all."""
-        now_s, step = self._clock.monotonic_s(), self._steps.pop(report.step, None)
+        now_s = self._clock.monotonic_s()
         self._heard = max(self._heard, report.step)
-        if step is not None:
-            self.cache.judge.note_prefill(0, step.tokens, now_s - step.started_s)
+        if report.step in self._steps:
+            started_s, tokens = self._steps.pop(report.step)
+            self.cache.judge.note_prefill(0, tokens, now_s - started_s)
         for timing in report.loads:
             self.cache.judge.note_load(timing.tokens, timing.seconds, now_s)
-        for request in report.failed:
-            if request in self._sequences:
-                self._sequences[request].may_load = False
+        for sequence in map(self._sequences.get, report.failed):
+            if sequence is not None:
+                sequence.may_load = False
                 # What the step itself was to store, had its load not failed, is there once it is computed again.
-                self._sequences[request].settled = 0
-                self._sequences[request].is_tail_settled = False
-        for request in report.rough:
-            if request in self._sequences:
-                sequence = self._sequences[request]
+                sequence.settled, sequence.is_tail_settled = 0, False
+        for sequence in map(self._sequences.get, report.rough):
+            if sequence is not None:
                 before = sequence.rough_from
                 sequence.rough_from = sequence.loaded_from if before is None else min(before, sequence.loaded_from)
                 # At once: the engine may hand the pages on before this request computes again.
@@ -355,5 +361,128 @@ class SchedulerHalf:
     def check(self) -> None:
         """AssertionError if anything of a finished request is left. Call it while no request runs."""
         assert not self._sequences, f"requests are still tracked: {sorted(self._sequences)}"
-        self._lookups.check()
         assert not self._loads
+        self._lookups.check()
+
+
+class _Found(NamedTuple):
+    """Leading blocks that seem stored, those that another prompt began with, and pieces of the block behind them."""
+
+    blocks: int
+    known: int = 0
+    pieces: int = 0
+
+
+class _Lookups:
+    """Look-ups of prompts in a store: asked in the background, remembered while a request waits.
+
+    What workers missed is left out. Asking changes nothing. Not thread-safe. Owns a thread until `close`.
+    """
+
+    def __init__(self, cache: Cache, clock: Clock, match_s_max: float) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._match_s_max = match_s_max
+        # When it was asked, and the answer to come.
+        self._asked: dict[str, tuple[float, Future[_Found]]] = {}
+        self._lost: OrderedDict[BlockKey, float] = OrderedDict()
+        self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-match")
+
+    def close(self) -> None:
+        self._asker.shutdown(wait=False, cancel_futures=True)
+
+    def check(self) -> None:
+        """AssertionError if a look-up is left over."""
+        assert not self._asked
+
+    def is_open(self, request: str) -> bool:
+        """True while a request's look-up has no answer."""
+        return request in self._asked
+
+    def finished(self, request: str) -> None:
+        """Forget a request."""
+        if request in self._asked:
+            self._asked.pop(request)[1].cancel()
+
+    def ordered(self, ids: Iterable[ObjectId]) -> None:
+        """Take these as stored: they are ordered to be."""
+        for object_id in ids:
+            self._lost.pop(object_id.key, None)
+
+    def lost(self, keys: Iterable[BlockKey]) -> None:
+        """Take these as missing for a while: workers did not find them."""
+        now_s = self._clock.monotonic_s()
+        for key in keys:
+            self._cache.index.remove(key)
+            self._lost[key] = now_s
+            self._lost.move_to_end(key)
+            if len(self._lost) > LOST_MAX:
+                self._lost.popitem(last=False)
+
+    def find(
+        self, request: str, sequence: TrackedSequence, tokens: Sequence[int], blocks: Sequence[BlockRef]
+    ) -> _Found | None:
+        """Return what seems stored of a prompt; None to be asked again soon.
+
+        blocks: those of `tokens` that may be restored. An answer that is late serves the next request.
+        """
+        now_s = self._clock.monotonic_s()
+        if request not in self._asked:
+            pieces = sequence.tail(tokens, len(blocks), len(tokens) - 1)
+            is_asked = sequence.options.is_latest or self._known(blocks) < len(blocks)
+            if not is_asked and all(self.are_held(piece.ids) for piece in pieces):
+                return _Found(len(blocks), len(blocks), len(pieces))
+            self._asked[request] = (now_s, self._asker.submit(self._match, sequence, tokens, blocks))
+        asked_s, answer = self._asked[request]
+        try:
+            hit = answer.result(ANSWER_S)
+        except FutureTimeoutError:
+            # Nobody waits for a slow store for long; its answer, when it comes, serves the next request.
+            return None if now_s - asked_s < self._match_s_max else _Found(0)
+        del self._asked[request]
+        return hit
+
+    def _known(self, blocks: Sequence[BlockRef]) -> int:
+        """Return how many leading blocks the index has of every shard, without asking any tier; 0 if without states."""
+        if not blocks or not self.are_held(blocks[-1].states):
+            return 0
+        shards = range(len(blocks[0].ids))
+        return min(len(self._cache.index.match([block.ids[shard].key for block in blocks]).blocks) for shard in shards)
+
+    def are_held(self, ids: Iterable[ObjectId]) -> bool:
+        """True if the index has all of these, without asking any tier."""
+        return all(self._cache.index.is_held(each.key) for each in ids)
+
+    def unmissed(self, blocks: Sequence[BlockRef]) -> int:
+        """Return how many leading blocks no worker has missed lately."""
+        oldest_s = self._clock.monotonic_s() - LOST_S
+        while self._lost and next(iter(self._lost.values())) < oldest_s:
+            self._lost.popitem(last=False)
+        missing = (i for i, block in enumerate(blocks) if any(each.key in self._lost for each in block.ids))
+        return next(missing, len(blocks)) if self._lost else len(blocks)
+
+    def restorable(self, blocks: Sequence[BlockRef]) -> int:
+        """Return how many leading blocks of a hit can be restored, for all that workers have missed lately."""
+        found = self.unmissed(blocks)
+        if not found or not blocks[0].states:
+            return found
+        # A shorter run would need states of its own.
+        is_whole = found == len(blocks) and not any(each.key in self._lost for each in blocks[-1].states)
+        return found if is_whole else 0
+
+    def _match(self, sequence: TrackedSequence, tokens: Sequence[int], blocks: Sequence[BlockRef]) -> _Found:
+        named, shards = self._cache.tiers.named, range(len(sequence.namespaces))
+        hits, is_latest = len(blocks), sequence.options.is_latest
+        if blocks and blocks[0].states:
+            rows = [Parts([named(block.ids[shard], is_latest) for block in blocks]) for shard in shards]
+            states = [[named(block.states[shard], is_latest) for block in blocks] for shard in shards]
+            hit = self._cache.match_parts([*rows, *(Parts(ids, 1, is_sparse=True) for ids in states)])
+            return _Found(hit.blocks, hit.known)
+        for shard in shards:
+            hits = min(hits, self._cache.match([named(block.ids[shard], is_latest) for block in blocks[:hits]]))
+        pieces = sequence.tail(tokens, hits, len(tokens) - 1)
+        # Each by itself: they are no run of a prompt that a ranking should learn from.
+        for shard in shards if pieces else ():
+            parts = Parts([named(piece.ids[shard], is_latest) for piece in pieces], is_sparse=True)
+            pieces = pieces[: self._cache.match_parts([parts]).blocks]
+        return _Found(hits, pieces=len(pieces))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from kvtide.engines.settings import StreamOrder
+from kvtide.engines.settings import NO_OPTIONS, StreamOrder
 from kvtide.evict import Hint
 from kvtide.group import part_keys
 from kvtide.keys import KeyChain, NamespaceSpec
@@ -100,11 +100,16 @@ class WorkerReport(NamedTuple):
     """
 
     step: int
-    loads: tuple[LoadTiming, ...]
-    lost: tuple[BlockKey, ...]
-    failed: tuple[str, ...]
+    loads: tuple[LoadTiming, ...] = ()
+    lost: tuple[BlockKey, ...] = ()
+    failed: tuple[str, ...] = ()
     rough: tuple[str, ...] = ()
     moves: tuple[Move, ...] = ()
+
+    def joined(self, other: WorkerReport) -> WorkerReport:
+        """Return this step's findings and another worker's, or later ones."""
+        loads, lost, failed = self.loads + other.loads, self.lost + other.lost, self.failed + other.failed
+        return WorkerReport(self.step, loads, lost, failed, self.rough + other.rough, self.moves + other.moves)
 
 
 SALTS_MAX = 1024
@@ -121,17 +126,14 @@ class Namespaces:
     def __init__(self, specs: Callable[[bytes], Sequence[NamespaceSpec]], has_states: bool = False) -> None:
         self.has_states = has_states
         self._specs = specs
-        self._known: OrderedDict[bytes, tuple[Namespace, ...]] = OrderedDict()
+        self._known = lru_cache(SALTS_MAX)(self._digests)
 
     def of(self, salt: bytes) -> tuple[Namespace, ...]:
         """Return one namespace for each shard."""
-        found = self._known.get(salt)
-        if found is None:
-            found = tuple(spec.digest() for spec in self._specs(salt))
-            self._known[salt] = found
-            if len(self._known) > SALTS_MAX:
-                self._known.popitem(last=False)
-        return found
+        return self._known(salt)
+
+    def _digests(self, salt: bytes) -> tuple[Namespace, ...]:
+        return tuple(spec.digest() for spec in self._specs(salt))
 
 
 def state_namespace(namespace: Namespace) -> Namespace:
@@ -145,15 +147,16 @@ def tail_namespace(namespace: Namespace, tail_tokens: int) -> Namespace:
 
 
 class FollowedPrefix:
-    """The blocks that have come of a prefix which another engine is computing. Times are of the monotonic clock."""
+    """The blocks that have come of a prefix which another engine is computing. Times are of the monotonic clock.
+
+    within_s: how long to wait for the next block. next_s: when to look again.
+    """
 
     def __init__(self, within_s: float, now_s: float) -> None:
-        """within_s: how long to wait for the next block."""
+        self.blocks = 0
+        self.next_s = now_s
         self._within_s = within_s
         self._started_s = self._grown_s = now_s
-        self.blocks = 0
-        # When to look again.
-        self.next_s = now_s
 
     def note(self, blocks: int, now_s: float) -> None:
         """Note how many blocks are there now."""
@@ -162,7 +165,7 @@ class FollowedPrefix:
             self.blocks, self._grown_s = blocks, now_s
 
     def is_worth(self, missing: int, compute_s: float, now_s: float) -> bool:
-        """Tell whether to wait on for `missing` blocks, which would be computed in so many seconds."""
+        """True if it pays to wait on for `missing` blocks, which would be computed in so many seconds."""
         if not missing or now_s > self._grown_s + self._within_s:
             return False
         block_s = (self._grown_s - self._started_s) / self.blocks if self.blocks else 0.0
@@ -170,7 +173,7 @@ class FollowedPrefix:
 
 
 class TrackedSequence:
-    """The blocks of a request. Its tokens may only grow.
+    """The blocks of a request, whose tokens may only grow, and how far they have been taken care of.
 
     extra: what a block depends on besides tokens, given its first and the token after its last; b"" for nothing.
     tail_tokens: tokens of a piece of a block, 0 for whole blocks alone; those that depend on more have no pieces.
@@ -186,65 +189,59 @@ class TrackedSequence:
     ) -> None:
         self.namespaces = namespaces
         self.tail_tokens = 0 if extra is not None else tail_tokens
+        # Tokens are restored in multiples of this.
+        self.unit_tokens = self.tail_tokens or block_tokens
+        # How many tokens are known of it.
+        self.tokens = 0
         self._states = [state_namespace(each) for each in namespaces] if has_states else []
         self._extra = extra
         self._block_tokens = block_tokens
         self._chains = [KeyChain(namespace, block_tokens) for namespace in namespaces]
         self._blocks: list[BlockRef] = []
         self._parents = tuple(BlockKey(namespace) for namespace in namespaces)
-        self._tokens = 0
         self._all: Sequence[int] = ()
         self._leads: list[bytes] = []
-        # Blocks that were stored, ordered to be, or found stored.
-        self.settled = 0
-        # The prompt's length, whether what it has behind its last full block has been taken care of, and the pieces
-        # that the last match offered.
-        self.prompt_tokens = 0
-        self.is_tail_settled = False
-        self.offered: tuple[BlockRef, ...] = ()
-        # A request whose load has failed is not made to wait for a second one.
+        # What its request says, and what of that no longer holds: after a load that failed it waits for no second one.
+        self.options = NO_OPTIONS
         self.may_load = True
-        # Whether copies of this machine won't do, and whether its user wants its blocks kept.
-        self.is_latest, self.may_store = False, True
         # Where it is streamed: until when, by the clock, and at which quality.
         self.stream: tuple[float, float | None] | None = None
-        # The first of its blocks that came rougher than the store has it: what is computed on top is not stored.
-        self.rough_from: int | None = None
-        # Where its last load began.
-        self.loaded_from = 0
-        # What was decided, and counted, about what is not loaded.
-        self.counted: set[Decided] = set()
         # Of a prefix that another engine is computing.
         self.followed: FollowedPrefix | None = None
-        # What the engine had computed itself when it last asked for a match.
+        # The length of its prompt, and the last block that another prompt of this length can restore.
+        self.prompt_tokens = self.last_block = 0
+        # What the engine had computed itself when it last asked for a match, and the pieces that were offered then.
         self.computed_tokens = 0
-        # Where states are kept: the last block that a prompt of this one's length can restore, the leading blocks that
-        # other prompts began with, and the tokens after which they were kept last.
-        self.last_block = self.known = self.state_tokens = 0
-
-    @property
-    def tokens(self) -> int:
-        """Return how many tokens are known of it."""
-        return self._tokens
+        self.offered: tuple[BlockRef, ...] = ()
+        # What was decided, and counted, about what is not loaded.
+        self.counted: set[Decided] = set()
+        # Where its last load began; the first of its blocks that came rougher than the store has it, on top of which
+        # nothing is stored.
+        self.loaded_from = 0
+        self.rough_from: int | None = None
+        # Blocks that were stored, ordered to be, or found stored; the same of what is behind them.
+        self.settled = 0
+        self.is_tail_settled = False
+        # Leading blocks that other prompts began with, and the tokens after which states were kept last.
+        self.known = self.state_tokens = 0
 
     def blocks(self, tokens: Sequence[int]) -> list[BlockRef]:
         """Return the full blocks of `tokens`, which start with all tokens given before. Don't change the list."""
         if len(tokens) // self._block_tokens > len(self._blocks):
-            fresh = list(tokens[self._tokens :])
-            self._tokens, self._all = len(tokens), tokens
+            fresh = list(tokens[self.tokens :])
+            self.tokens, self._all = len(tokens), tokens
             extra = None if self._extra is None else self._more
             for keys in zip(*(chain.extend(fresh, extra) for chain in self._chains), strict=True):
-                ids = tuple(ObjectId(namespace, key) for namespace, key in zip(self.namespaces, keys, strict=True))
+                ids = tuple(map(ObjectId, self.namespaces, keys))
                 parts = zip(self._states, keys, strict=False)
                 states = tuple(ObjectId(namespace, part_keys(namespace, [key])[0]) for namespace, key in parts)
                 self._blocks.append(BlockRef(ids, self._parents, len(self._blocks) * self._block_tokens, states))
                 self._parents = keys
         return self._blocks
 
-    @property
-    def unit_tokens(self) -> int:
-        """Return what tokens are restored in multiples of."""
-        return self.tail_tokens or self._block_tokens
+    def _more(self, block: int) -> bytes:
+        assert self._extra is not None
+        return self._extra(block * self._block_tokens, (block + 1) * self._block_tokens)
 
     def tail(self, tokens: Sequence[int], blocks: int, stop: int) -> list[BlockRef]:
         """Return the pieces of the block behind so many full ones, before token `stop`; never all of that block.
@@ -263,8 +260,7 @@ class TrackedSequence:
         chains = [KeyChain(Namespace(each), size).extend(mine) for each in before]
         parents, found = tuple(BlockKey(each) for each in spaces), list[BlockRef]()
         for position, keys in enumerate(zip(*chains, strict=True)):
-            ids = tuple(ObjectId(space, key) for space, key in zip(spaces, keys, strict=True))
-            found.append(BlockRef(ids, parents, start + position * size))
+            found.append(BlockRef(tuple(map(ObjectId, spaces, keys)), parents, start + position * size))
             parents = keys
         return found
 
@@ -277,7 +273,3 @@ class TrackedSequence:
             page = np.array(self._all[block.start : block.start + page_tokens], np.uint32)
             self._leads.append(hashlib.sha256(block.parents[0] + page.tobytes()).digest())
         return self._leads
-
-    def _more(self, block: int) -> bytes:
-        assert self._extra is not None
-        return self._extra(block * self._block_tokens, (block + 1) * self._block_tokens)

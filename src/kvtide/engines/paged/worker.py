@@ -6,27 +6,36 @@ Invariant: nothing is written to a page after the load that it was given for has
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec
-from kvtide.engines.paged.counts import WorkerCounts
-from kvtide.engines.paged.loads import KeptBlocks, PageLoad, StreamedPages, part_loads, touch_rooms
+from kvtide.engines.paged.loads import KeptBlocks, PageLoad, StreamedPages, touch_rooms
 from kvtide.engines.paged.pages import HostPages, PagePool
-from kvtide.engines.paged.sequence import AdviceOrder, BlockRef, LoadTiming, StepCommands, StoreOrder, WorkerReport
+from kvtide.engines.paged.sequence import (
+    AdviceOrder,
+    BlockRef,
+    LoadOrder,
+    LoadTiming,
+    StepCommands,
+    StoreOrder,
+    WorkerReport,
+)
 from kvtide.engines.settings import StreamOrder
+from kvtide.engines.ways import RestoreWay, Ways
 from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
 from kvtide.types import BlockKey, ObjectId, Section
 
 if TYPE_CHECKING:
-    from kvtide.engines.paged.parts import PartLoads
     from kvtide.plan.base import StreamPolicy
 
 # Requests that load at the same time; more wait their turn.
@@ -40,8 +49,6 @@ NO_PREFILL = PrefillSpeed(1.0)
 # A streamed load whose time is over still gets what is under way.
 READ_S_MIN = 0.05
 
-_Result = TypeVar("_Result")
-
 
 class LoadOutcome(NamedTuple):
     """Loads that ended, by request, without those within a step; the requests that did not get all; pages unfilled."""
@@ -54,7 +61,9 @@ class LoadOutcome(NamedTuple):
 class WorkerHalf:
     """Carries out orders on one shard of the model. The engine's thread calls it; loads run in threads of their own.
 
-    states: the pages of layers whose past is one state, each beside the last page of a block.
+    states: the pages of layers whose past is one state, each beside the last page of a block. policy: what streamed
+    loads ask for first. share: of other loads' tokens, those to be exact. tail_tokens: of a piece of a block, for
+    HostPages alone.
     """
 
     def __init__(
@@ -70,37 +79,32 @@ class WorkerHalf:
         share: float = 1.0,
         tail_tokens: int = 0,
     ) -> None:
-        """policy: what streamed loads ask for first. share: of other loads' tokens, those to be exact.
-
-        tail_tokens: of a piece of a block, for HostPages alone.
-        """
         assert not tail_tokens or isinstance(pool, HostPages)
-        self._tail_tokens = tail_tokens
         self.cache = cache
+        self._pool = pool
         self._states = states
         self._kept = KeptBlocks(kept_bytes_max, pool.layout.raw_bytes, cache.tiers.is_valid)
-        self._pool = pool
         self._tokens = pool.layout.tokens
+        self._tail_tokens = tail_tokens
         self._shard = shard
         self._label = label
         self._clock = clock
         self._policy = policy
-        self._parts = part_loads(cache, share, clock)
+        self._share = share
+        self._ways = Ways()
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
-        self._changed = threading.Condition()
-        self._loads: dict[str, PageLoad] = {}
-        self._ended: list[str] = []
-        self._failed_pages: set[int] = set()
-        self._broken: set[str] = set()
+        self._is_closed = False
         self._step = 0
         # Requests whose load within a step failed, and that step: what they compute is on top of nothing.
         self._failed_requests: dict[str, int] = {}
-        self._timings: list[LoadTiming] = []
-        self._lost: list[BlockKey] = []
-        self._failed: list[str] = []
-        self._rough: list[str] = []
-        self._counts = WorkerCounts()
-        self._is_closed = False
+        # Guards all below.
+        self._changed = threading.Condition()
+        self._loads: dict[str, PageLoad] = {}
+        self._outcome = LoadOutcome(set(), set(), set())
+        self._report = WorkerReport(0)
+        self._counts: Counter[str] = Counter()
+        # Totals of blocks and their profiles that were told.
+        self._told: Counter[str] = Counter()
 
     def take_memory(self) -> None:
         """Have the system give memory before blocks need it: the engine's thread would wait for it to be cleared.
@@ -125,6 +129,8 @@ class WorkerHalf:
         self.cache.close()
         self.cache.guarded("close", self._pool.close, None)
 
+    # Loads
+
     def start(self, orders: StepCommands) -> None:
         """Start the step's loads, and pass on advice."""
         for advice in orders.advice:
@@ -142,9 +148,8 @@ class WorkerHalf:
             if not has_pages:
                 # The engine may still be at work on the pages, and nobody can tell.
                 self._finish(load, LoadReport(0, 0, MissReason.FAULT))
-                continue
             # A copy is over sooner than a thread has woken up.
-            if load.is_kept and len(ids) * self._pool.layout.raw_bytes <= COPY_BYTES_MAX:
+            elif load.is_kept and len(ids) * self._pool.layout.raw_bytes <= COPY_BYTES_MAX:
                 self._run(load)
             else:
                 self._loaders.submit(self._run, load)
@@ -161,56 +166,22 @@ class WorkerHalf:
         return True
 
     def _run(self, load: PageLoad) -> None:
-        kept = load.restore_kept(self.cache.guarded)
-        is_whole = kept == len(load.order.blocks)
-        report = LoadReport(kept, 0, None) if is_whole else self._load_rest(load, kept)
-        if self._states is not None and report.blocks == len(load.order.blocks):
+        kept, blocks = load.restore_kept(self.cache.guarded), len(load.order.blocks)
+        report = LoadReport(kept, 0, None)
+        if kept < blocks:
+            # What was kept counts as loaded.
+            rest = self._load_rest(load, kept)
+            report = rest._replace(blocks=kept + rest.blocks)
+        if self._states is not None and report.blocks == blocks:
             report = self._load_states(load, report, self._states)
-        if load.order.tail and report.blocks == len(load.order.blocks):
+        if load.order.tail and report.blocks == blocks:
             report = self._load_tail(load, report)
         self._finish(load, report)
 
-    def _finish(self, load: PageLoad, report: LoadReport) -> None:
-        load.close()
-        seconds = self._clock.monotonic_s() - load.started_s
-        with self._changed:
-            if self._loads.pop(load.order.request, None) is None:
-                return
-            self._end(load, report)
-            self._note(load, report, seconds)
-            self._changed.notify_all()
-
     def _load_rest(self, load: PageLoad, kept: int) -> LoadReport:
-        """Load what comes after the blocks that were kept; those count as loaded."""
         if load.order.stream is not None:
-            report = self._stream(load, kept, load.order.stream)
-        elif self._parts is not None:
-            report = self._load_part(load, kept, self._parts)
-        else:
-            report = self._load_whole(load, kept)
-        return report._replace(blocks=kept + report.blocks)
-
-    def _metas(self, load: PageLoad, first: int) -> list[BlockMeta]:
-        return [self._meta(block, load.order.is_latest) for block in load.order.blocks[first:]]
-
-    def _left_s(self, load: PageLoad) -> float:
-        return max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
-
-    def _load_part(self, load: PageLoad, kept: int, parts: PartLoads) -> LoadReport:
-        """Load a share of the tokens exactly and the rest rough, or all, as is faster."""
-
-        def sink(position: int, bits: BlockBits) -> None:
-            load.sink(kept + position, bits, is_kept=False)
-
-        def whole(blocks: int) -> LoadReport:
-            return self._load_whole(load, kept + blocks)
-
-        found = parts.load(self._metas(load, kept), sink, self._left_s(load), whole)
-        if found.is_rough:
-            with self._changed:
-                self._rough.append(load.order.request)
-                self._counts.add(part_loads=1)
-        return found.load
+            return self._stream(load, kept, load.order.stream)
+        return self._load_whole(load, kept) if self._share == 1 else self._load_part(load, kept)
 
     def _load_whole(self, load: PageLoad, kept: int) -> LoadReport:
         metas = self._metas(load, kept)
@@ -227,22 +198,33 @@ class WorkerHalf:
         by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, HostPages) else None
         return self.cache.load(metas, Whole(sink, take, by_layer), self._left_s(load))
 
-    def _load_states(self, load: PageLoad, rows: LoadReport, states: PagePool) -> LoadReport:
-        """Load the states after the blocks; without them nothing can go on from there."""
-        meta = self._state_meta(load.order.blocks[-1], load.order.is_latest)
-        found = self.cache.load([meta], Whole(lambda _, bits: load.take_states(states, bits)), self._left_s(load))
-        if found.blocks:
-            load.state_bytes = found.stored_bytes
-            return rows._replace(stored_bytes=rows.stored_bytes + found.stored_bytes)
-        load.missed_states = meta.id
-        return LoadReport(0, rows.stored_bytes, found.reason)
+    def _load_part(self, load: PageLoad, kept: int) -> LoadReport:
+        """Load a share of the tokens exactly and the rest rough, or all, as is faster.
 
-    def _load_tail(self, load: PageLoad, rows: LoadReport) -> LoadReport:
-        """Load the pieces after the blocks; a page of which some are missing is computed."""
-        metas = [self._meta(piece, load.order.is_latest, is_tail=True) for piece in load.order.tail]
-        found = self.cache.load(metas, Whole(load.take_piece), self._left_s(load))
-        load.pieces = found.blocks
-        return rows._replace(stored_bytes=rows.stored_bytes + found.stored_bytes, reason=found.reason)
+        From the first block on that is not stored so all come whole.
+        """
+        # Who loads all needs none of it.
+        from kvtide.store.load.sparse import Sparse
+
+        def sink(position: int, bits: BlockBits) -> None:
+            load.sink(kept + position, bits, is_kept=False)
+
+        metas, started_s = self._metas(load, kept), self._clock.monotonic_s()
+        is_near = self.cache.is_near([metas[0].id])
+        part = report = LoadReport(0, 0, None)
+        if self._ways.choose(is_near, started_s) is RestoreWay.PART:
+            with closing(Sparse(sink, int(self._share * self._tokens), rest_follows=True)) as sparse:
+                part = report = self.cache.load(metas, sparse, self._left_s(load))
+        if part.blocks < len(metas):
+            report = self._load_whole(load, kept + part.blocks)
+            blocks, stored_bytes = part.blocks + report.blocks, part.stored_bytes + report.stored_bytes
+            report = report._replace(blocks=blocks, stored_bytes=stored_bytes)
+        if part.blocks in (0, len(metas)) and report.reason is None:
+            way, now_s = RestoreWay.PART if part.blocks else RestoreWay.WHOLE, self._clock.monotonic_s()
+            self._ways.note(way, is_near, len(metas) * self._tokens, now_s - started_s, now_s)
+        if part.blocks:
+            self._note_rough(load, part_loads=1)
+        return report
 
     def _stream(self, load: PageLoad, kept: int, how: StreamOrder) -> LoadReport:
         """Bring the base of all blocks, refinements until then, and write each page once."""
@@ -257,50 +239,82 @@ class WorkerHalf:
         streamed = Streamed(StreamedPages(load, kept), request, self._policy, computes=False, limits=limits)
         report = self.cache.load(self._metas(load, kept), streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
-            with self._changed:
-                self._rough.append(load.order.request)
-                self._counts.add(rough_loads=1, streamed_kl=streamed.report.kl)
+            self._note_rough(load, rough_loads=1, streamed_kl=streamed.report.kl)
         return report
 
-    def _end(self, load: PageLoad, report: LoadReport) -> None:
-        unfilled = load.unfilled(report.blocks)
-        if not load.order.is_in_step:
-            self._ended.append(load.order.request)
-            self._broken.update([load.order.request] if unfilled else [])
-        self._failed_pages.update(unfilled)
-        if unfilled and load.order.is_in_step:
-            self._failed_requests[load.order.request] = self._step
+    def _note_rough(self, load: PageLoad, **counts: Any) -> None:
+        with self._changed:
+            self._report = self._report.joined(WorkerReport(0, rough=(load.order.request,)))
+            self._counts.update(counts)
+
+    def _load_states(self, load: PageLoad, rows: LoadReport, states: PagePool) -> LoadReport:
+        """Load the states after the blocks; without them nothing can go on from there."""
+        meta = self._state_meta(load.order.blocks[-1], states, load.order.is_latest)
+        found = self.cache.load([meta], Whole(lambda _, bits: load.take_states(states, bits)), self._left_s(load))
+        if found.blocks:
+            return rows._replace(stored_bytes=rows.stored_bytes + found.stored_bytes)
+        load.missed_states = meta.id
+        return LoadReport(0, rows.stored_bytes, found.reason)
+
+    def _load_tail(self, load: PageLoad, rows: LoadReport) -> LoadReport:
+        """Load the pieces after the blocks; a page of which some are missing is computed."""
+        metas = [self._meta(piece, load.order.is_latest, self._tail_tokens) for piece in load.order.tail]
+        found = self.cache.load(metas, Whole(load.take_piece), self._left_s(load))
+        load.pieces = found.blocks
+        return rows._replace(stored_bytes=rows.stored_bytes + found.stored_bytes, reason=found.reason)
+
+    def _finish(self, load: PageLoad, report: LoadReport) -> None:
+        load.close()
+        seconds = self._clock.monotonic_s() - load.started_s
+        with self._changed:
+            if self._loads.pop(load.order.request, None) is None:
+                return
+            self._end(load.order, load.unfilled(report.blocks))
+            self._note(load, report, seconds)
+            self._changed.notify_all()
+
+    def _end(self, order: LoadOrder, unfilled: Collection[int]) -> None:
+        if not order.is_in_step:
+            self._outcome.requests.add(order.request)
+            self._outcome.failed.update([order.request] if unfilled else [])
+        elif unfilled:
+            self._failed_requests[order.request] = self._step
+        self._outcome.failed_pages.update(unfilled)
 
     def _note(self, load: PageLoad, report: LoadReport, seconds: float) -> None:
         wanted, is_whole = self._tokens_of(len(load.order.blocks), len(load.order.tail)), load.is_whole(report.blocks)
         loaded = self._tokens_of(report.blocks, load.pieces)
-        self._counts.add(load_seconds=seconds, loaded_tokens=loaded)
-        self._counts.add_load(load, report, self._states is not None)
-        if not is_whole:
-            self._failed.append(load.order.request)
+        lost: tuple[BlockKey, ...] = ()
+        counts = {"loads": 1, "loaded_tokens": loaded, "loaded_bytes": report.stored_bytes}
+        self._counts.update({**counts, "load_seconds": seconds, "failed_loads": not is_whole})
         # A streamed load takes the time that it was given, which says nothing of a link.
         is_timed = load.order.stream is None or seconds > load.order.stream.within_s
         if report.reason is MissReason.DEADLINE:
             seconds, loaded = seconds * wanted / (loaded or 1), wanted
         elif not is_whole:
-            missed = load.missed_states or load.first_missing(report.blocks).ids[self._shard]
-            self._lost.append(missed.key)
-        if is_timed:
-            self._timings.append(LoadTiming(loaded, seconds))
+            lost = ((load.missed_states or load.first_missing(report.blocks).ids[self._shard]).key,)
+        timings = (LoadTiming(loaded, seconds),) if is_timed else ()
+        failed = () if is_whole else (load.order.request,)
+        self._report = self._report.joined(WorkerReport(0, timings, lost, failed))
 
     def _tokens_of(self, blocks: int, pieces: int) -> int:
         return blocks * self._tokens + pieces * self._tail_tokens
 
-    def _meta(self, block: BlockRef, is_latest: bool = False, is_tail: bool = False) -> BlockMeta:
+    def _left_s(self, load: PageLoad) -> float:
+        return max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
+
+    def _metas(self, load: PageLoad, first: int) -> list[BlockMeta]:
+        return [self._meta(block, load.order.is_latest) for block in load.order.blocks[first:]]
+
+    def _meta(self, block: BlockRef, is_latest: bool = False, tail_tokens: int = 0) -> BlockMeta:
         object_id = self.cache.tiers.named(block.ids[self._shard], is_latest)
-        layout = replace(self._pool.layout, tokens=self._tail_tokens) if is_tail else self._pool.layout
+        layout = replace(self._pool.layout, tokens=tail_tokens) if tail_tokens else self._pool.layout
         return BlockMeta(object_id, block.parents[self._shard], block.start, layout, self._label)
 
-    def _state_meta(self, block: BlockRef, is_latest: bool = False) -> BlockMeta:
-        assert self._states is not None
+    def _state_meta(self, block: BlockRef, states: PagePool, is_latest: bool = False) -> BlockMeta:
         object_id, end = self.cache.tiers.named(block.states[self._shard], is_latest), block.start + self._tokens - 1
         # Each stands alone, at its block's last token.
-        return BlockMeta(object_id, BlockKey(object_id.namespace), end, self._states.layout, f"{self._label} states")
+        return BlockMeta(object_id, BlockKey(object_id.namespace), end, states.layout, f"{self._label} states")
 
     def wait_layer(self, layer: int) -> None:
         """Wait until what is being loaded within the step has this layer whole, or has failed."""
@@ -316,6 +330,8 @@ class WorkerHalf:
         with self._changed:
             return [load for load in self._loads.values() if load.order.is_in_step]
 
+    # Stores
+
     def store(self, orders: StepCommands) -> None:
         """Copy the blocks that the step completed and queue them. What the queue has no room for is dropped."""
         gaps: set[str] = set()
@@ -323,26 +339,27 @@ class WorkerHalf:
             # What was computed on top of pages that were never filled is no cache of anything, and nothing after a gap
             # could be matched.
             is_wanted = order.request not in self._failed_requests and order.request not in gaps
-            is_taken = is_wanted and bool(self.cache.store([self._pending(order)]))
-            if not is_taken:
+            if not (is_wanted and self.cache.store([self._pending(order)])):
                 gaps.add(order.request)
-                self._note_lost(order)
-            with self._changed:
-                group = "states" if order.is_state else "tail" if order.is_tail else "rows"
-                self._counts.add_group(group, "taken" if is_taken else "dropped")
+                # The scheduler half takes it for stored.
+                lost = (order.block.states if order.is_state else order.block.ids)[self._shard].key
+                with self._changed:
+                    self._report = self._report.joined(WorkerReport(0, lost=(lost,)))
 
     def _pending(self, order: StoreOrder) -> PendingBlock:
-        if order.is_state and self._states is not None:
+        if order.is_state:
+            assert self._states is not None
             capture = self._states.capture
             # They save the whole prefix.
             cost = float(order.block.start // self._tokens + 1)
-            return PendingBlock(self._state_meta(order.block), lambda: capture(order.pages).block, cost, is_exact=True)
-        meta = self._meta(order.block, is_tail=order.is_tail)
+            meta = self._state_meta(order.block, self._states)
+            return PendingBlock(meta, lambda: capture(order.pages).block, cost, is_exact=True)
         if order.is_tail:
-            return PendingBlock(meta, partial(self._capture_piece, order))
+            return PendingBlock(self._meta(order.block, tail_tokens=self._tail_tokens), partial(self._piece, order))
+        meta = self._meta(order.block)
         return PendingBlock(meta, partial(self._capture, order, meta.id))
 
-    def _capture_piece(self, order: StoreOrder) -> BlockSource:
+    def _piece(self, order: StoreOrder) -> BlockSource:
         assert isinstance(self._pool, HostPages)
         start = order.block.start % self._pool.page_tokens
         bits = self._pool.capture_tokens(order.pages[0], start, start + self._tail_tokens)
@@ -353,11 +370,7 @@ class WorkerHalf:
         self._kept.put(object_id, captured)
         return captured.block
 
-    def _note_lost(self, order: StoreOrder) -> None:
-        """Have the scheduler half forget a block that it takes for stored."""
-        with self._changed:
-            ids = order.block.states if order.is_state else order.block.ids
-            self._lost.append(ids[self._shard].key)
+    # What the engine and the scheduler half are told
 
     def ended(self, finished: Collection[str], is_idle: bool) -> LoadOutcome:
         """Return what has ended since the last call; loads of `finished` requests are given up.
@@ -365,35 +378,38 @@ class WorkerHalf:
         If nothing is computed (`is_idle`) a load that runs is waited for, for at most IDLE_WAIT_S.
         """
         with self._changed:
-            if is_idle and self._loads and not self._ended:
-                self._changed.wait_for(lambda: self._ended, IDLE_WAIT_S)
+            if is_idle and self._loads and not self._outcome.requests:
+                self._changed.wait_for(lambda: self._outcome.requests, IDLE_WAIT_S)
             given_up = [self._loads.pop(request) for request in finished if request in self._loads]
         for load in given_up:
             load.close()
         with self._changed:
-            self._ended += [load.order.request for load in given_up if not load.order.is_in_step]
-            outcome = LoadOutcome(set(self._ended), self._broken, self._failed_pages)
-            self._ended, self._broken, self._failed_pages = [], set(), set()
+            outcome, self._outcome = self._outcome, LoadOutcome(set(), set(), set())
+        outcome.requests.update(load.order.request for load in given_up if not load.order.is_in_step)
         return outcome
 
     def report(self, step: int) -> WorkerReport:
         """Return what the scheduler half should know, once."""
         with self._changed:
-            timings, lost, failed = tuple(self._timings), tuple(self._lost), tuple(self._failed)
-            moves = self.cache.moves.take() if self.cache.moves is not None else ()
-            found = WorkerReport(step, timings, lost, failed, tuple(self._rough), moves)
-            self._timings, self._lost, self._failed, self._rough = [], [], [], []
-        return found
+            found, self._report = self._report, WorkerReport(0)
+        moves = self.cache.moves.take() if self.cache.moves is not None else ()
+        return found._replace(step=step, moves=moves)
 
-    def take_counts(self) -> dict[tuple[str, ...], float]:
-        """Return what was counted since the last call, by name and labels; see `WorkerCounts`."""
+    def take_counts(self) -> dict[str, float]:
+        """Return what was counted since the last call, by name: of loads that ended, and of blocks and their profiles.
+
+        Blocks: those that a profile did not fit, that had none, or that were checked.
+        """
         totals = self.cache.profiles.totals()
         with self._changed:
-            return self._counts.take(totals)
+            found: dict[str, float] = dict(self._counts)
+            found |= {name: count - self._told[name] for name, count in totals.items() if count > self._told[name]}
+            self._counts, self._told = Counter(), Counter(totals)
+        return found
 
     def check(self) -> None:
         """AssertionError if a load is left over. Call it while no request runs."""
         with self._changed:
             assert not self._loads, f"loads are left: {sorted(self._loads)}"
-            assert not self._ended
+            assert not self._outcome.requests
         self._kept.check()

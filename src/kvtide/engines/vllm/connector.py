@@ -44,7 +44,7 @@ from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import check_policy, profile_fingerprint, served_model
 from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.request import ServedRequest
-from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, counted
+from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats
 from kvtide.engines.vllm.watch import SchedulerWatch
 from kvtide.group import ALL_ROWS, state_every
 from kvtide.store import Cache, Moves, cache_for, profile_name
@@ -71,10 +71,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join what two workers found out in one step."""
         assert isinstance(other, StepReport)
-        mine, theirs = self.report, other.report
-        loads, lost, failed = mine.loads + theirs.loads, mine.lost + theirs.lost, mine.failed + theirs.failed
-        rough, moves = mine.rough + theirs.rough, mine.moves + theirs.moves
-        return StepReport(WorkerReport(mine.step, loads, lost, failed, rough, moves))
+        return StepReport(self.report.joined(other.report))
 
 
 class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -357,8 +354,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             counts = self._watch.take_counts()
         elif self._worker is not None and self._cache_counts is not None:
-            taken = self._worker.take_counts()
-            counts = {counted(*key): count for key, count in taken.items()} | self._cache_counts.take()
+            counts = self._worker.take_counts() | self._cache_counts.take()
         return LoadStats(counts) if counts else None
 
     @classmethod

@@ -54,10 +54,6 @@ COUNTED: Mapping[str, Counted] = MappingProxyType(
         "dropped_blocks": Counted("Blocks that were not stored: no room in the queue, or a fault."),
         "damaged_blocks": Counted("Blocks that were loaded from those of their sections that were good."),
         "missed_blocks": Counted("Loads that a block ended, by what was wrong with it.", ("reason",)),
-        "group_blocks": Counted(
-            "Blocks of a group of layers: rows, tail (pieces of them), states; by result.", ("group", "what")
-        ),
-        "group_bytes": Counted("Stored bytes that were read of a group of layers.", ("group",)),
         "tier_hits": Counted("Objects that a tier was asked for and had.", ("tier",)),
         "tier_misses": Counted("Objects that a tier was asked for and had not.", ("tier",)),
         "tier_evictions": Counted("Objects that left a tier for others.", ("tier",)),
