@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -23,43 +23,47 @@ RAW_BYTES_MAX = 4 << 30
 
 
 class KVDtype(Enum):
-    """Element type of a KV cache. The value is its name everywhere; `code` is what is stored."""
+    """Element type of a KV cache. The value is its name everywhere; `code` is what is stored (docs/format.md)."""
 
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32", 1, 4
+    FLOAT16 = "float16", 2, 2
+    BFLOAT16 = "bfloat16", 3, 2
 
-    @property
-    def code(self) -> int:
-        """Return the stored number (docs/format.md)."""
-        return _CODES[self]
+    code: int
+    item_bytes: int
 
-    @property
-    def item_bytes(self) -> int:
-        """Return the bytes of one element."""
-        return 4 if self is KVDtype.FLOAT32 else 2
+    def __new__(cls, value: str, code: int, item_bytes: int) -> KVDtype:
+        """Make a member whose value is its name alone."""
+        dtype = object.__new__(cls)
+        dtype._value_, dtype.code, dtype.item_bytes = value, code, item_bytes
+        return dtype
 
     @classmethod
     def from_code(cls, code: int) -> KVDtype:
         """Return the type with this stored number; ValueError if there is none."""
-        for dtype, stored in _CODES.items():
-            if stored == code:
+        for dtype in cls:
+            if dtype.code == code:
                 return dtype
-        raise ValueError(f"unknown KV dtype code {code}, expected one of {list(_CODES.values())}")
-
-
-_CODES = {KVDtype.FLOAT32: 1, KVDtype.FLOAT16: 2, KVDtype.BFLOAT16: 3}
+        raise ValueError(f"unknown KV dtype code {code}, expected one of {[dtype.code for dtype in cls]}")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Shape and element type of a block. ValueError if a dimension is not in its named bound."""
+    """Shape and element type of a block. ValueError if a dimension is not in its named bound.
+
+    shape: (layers, 2, tokens, kv_heads, head_dim). bits_dtype: the little-endian unsigned type that holds one element's
+    bits. layer_bytes: raw bytes of one layer, K and V. raw_bytes: of the whole block.
+    """
 
     layers: int
     tokens: int
     kv_heads: int
     head_dim: int
     dtype: KVDtype
+    shape: tuple[int, int, int, int, int] = field(init=False, repr=False, compare=False)
+    bits_dtype: np.dtype[np.uint16] | np.dtype[np.uint32] = field(init=False, repr=False, compare=False)
+    layer_bytes: int = field(init=False, repr=False, compare=False)
+    raw_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value, bound in (
@@ -72,28 +76,18 @@ class BlockLayout:
                 raise ValueError(f"{name} must be a whole number from 1 to {bound}, got {value!r}")
         if not isinstance(self.dtype, KVDtype):
             raise ValueError(f"dtype must be a KVDtype, got {self.dtype!r}")
-        if self.raw_bytes > RAW_BYTES_MAX:
-            raise ValueError(f"a block may have {RAW_BYTES_MAX} raw bytes, this layout has {self.raw_bytes}")
-
-    @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """Return (layers, 2, tokens, kv_heads, head_dim)."""
-        return (self.layers, 2, self.tokens, self.kv_heads, self.head_dim)
-
-    @property
-    def bits_dtype(self) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-        """Return the little-endian unsigned type that holds one element's bits."""
-        return np.dtype("<u4") if self.dtype is KVDtype.FLOAT32 else np.dtype("<u2")
-
-    @property
-    def layer_bytes(self) -> int:
-        """Return the raw bytes of one layer, K and V."""
-        return 2 * self.tokens * self.kv_heads * self.head_dim * self.dtype.item_bytes
-
-    @property
-    def raw_bytes(self) -> int:
-        """Return the raw bytes of the whole block."""
-        return self.layers * self.layer_bytes
+        layer_bytes = 2 * self.tokens * self.kv_heads * self.head_dim * self.dtype.item_bytes
+        if (raw_bytes := self.layers * layer_bytes) > RAW_BYTES_MAX:
+            raise ValueError(f"a block may have {RAW_BYTES_MAX} raw bytes, this layout has {raw_bytes}")
+        # Asked for at every step of a load.
+        derived = {
+            "shape": (self.layers, 2, self.tokens, self.kv_heads, self.head_dim),
+            "bits_dtype": np.dtype(f"<u{self.dtype.item_bytes}"),
+            "layer_bytes": layer_bytes,
+            "raw_bytes": raw_bytes,
+        }
+        for name, found in derived.items():
+            object.__setattr__(self, name, found)
 
 
 @dataclass(frozen=True, slots=True)
