@@ -205,8 +205,8 @@ class Files:
 
     def write_full(self, descriptor: int, parts: Sequence[Buffer], offset: int) -> None:
         """Write all of the parts."""
-        rest, done = [part for part in parts if len(part)], 0
-        while rest:
+        rest, done, wanted = list(parts), 0, sum(map(len, parts))
+        while done < wanted:
             try:
                 count = self.pwritev(descriptor, rest, offset + done)
             except OSError as error:
@@ -216,7 +216,8 @@ class Files:
             if count == 0:
                 raise OSError(errno.EIO, "a write made no progress")
             done += count
-            rest = self._rest(descriptor, rest, count)
+            if done < wanted:
+                rest = self._rest(descriptor, rest, count)
 
     def _rest(self, descriptor: int, parts: Sequence[Buffer], count: int) -> list[Buffer]:
         """Return what a transfer of `count` bytes left over."""

@@ -17,6 +17,7 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -70,18 +71,16 @@ class Ages:
 
 
 class Kind(NamedTuple):
-    """The kind of a run: role in requests; for those of a session (`is_session`) turn, new blocks and advice too."""
+    """The kind of a run: role in requests; for those of a session (`is_session`) turn, new blocks and advice too.
+
+    size: the bucket of new blocks, by `_SIZE_EDGES`: finer where numbers are small.
+    """
 
     role: str
     level: int
     size: int = 0
     is_session: bool = False
     mark: int = 0
-
-
-def size_bucket(blocks: int) -> int:
-    """Return the bucket of a number of blocks, finer where numbers are small."""
-    return bisect_right(_SIZE_EDGES, blocks)
 
 
 class HazardModel:
@@ -240,6 +239,7 @@ class _Queue:
         self.candidates: defaultdict[int, OrderedDict[Run, None]] = defaultdict(OrderedDict)
 
 
+@dataclass(slots=True, eq=False)
 class _Trace:
     """The policy's memory of a run: `reach` blocks had the latest request that used it, its session's turn `turn`.
 
@@ -247,16 +247,13 @@ class _Trace:
     `mark` is the advice that came with that request.
     """
 
-    __slots__ = ("at_s", "cost_class", "mark", "queue", "reach", "turn", "weight")
-
-    def __init__(self, queue: _Queue) -> None:
-        self.queue = queue
-        self.at_s = 0.0
-        self.weight = 0.0
-        self.turn = 0
-        self.mark = 0
-        self.reach = 0
-        self.cost_class = 0
+    queue: _Queue
+    at_s: float = 0.0
+    weight: float = 0.0
+    turn: int = 0
+    mark: int = 0
+    reach: int = 0
+    cost_class: int = 0
 
 
 class ReusePolicy(AdvisedPolicy):
@@ -301,7 +298,10 @@ class ReusePolicy(AdvisedPolicy):
     def touch(self, path: Sequence[Run], use: Use) -> None:
         """Count the uses at the ages they came, and file the runs under what they are now."""
         self._tick(use.now_s)
-        known = [run for run in path if run.uses > 1]
+        known: list[Run] = []
+        for run in path:
+            if run.uses > 1:
+                known.append(run)
         turn, tenant = 0, namespace_of(path[0])
         if known:
             latest: _Trace = known[-1].state
@@ -309,7 +309,9 @@ class ReusePolicy(AdvisedPolicy):
                 turn = latest.turn + 1
                 self.trust.note_next_turn(tenant, latest.mark)
         mark = self.trust.believed(tenant, self._mark)
-        session = Kind("session", min(turn, _TURN_MAX), size_bucket(use.blocks - use.known_blocks), True, mark)
+        session = Kind(
+            "session", min(turn, _TURN_MAX), bisect_right(_SIZE_EDGES, use.blocks - use.known_blocks), True, mark
+        )
         has_tail = 0 < len(path) - 1 >= len(known) and len(path[-1].keys) == 1 and path[-1].stop == use.blocks
         body = path[-2] if has_tail else path[-1]
         for run in path:
@@ -346,9 +348,7 @@ class ReusePolicy(AdvisedPolicy):
         else:
             self._still_uses += 1
             self._now_s += self._still_uses > _STILL_USES_MAX
-        self._age(self._now_s)
-
-    def _age(self, now_s: float) -> None:
+        now_s = self._now_s
         for age_bin in range(len(self._edges_s) - 1):
             if now_s < self._age_next_s[age_bin]:
                 continue

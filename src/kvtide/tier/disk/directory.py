@@ -300,13 +300,19 @@ class SegmentDirectory:
     def refresh(self, workers: ThreadPoolExecutor | None = None) -> None:
         """Learn of segments and records that others added, and of segments that they removed."""
         with self._lock:
-            numbered = [(segment_number(info.name), info) for info in self._listing()]
-            infos = {number: info for number, info in numbered if number is not None and info.is_regular}
-            # Names that something else has can't be had either.
-            self._number_max = max(self._number_max, *(number or 0 for number, _ in numbered), 0)
-            for number in self.segments.keys() - infos.keys():
+            grown, seen = list[tuple[int, FileInfo]](), set[int]()
+            for info in self._listing():
+                number = segment_number(info.name)
+                if number is None:
+                    continue
+                # Names that something else has can't be had either.
+                self._number_max = max(self._number_max, number)
+                if info.is_regular:
+                    seen.add(number)
+                    if self._has_changed(number, info):
+                        grown.append((number, info))
+            for number in self.segments.keys() - seen:
                 self._forget(number)
-            grown = [(number, info) for number, info in infos.items() if self._has_changed(number, info)]
             if workers and len(grown) > 1:
                 scans = list(workers.map(lambda item: self._scan(*item), grown))
             else:

@@ -82,7 +82,7 @@ class SegmentLog:
         self._lineage = Lineage(self.catalog)
         self._full_until_s = -math.inf
         self._is_writable = False
-        self._write_lock = threading.Lock()
+        self._write_lock = threading.RLock()
         self._writer: SegmentWriter | None = None
         self._workers: ThreadPoolExecutor | None = None
         self._reader: RecordReader | None = None
@@ -139,10 +139,10 @@ class SegmentLog:
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether the object is here, looking at what other processes did if we don't know it."""
-        if not self.knows(object_id):
-            self._directory.refresh()
-            return self.knows(object_id)
-        return True
+        if self.knows(object_id):
+            return True
+        self._directory.refresh()
+        return self.knows(object_id)
 
     def find(self, object_id: ObjectId) -> CatalogEntry | None:
         """Return where the object is, looking at what other processes did if we don't know it."""
@@ -177,18 +177,15 @@ class SegmentLog:
         except FileNotFoundError:
             return None, None
 
-    def append(self, object_id: ObjectId, body: Buffer) -> None:
+    def append(self, object_id: ObjectId, body: Buffer) -> CatalogEntry:
         """Store an object. TierFull if there is no room."""
         with self._write_lock:
-            self._append(object_id, body)
-
-    def _append(self, object_id: ObjectId, body: Buffer) -> CatalogEntry:
-        label = object_label(body)
-        return self._append_to(self._writer_for(record_bytes(len(body)), object_id, label), object_id, body, label)
+            label = object_label(body)
+            return self._append_to(self._writer_for(record_bytes(len(body)), object_id, label), object_id, body, label)
 
     def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> CatalogEntry:
         assert self._pool is not None
-        now_ms = self._now_ms()
+        now_ms = stamp_ms(self._clock.wall_s())
         number = writer.header.number
         header = RecordHeader(object_id, label, number, writer.sequence, writer.tail, len(body), now_ms)
         try:
@@ -244,7 +241,7 @@ class SegmentLog:
             raise TierFull(f"no room for {need} bytes in {self._directory.folder}: {what}")
         size -= max(0, excess) // ALIGN_BYTES * ALIGN_BYTES
         number = self._directory.next_number()
-        header = SegmentHeader(number, self._now_ms(), 0)
+        header = SegmentHeader(number, stamp_ms(self._clock.wall_s()), 0)
         writer = self._create(header, size, need, ancestors)
         self._directory.add_mine(header, writer.size)
         return writer
@@ -376,7 +373,7 @@ class SegmentLog:
         with self._write_lock:
             if not (copies := self.catalog.copies(object_id)):
                 return False
-            entry = self._append(object_id, body)
+            entry = self.append(object_id, body)
             written = aligned_buffer(len(body))
             is_good = self.read(entry, written, 0) is RecordState.LIVE and written == memoryview(body)
             with self._directory.locked():
@@ -391,6 +388,3 @@ class SegmentLog:
             segment = self._directory.segments.get(number)
             if segment and not segment.is_mine and not self.catalog.in_segment(number):
                 self._remove_segment(number, None, [])
-
-    def _now_ms(self) -> int:
-        return stamp_ms(self._clock.wall_s())

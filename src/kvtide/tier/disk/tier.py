@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
@@ -26,7 +26,6 @@ from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire import NO_LABEL
 
 _log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 # A copy may be evicted or moved between look-up and read; after so many times the object counts as absent.
 READ_TRIES_MAX = 3
@@ -104,80 +103,85 @@ class DiskTier(Tier):
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether the object is in the log, as far as can be told without reading it."""
-        return self._guarded("look up", lambda: self._log.contains(object_id))
+        with self._serving("look up"):
+            return self._log.contains(object_id)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the object's record, directly into a page-aligned buffer if `offset` is a multiple of a page."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
-        return self._guarded("read", lambda: self._read(object_id, buffer, offset))
-
-    def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
-        def read(entry: CatalogEntry) -> tuple[RecordState | None, int]:
-            size = max(0, min(len(buffer), entry.header.size - offset))
-            return self._log.read(entry, buffer[:size], min(offset, entry.header.size)), size
-
-        return self._found(object_id, read)
+        with self._serving("read"):
+            for entry in self._copies(object_id):
+                size = max(0, min(len(buffer), entry.header.size - offset))
+                state = self._log.read(entry, buffer[:size], min(offset, entry.header.size))
+                if self._is_live(entry, state):
+                    return size
+        return None
 
     def lend(self, object_id: ObjectId) -> LentObject | None:
         """Lend the object's place in its segment, to be sent from the page cache. It ends early if it is evicted."""
-        return self._guarded("read", lambda: self._found(object_id, self._log.lend))
+        with self._serving("read"):
+            for entry in self._copies(object_id):
+                state, lent = self._log.lend(entry)
+                if self._is_live(entry, state):
+                    return lent
+        return None
 
     def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
         """Lend the object's place if we know it and its header is in the page cache."""
         entry = self._log.catalog.find(object_id)
         if entry is None:
             return None
-        _, lent = self._guarded("read", lambda: self._log.lend(entry, can_wait=False))
-        if lent is not None:
-            self._note_hit(entry)
-        return lent
+        with self._serving("read"):
+            state, lent = self._log.lend(entry, can_wait=False)
+        return lent if lent is not None and self._is_live(entry, state) else None
 
-    def _note_hit(self, entry: CatalogEntry) -> None:
-        self._log.catalog.note_use(entry, stamp_ms(self._clock.wall_s()))
-        self._count(hits=1)
-
-    def _found(
-        self, object_id: ObjectId, action: Callable[[CatalogEntry], tuple[RecordState | None, _Result]]
-    ) -> _Result | None:
+    def _copies(self, object_id: ObjectId) -> Iterator[CatalogEntry]:
+        """Yield places of the object until one was good, READ_TRIES_MAX at most; then count a miss."""
         for _ in range(READ_TRIES_MAX):
             entry = self._log.find(object_id)
             if entry is None:
                 break
-            state, result = action(entry)
-            if state is RecordState.LIVE:
-                self._note_hit(entry)
-                return result
-            self._forget(entry, state)
-        self._count(misses=1)
-        return None
+            yield entry
+        with self._lock:
+            self._misses += 1
 
-    def _forget(self, entry: CatalogEntry, state: RecordState | None) -> None:
-        _log.debug("%s is no longer at its place: %s", entry.header.id, state)
-        self._log.catalog.remove(entry)
-        self._log.refresh()
+    def _is_live(self, entry: CatalogEntry, state: RecordState | None) -> bool:
+        """Count a hit; a place at which the object is no longer is forgotten."""
+        if state is not RecordState.LIVE:
+            _log.debug("%s is no longer at its place: %s", entry.header.id, state)
+            self._log.catalog.remove(entry)
+            self._log.refresh()
+            return False
+        self._log.catalog.note_use(entry, stamp_ms(self._clock.wall_s()))
+        with self._lock:
+            self._hits += 1
+        return True
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Append the object to the log, evicting the oldest segments if there is no room."""
         size = len(buffer)
         if size > self._bytes_max:
             raise TierFull(f"{object_id} has {size} bytes, the disk tier may hold {self._bytes_max}")
-        if self._guarded("look up", lambda: self._log.knows(object_id)):
-            return True
-        self._guarded("write", lambda: self._log.append(object_id, buffer))
+        with self._serving("write"):
+            if not self._log.knows(object_id):
+                self._log.append(object_id, buffer)
         return True
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Put another form of the object in its place; see `Tier.replace`."""
-        return self._guarded("write", lambda: self._log.replace(object_id, buffer))
+        with self._serving("write"):
+            return self._log.replace(object_id, buffer)
 
     def _note_evicted(self, object_ids: list[ObjectId]) -> None:
-        self._count(evictions=len(object_ids))
+        with self._lock:
+            self._evictions += len(object_ids)
         self._note_removals(object_ids, "evicted")
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Mark the object removed in the log, for every process, and note why."""
-        is_removed = self._guarded("delete", lambda: self._log.mark_removed(object_id))
+        with self._serving("delete"):
+            is_removed = self._log.mark_removed(object_id)
         if is_removed:
             self._note_removals([object_id], reason)
         return is_removed
@@ -206,7 +210,8 @@ class DiskTier(Tier):
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield every object in the log. Last use is known of this process's reads and those before it opened."""
-        self._guarded("list", self._log.refresh)
+        with self._serving("list"):
+            self._log.refresh()
         for entry in self._log.catalog.newest():
             yield ObjectInfo(entry.header.id, entry.header.size, entry.last_use_ms / 1000)
 
@@ -215,14 +220,16 @@ class DiskTier(Tier):
 
         Nothing is read: headers were when their segments were scanned.
         """
-        self._guarded("list", self._log.refresh)
+        with self._serving("list"):
+            self._log.refresh()
         for entry in self._log.catalog.newest():
             if entry.header.label != NO_LABEL:
                 yield ListedBlock(*entry.header.id, BlockKey(entry.header.label.parent))
 
     def stats(self) -> TierStats:
         """Return the counters; bytes are those of the objects, without headers and reserved space."""
-        self._guarded("list", self._log.refresh)
+        with self._serving("list"):
+            self._log.refresh()
         catalog = self._log.catalog
         counts = (self._hits, self._misses, self._evictions, self._faults)
         return TierStats(self.name, len(catalog), catalog.used_bytes, self._bytes_max, *counts)
@@ -231,15 +238,11 @@ class DiskTier(Tier):
         """AssertionError if the accounting is off."""
         self._log.catalog.check()
 
-    def _count(self, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
-        with self._lock:
-            self._hits += hits
-            self._misses += misses
-            self._evictions += evictions
-
-    def _guarded(self, verb: str, action: Callable[[], _Result]) -> _Result:
+    @contextmanager
+    def _serving(self, verb: str) -> Iterator[None]:
+        """Make TierUnavailable of the system's faults."""
         try:
-            return action()
+            yield
         except OSError as error:
             with self._lock:
                 self._faults += 1

@@ -49,28 +49,27 @@ class Frames:
         self.frames = bytes_max // self.frame_bytes
         # Ordered, with a gap between any two: neighbours are one run.
         self._free = [Span(0, self.frames)] if self.frames else []
-        self._free_frames = self.frames
+        self.free_frames = self.frames
 
     def frames_of(self, size: int) -> int:
         """Return how many frames an object of this size takes."""
         return -(-size // self.frame_bytes)
 
-    @property
-    def free_frames(self) -> int:
-        """Return how many frames are free."""
-        return self._free_frames
-
     def take(self, size: int) -> list[Span] | None:
         """Take frames for an object: one run if there is one, else the longest ones. None if too few are free."""
         wanted = self.frames_of(size)
-        if wanted > self._free_frames:
+        if wanted > self.free_frames:
             return None
-        self._free_frames -= wanted
+        self.free_frames -= wanted
         taken = []
         while wanted:
-            position = next((i for i, run in enumerate(self._free) if run.stop - run.start >= wanted), None)
-            if position is None:
-                position = max(range(len(self._free)), key=lambda i: self._free[i].stop - self._free[i].start)
+            position = 0
+            for i, run in enumerate(self._free):
+                if run.stop - run.start > self._free[position].stop - self._free[position].start:
+                    position = i
+                if run.stop - run.start >= wanted:
+                    position = i
+                    break
             run = self._free[position]
             cut = min(run.stop, run.start + wanted)
             taken.append(Span(run.start, cut))
@@ -84,7 +83,7 @@ class Frames:
     def give_back(self, runs: list[Span]) -> None:
         """Make frames free again. Whoever reads them still must not."""
         for run in runs:
-            self._free_frames += run.stop - run.start
+            self.free_frames += run.stop - run.start
             position = bisect_left(self._free, run)
             start, stop = run
             if position < len(self._free) and self._free[position].start == stop:
@@ -99,7 +98,7 @@ class Frames:
         everything = sorted([*self._free, *taken])
         assert sum(run.stop - run.start for run in everything) == self.frames
         assert all(left.stop == right.start for left, right in pairwise(everything))
-        assert self._free_frames == sum(run.stop - run.start for run in self._free)
+        assert self.free_frames == sum(run.stop - run.start for run in self._free)
         assert all(left.stop < right.start for left, right in pairwise(self._free))
 
 

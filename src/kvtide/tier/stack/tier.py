@@ -157,6 +157,8 @@ class TierStack(Tier):
         ]
         self._places = [_Place(*each) for each in zip(tiers, range(len(tiers)), self.tier_names, strict=True)]
         self._open: list[_Place] = []
+        # Of those that are written at once: it has everything.
+        self._slowest: _Place | None = None
         self._ranking = ranking or RecencyRanking()
         self._write_back = list(write_back)
         self._late = late
@@ -199,6 +201,7 @@ class TierStack(Tier):
                 self._open.append(place)
             except (*TIER_FAULTS, RuntimeError) as error:  # the last: no thread to be had
                 self.guard.note("open", error, place.label)
+        self._slowest = next((place for place in reversed(self._open) if place.tier not in self._late), None)
         self.demoter.open()
         evicting = [place.tier for place in self._open if place.tier not in self._late and place.tier.is_own]
         if self._demote_to and evicting:
@@ -387,12 +390,14 @@ class TierStack(Tier):
         """
         object_id = self.named(object_id)
         self._ranking.note_use(object_id)
-        at_once = [place for place in self._open if place.tier not in self._late]
-        faster = _admitting(at_once[:-1], object_id, len(buffer))
-        is_stored = self._put_all([*faster, *at_once[-1:]], object_id, buffer)
-        for place in self._open if self._write_back else ():
+        is_stored = False
+        for place in self._open:
             if place.tier in self._write_back:
-                is_stored = self._put_later(place, object_id, buffer) or is_stored
+                is_stored |= self._put_later(place, object_id, buffer)
+            elif place is self._slowest or (
+                place.tier not in self._late and place.tier.would_admit(object_id, len(buffer))
+            ):
+                is_stored |= self._put(place, object_id, buffer, partial(place.tier.put_from, object_id, buffer))
         return is_stored
 
     def _put_all(self, places: Sequence[_Place], object_id: ObjectId, buffer: Buffer) -> bool:
