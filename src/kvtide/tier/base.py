@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvtide.errors import TierUnavailable, WrongServer
 from kvtide.evict import Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
@@ -257,6 +258,45 @@ class Removals:
         """Return the reason, or None if it was never known or is forgotten."""
         with self._lock:
             return self._reasons.get(object_id)
+
+
+class FaultCount:
+    """Counts each TierUnavailable that leaves its `with`. Being sent to another server is no fault. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.total = 0
+
+    def note(self, error: BaseException | None) -> None:
+        """Count an error, if it is a fault."""
+        if isinstance(error, TierUnavailable) and not isinstance(error, WrongServer):
+            with self._lock:
+                self.total += 1
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.note(error)
+
+
+class CountingTier(Tier):
+    """Counts the hits, misses and faults of this process, and remembers why it removed objects. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._removals = Removals()
+        self._hits = self._misses = 0
+        self._faults = FaultCount()
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return why this process removed the object last."""
+        return self._removals.reason(object_id)
+
+    def _note(self, is_hit: bool) -> None:
+        with self._lock:
+            self._hits += is_hit
+            self._misses += not is_hit
 
 
 class WrappedTier(Tier):

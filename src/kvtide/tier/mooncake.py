@@ -31,7 +31,7 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.tier.background import Repeater
-from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Removals, Tier
+from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.buffers import copy_bytes
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
@@ -134,7 +134,7 @@ class _Listing(msgspec.Struct):
     data: dict[str, _Listed]
 
 
-class MooncakeTier(Tier):
+class MooncakeTier(CountingTier):
     """A tier in a store that others may use too: what it stores begins with the URL's prefix. The master evicts.
 
     ValueError for a bad URL, ModuleNotFoundError without Mooncake's package.
@@ -144,6 +144,7 @@ class MooncakeTier(Tier):
     is_batched = can_replace = True
 
     def __init__(self, url: str, clock: Clock) -> None:
+        super().__init__()
         self._target = target = parse_mooncake_url(url)
         if importlib.util.find_spec("mooncake") is None:
             raise ModuleNotFoundError("Mooncake's client", name="mooncake-transfer-engine-non-cuda")
@@ -152,9 +153,6 @@ class MooncakeTier(Tier):
         setup = (options.host, options.metadata, 0, limit, options.protocol, options.devices, master)
         self._client = MooncakeClient(setup, options.replicas, limit, options.wait_s_max, clock)
         self._clock = clock
-        self._removals = Removals()
-        self._lock = threading.Lock()
-        self._hits = self._misses = self._faults = 0
         self._evicted_before = 0
 
     def open(self) -> None:
@@ -256,10 +254,6 @@ class MooncakeTier(Tier):
             self._removals.note(object_id, reason)
         return code == 0
 
-    def removed_reason(self, object_id: ObjectId) -> str | None:
-        """Return why this process removed the object last."""
-        return self._removals.reason(object_id)
-
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what is stored under the prefix, with last uses unknown. Not for the hot path: it walks all keys."""
         prefix, names = f"{self._options.prefix}:", dict[str, ObjectId]()
@@ -286,15 +280,9 @@ class MooncakeTier(Tier):
     def stats(self) -> TierStats:
         """Return the master's figures, all keys of it, and this process's counters. Zeros while it can't be asked."""
         figures = self._figures()
-        objects, used_bytes, bytes_max, evicted = (
-            figures.get(f"master_{name}", 0)
-            for name in ("key_count", "allocated_bytes", "total_capacity_bytes", "evicted_key_count")
-        )
-        with self._lock:
-            evictions = max(0, evicted - self._evicted_before)
-            return TierStats(
-                self.name, objects, used_bytes, bytes_max, self._hits, self._misses, evictions, self._faults
-            )
+        sizes = [figures.get(f"master_{name}", 0) for name in ("key_count", "allocated_bytes", "total_capacity_bytes")]
+        evictions = max(0, figures.get("master_evicted_key_count", 0) - self._evicted_before)
+        return TierStats(self.name, *sizes, self._hits, self._misses, evictions, self._faults.total)
 
     def _figures(self) -> dict[str, int]:
         if not self._client.is_connected():
@@ -328,24 +316,13 @@ class MooncakeTier(Tier):
 
     @contextmanager
     def _lane(self) -> Iterator[Lane]:
-        """Lend a lane; what goes wrong with it is counted."""
-        try:
-            with self._client.lane() as lane:
-                yield lane
-        except TierUnavailable:
-            with self._lock:
-                self._faults += 1
-            raise
+        with self._faults, self._client.lane() as lane:
+            yield lane
 
     def _fault(self, code: int, what: str) -> TierUnavailable:
         """Return the error that a code of Mooncake's is for us."""
         kind = TierFull if code in _NO_ROOM else TierUnavailable
         return kind(f"{self._target}: {what} failed, Mooncake's code {code}")
-
-    def _note(self, is_hit: bool) -> None:
-        with self._lock:
-            self._hits += is_hit
-            self._misses += not is_hit
 
 
 class _Settings(msgspec.Struct):

@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 import re
 import sys
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -30,7 +29,7 @@ from obstore.store import from_url
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Removals, Tier
+from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead
 from kvtide.tier.breaker import Breaker, caller_deadline_s, until
 from kvtide.tier.buffers import copy_bytes
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
@@ -51,7 +50,7 @@ FAULTS_MAX = 2
 OPEN_S = 5.0
 # What a listing found counts for so long: it costs a request for every thousand objects.
 STATS_AGE_S_MAX = 60.0
-# A client's bounds are fixed when it is made: callers with a deadline share those of the longest of these that fits.
+# A client's bounds are fixed when it is made: callers with a deadline share the one of the longest of these that fits.
 _DEADLINES_S = tuple(0.1 * 1.5**step for step in range(15))
 _NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/([0-9a-f]{64})")
 
@@ -69,7 +68,7 @@ class _Part(NamedTuple):
     e_tag: str | None
 
 
-class S3Tier(Tier):
+class S3Tier(CountingTier):
     """A tier in a bucket, `s3://BUCKET[/PREFIX][?OPTION=VALUE…]`, also `gs://` and `az://`.
 
     Options are obstore's settings of the store (`region`, `endpoint`, `allow_http`, …); credentials come from where the
@@ -80,6 +79,7 @@ class S3Tier(Tier):
     can_replace = True
 
     def __init__(self, url: str, clock: Clock) -> None:
+        super().__init__()
         parts = urlsplit(url)
         self._shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         if not parts.netloc:
@@ -87,41 +87,17 @@ class S3Tier(Tier):
         try:
             options: dict[str, Any] = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
             plain = {"allow_http": True} if options.pop("allow_http", "false") == "true" else {}
-            self._make = partial(from_url, self._shown, config=options)
-            self._plain: dict[str, Any] = plain
-            # By what a request may take, infinity where nobody waits, and whether it writes.
-            self._stores = {(math.inf, is_write): self._store(math.inf, is_write) for is_write in (False, True)}
+            self._stores = cache(partial(_store, partial(from_url, self._shown, config=options), plain))
+            self._stores(math.inf, is_write=False)
         except (BaseError, ValueError) as error:
             # The error may quote the options, and those may hold a secret.
             raise ValueError(f"bad options of {self._shown}: {type(error).__name__}") from None
         self._clock = clock
         self._breaker = Breaker(FAULTS_MAX, OPEN_S, clock, REQUEST_S_MAX)
-        self._removals = Removals()
-        self._lock = threading.Lock()
         # For the parts of one range, and for ranges, which wait for their parts.
         self._workers: ThreadPoolExecutor | None = None
         self._rangers: ThreadPoolExecutor | None = None
         self._counted: _Counted | None = None
-        self._hits = self._misses = self._faults = 0
-
-    def _store(self, request_s_max: float, is_write: bool) -> Any:
-        """Make a client whose requests end, retries included, within so long, or within its own bounds."""
-        # Of a deadline, tries begin in the first fifth, and each may take the rest.
-        is_bounded = request_s_max < math.inf
-        try_s = 0.8 * request_s_max if is_bounded else REQUEST_S_MAX
-        retry_s = 0.1 * request_s_max if is_bounded else SILENCE_S_MAX
-        client = {**self._plain, "timeout": try_s, "connect_timeout": min(CONNECT_S_MAX, try_s)}
-        if not is_write:
-            # Nothing comes back while a body goes out, so that silence counts for reading alone.
-            client["read_timeout"] = min(SILENCE_S_MAX, try_s)
-        retry: Any = {"max_retries": RETRIES_MAX, "retry_timeout": timedelta(seconds=retry_s)}
-        if is_bounded:
-            waits = {"init_backoff": timedelta(seconds=retry_s / 4), "max_backoff": timedelta(seconds=retry_s)}
-            retry["backoff"] = {**waits, "base": 2}
-        options = {
-            name: timedelta(seconds=value) if name.endswith("timeout") else value for name, value in client.items()
-        }
-        return self._make(client_options=options, retry_config=retry)
 
     def _client(self, is_write: bool = False) -> Any:
         """Return a client for a request of this thread's caller. TierUnavailable if it is too late for one."""
@@ -130,10 +106,7 @@ class S3Tier(Tier):
             raise TierUnavailable(f"the caller's deadline passed before {self._shown} could be asked")
         is_free = left_s > REQUEST_S_MAX + SILENCE_S_MAX
         request_s_max = math.inf if is_free else _DEADLINES_S[bisect_right(_DEADLINES_S, left_s) - 1]
-        with self._lock:
-            if (request_s_max, is_write) not in self._stores:
-                self._stores[request_s_max, is_write] = self._store(request_s_max, is_write)
-            return self._stores[request_s_max, is_write]
+        return self._stores(request_s_max, is_write=is_write)
 
     def open(self) -> None:
         """Start the threads that read parts. The store is asked only when something is needed of it."""
@@ -267,10 +240,6 @@ class S3Tier(Tier):
             self._counted = None
         return True
 
-    def removed_reason(self, object_id: ObjectId) -> str | None:
-        """Return why this process removed the object last."""
-        return self._removals.reason(object_id)
-
     def _size(self, object_id: ObjectId) -> int | None:
         return self._asked(lambda: int(obstore.head(self._client(), _path(object_id))["size"]), None)
 
@@ -278,7 +247,7 @@ class S3Tier(Tier):
         """Yield what the bucket lists; when an object was used last is not known, when it was stored is."""
         self._require_store()
         try:
-            for chunk in obstore.list(self._stores[math.inf, False]):
+            for chunk in obstore.list(self._stores(math.inf, is_write=False)):
                 for meta in chunk:
                     name = _NAME.fullmatch(meta["path"])
                     if name:
@@ -290,24 +259,17 @@ class S3Tier(Tier):
 
     def stats(self) -> TierStats:
         """Return counters, and what a listing at most STATS_AGE_S_MAX ago found; zeros without one."""
-        now_s = self._clock.monotonic_s()
-        with self._lock:
-            counted = self._counted
+        now_s, counted = self._clock.monotonic_s(), self._counted
         if counted is None or now_s - counted.at_s > STATS_AGE_S_MAX:
             try:
                 sizes = [info.size for info in self.objects()]
                 counted = _Counted(len(sizes), sum(sizes), now_s)
             except TierUnavailable:
                 counted = None
-        with self._lock:
-            self._counted = counted
-            objects, used_bytes, _ = counted or _Counted(0, 0, now_s)
-            return TierStats(self.name, objects, used_bytes, sys.maxsize, self._hits, self._misses, 0, self._faults)
-
-    def _note(self, is_hit: bool) -> None:
-        with self._lock:
-            self._hits += is_hit
-            self._misses += not is_hit
+            with self._lock:
+                self._counted = counted
+        objects, used_bytes = counted[:2] if counted else (0, 0)
+        return TierStats(self.name, objects, used_bytes, sys.maxsize, self._hits, self._misses, 0, self._faults.total)
 
     def _asked(self, request: Callable[[], _Result], absent: _Result) -> _Result:
         self._require_store()
@@ -326,18 +288,34 @@ class S3Tier(Tier):
             raise TierUnavailable(f"{self._shown} failed {FAULTS_MAX} times in a row; left alone for {OPEN_S} s")
 
     def _fault(self, error: BaseError) -> TierUnavailable:
-        with self._lock:
-            self._faults += 1
+        fault = TierUnavailable(f"{self._shown}: {str(error).splitlines()[0][:300]}")
+        self._faults.note(fault)
         left_s = caller_deadline_s() - self._clock.monotonic_s()
         if left_s < SILENCE_S_MAX and not self._breaker.is_open:
             # Who could not wait for longer says nothing of the store, but ends a trial.
-            pass
-        elif isinstance(error, PermissionDeniedError | UnauthenticatedError):
+            return fault
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             # It answers, and others of our requests it may grant.
             self._breaker.note_success()
         else:
             self._breaker.note_fault()
-        return TierUnavailable(f"{self._shown}: {str(error).splitlines()[0][:300]}")
+        return fault
+
+
+def _store(make: Callable[..., Any], plain: Mapping[str, bool], request_s_max: float, is_write: bool) -> Any:
+    """Make a client whose requests end, retries included, within so long; within the bounds above if it is infinity."""
+    # Of a deadline, tries begin in the first fifth, and each may take the rest.
+    is_bounded = request_s_max < math.inf
+    try_s, retry_s = (0.8 * request_s_max, 0.1 * request_s_max) if is_bounded else (REQUEST_S_MAX, SILENCE_S_MAX)
+    waits = {"timeout": timedelta(seconds=try_s), "connect_timeout": timedelta(seconds=min(CONNECT_S_MAX, try_s))}
+    if not is_write:
+        # Nothing comes back while a body goes out, so that silence counts for reading alone.
+        waits["read_timeout"] = timedelta(seconds=min(SILENCE_S_MAX, try_s))
+    retry: dict[str, Any] = {"max_retries": RETRIES_MAX, "retry_timeout": timedelta(seconds=retry_s)}
+    if is_bounded:
+        backoff = {"init_backoff": timedelta(seconds=retry_s / 4), "max_backoff": timedelta(seconds=retry_s)}
+        retry["backoff"] = {**backoff, "base": 2}
+    return make(client_options={**plain, **waits}, retry_config=retry)
 
 
 def _path(object_id: ObjectId) -> str:

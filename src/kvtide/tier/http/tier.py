@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import groupby, takewhile
 from typing import TypeVar
@@ -22,7 +20,7 @@ from kvtide.clock import Clock
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull, TierUnavailable, WrongServer
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided, decisions_text
-from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Take, Tier
+from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.peer import (
     Call,
@@ -75,7 +73,7 @@ _RETRY_S = 0.05
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
-class HttpTier(Tier):
+class HttpTier(CountingTier):
     """Objects on a server. With several peers each has every object: writes go to all, reads to the first that works.
 
     A server that is silent for `operation_s_max` has failed, for REPLICA_SHARE of that if another one can be asked; an
@@ -97,15 +95,13 @@ class HttpTier(Tier):
     ) -> None:
         if not peers:
             raise ValueError("a remote tier needs at least one server, got none")
+        super().__init__()
         self._peers = list(peers)
         self._clock = clock
         self._operation_s_max = operation_s_max
         self._bytes_s_min = bytes_s_min
         self._takes_pieces = takes_pieces
-        # Whether a stack should send here only what the tiers in front of this one evict.
         self.takes_evicted = takes_evicted
-        self._lock = threading.Lock()
-        self._hits = self._misses = self._faults = 0
         self._known = TierStats.sum_of(self.name, [])
 
     def open(self) -> None:
@@ -156,7 +152,7 @@ class HttpTier(Tier):
             return 0 if self.contains(object_id) else None
         target, headers = object_target(object_id)
         part = ("Range", f"bytes={offset}-{offset + len(buffer) - 1}")
-        with self._counted():
+        with self._faults:
             answer = self._first_answer(Call("GET", target, [*headers, part], into=buffer, start=offset))
             came = _range_bytes(answer, offset, len(buffer))
         self._note(is_hit=came is not None)
@@ -169,7 +165,7 @@ class HttpTier(Tier):
             bytearray(sum(stop - start for start, stop in asked) + PART_HEAD_BYTES_MAX * (len(asked) + 1))
         )
         target, headers = object_target(object_id)
-        with self._counted():
+        with self._faults:
             answer = self._first_answer(Call("GET", target, [*headers, ("Range", ranges_header(asked))], into=room))
             found = _ranges_in(answer, room, asked)
         for each, part in zip(ranges, found or [], strict=False):
@@ -201,8 +197,7 @@ class HttpTier(Tier):
 
         def note(at: int, error: Exception) -> None:
             _log.debug("%s: %s", peers[at].endpoint, error)
-            with self._lock:
-                self._faults += 1
+            self._faults.note(error)
 
         return read_from_any([partial(read_on, peer) for peer in peers], start, stop, take, note)
 
@@ -230,8 +225,7 @@ class HttpTier(Tier):
             else:
                 error = _refusal("PUT", answer)
         if not stored and error is not None:
-            with self._lock:
-                self._faults += 1
+            self._faults.note(error)
             raise error
         return stored
 
@@ -243,7 +237,7 @@ class HttpTier(Tier):
         """Remove the object from every server. False if none had it."""
         target, headers = object_target(object_id)
         why = [(REASON_HEADER, reason)] if reason.isalpha() else []
-        with self._counted():
+        with self._faults:
             answers = [self._send(peer, "DELETE", target, [*headers, *why]) for peer in self._peers]
         return any(answer.status == 204 for answer in answers)
 
@@ -284,7 +278,7 @@ class HttpTier(Tier):
             view = None
         with self._lock:
             self._known = known = view or self._known
-            counts = (self._hits, self._misses, known.evictions, self._faults)
+            counts = (self._hits, self._misses, known.evictions, self._faults.total)
         return TierStats(self.name, known.objects, known.used_bytes, known.bytes_max, *counts)
 
     def _in_order(self) -> list[Peer]:
@@ -295,7 +289,7 @@ class HttpTier(Tier):
         self, method: str, target: str, headers: Headers = (), body: Buffer = b"", allowed: Sequence[int] = (200,)
     ) -> HttpAnswer:
         """Return the first answer that comes. TierUnavailable for a status that is not allowed."""
-        with self._counted():
+        with self._faults:
             answer = self._first_answer(Call(method, target, headers, body))
             if answer.status not in allowed:
                 raise _refusal(method, answer)
@@ -319,21 +313,6 @@ class HttpTier(Tier):
         moved_bytes = len(call.body) + len(call.into or b"")
         own_s = self._clock.monotonic_s() + self._operation_s_max + moved_bytes / self._bytes_s_min
         return Patience(self._clock, min(own_s, caller_deadline_s()), silence_share * self._operation_s_max)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count a fault. Being sent to another server is none."""
-        try:
-            yield
-        except TierUnavailable as error:
-            with self._lock:
-                self._faults += not isinstance(error, WrongServer)
-            raise
-
-    def _note(self, is_hit: bool) -> None:
-        with self._lock:
-            self._hits += is_hit
-            self._misses += not is_hit
 
     def check(self) -> None:
         """AssertionError if connections are lost. Call it while nobody uses the tier."""

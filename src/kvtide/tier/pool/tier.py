@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -19,7 +18,7 @@ from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Take, Tier
+from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take, Tier
 from kvtide.tier.http import HttpTier, PeerSettings, http_tier
 from kvtide.tier.pool.membership import ETCD_OPTIONS, Membership, Watcher, membership_of
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer, less_loaded
@@ -56,7 +55,7 @@ class _State(NamedTuple):
     earlier: tuple[tuple[float, Placement, tuple[_Member, ...]], ...]
 
 
-class PoolTier(Tier):
+class PoolTier(CountingTier):
     """A tier over servers that `connect` makes tiers of. `here` names this machine: its own server is read first."""
 
     name = "pool"
@@ -71,19 +70,17 @@ class PoolTier(Tier):
         clock: Clock,
         takes_evicted: bool = False,
     ) -> None:
-        # Whether a stack should send here only what the tiers in front of this one evict.
+        super().__init__()
         self.takes_evicted = takes_evicted
         self._connect = connect
         self._here = here
         self._clock = clock
         self._watcher = Watcher(source, self._adopt)
-        self._lock = threading.Lock()
         self._state: _State | None = None
         # Bytes that each server has sent us, and those that it is sending.
         self._loads: dict[str, float] = {}
         self._workers: ThreadPoolExecutor | None = None
         self._repair_bytes = 0
-        self._hits = self._misses = self._faults = 0
         self.repairs = 0
 
     def open(self) -> None:
@@ -215,9 +212,7 @@ class PoolTier(Tier):
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         """Read from the first owner that has the object, by one request where it takes so many."""
         sizes = self._read(object_id, ranges)
-        with self._lock:
-            self._hits += sizes is not None
-            self._misses += sizes is None
+        self._note(is_hit=sizes is not None)
         return sizes
 
     def _read(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
@@ -351,7 +346,7 @@ class PoolTier(Tier):
         total = TierStats.sum_of(self.name, found)
         sizes = (total.objects // copies, total.used_bytes // copies, total.bytes_max // copies)
         with self._lock:
-            counters = (self._hits, self._misses, total.evictions // copies, self._faults)
+            counters = (self._hits, self._misses, total.evictions // copies, self._faults.total)
         return TierStats(self.name, *sizes, *counters)
 
     def _each(
@@ -381,8 +376,7 @@ class PoolTier(Tier):
 
     def _note_fault(self, member: _Member, error: Exception) -> None:
         _log.debug("%s: %s", member.server.name, error)
-        with self._lock:
-            self._faults += not isinstance(error, WrongServer)
+        self._faults.note(error)
 
 
 def _all_members(state: _State | None) -> list[_Member]:

@@ -7,7 +7,6 @@ length is what the object's length and the caller's range give.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from redis.exceptions import RedisError
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.tier.base import Buffer, ObjectInfo, RangeRead, Removals, Tier
+from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead
 from kvtide.tier.valkey.nodes import ValkeyAddress, ValkeyNodes, parse_valkey_url
 from kvtide.tier.valkey.resp import Refusal, pack_command
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
@@ -30,7 +29,7 @@ _BODY_COMMANDS = frozenset({b"GET", b"GETRANGE"})
 _STALE_MAP = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN"})
 
 
-class ValkeyTier(Tier):
+class ValkeyTier(CountingTier):
     """A tier on servers that others may use too: what it stores begins with the URL's prefix.
 
     The servers evict by their own `maxmemory-policy`. ValueError for a bad URL (nodes.py has its form).
@@ -40,15 +39,13 @@ class ValkeyTier(Tier):
     is_batched = can_replace = True
 
     def __init__(self, url: str, clock: Clock) -> None:
+        super().__init__()
         target = parse_valkey_url(url)
         self._options = target.options
         self._shown = target.shown
         self._prefix = self._options.prefix.encode() + b":"
         self._nodes = ValkeyNodes(target, clock)
         self._clock = clock
-        self._removals = Removals()
-        self._lock = threading.Lock()
-        self._hits = self._misses = self._faults = 0
         # A buffer that is longer than any object seen so far is for a whole object: the server sends that without
         # copying it first, as it must for a range.
         self._longest_bytes = _RANGE_BYTES
@@ -77,12 +74,10 @@ class ValkeyTier(Tier):
             bounds = (b"%d" % offset, b"%d" % (offset + len(buffer) - 1)) if len(buffer) else (b"1", b"0")
             total, size = self._ask(object_id, [b"STRLEN"], [b"GETRANGE", *bounds], buffers=[buffer])
         expected = max(0, min(len(buffer), (total or 0) - offset))
-        with self._lock:
-            # An empty or shortened answer: the object is not here, or went away between the two commands.
-            is_hit = bool(total) and size is not None and size >= expected
-            self._hits += is_hit
-            self._misses += not is_hit
-            self._longest_bytes = max(self._longest_bytes, total or 0)
+        # An empty or shortened answer: the object is not here, or went away between the two commands.
+        is_hit = bool(total) and size is not None and size >= expected
+        self._longest_bytes = max(self._longest_bytes, total or 0)
+        self._note(is_hit)
         return expected if is_hit else None
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
@@ -90,10 +85,8 @@ class ValkeyTier(Tier):
         parts = [[b"GETRANGE", b"%d" % start, b"%d" % (start + len(buffer) - 1)] for start, buffer in ranges]
         total, *came = self._ask(object_id, [b"STRLEN"], *parts, buffers=[buffer for _, buffer in ranges])
         sizes = [max(0, min(len(buffer), (total or 0) - start)) for start, buffer in ranges]
-        with self._lock:
-            is_hit = bool(total) and all(got is not None and got >= size for got, size in zip(came, sizes, strict=True))
-            self._hits += is_hit
-            self._misses += not is_hit
+        is_hit = bool(total) and all(got is not None and got >= size for got, size in zip(came, sizes, strict=True))
+        self._note(is_hit)
         return sizes if is_hit else None
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
@@ -120,8 +113,7 @@ class ValkeyTier(Tier):
                         present.add(object_id)
             except TierUnavailable as error:
                 problems.append(error)
-        with self._lock:
-            self._faults += len(problems)
+                self._faults.note(error)
         if problems and len(problems) == len(owned):
             raise problems[0]
         return [object_id in present for object_id in object_ids]
@@ -152,10 +144,6 @@ class ValkeyTier(Tier):
             self._removals.note(object_id, reason)
         return is_deleted
 
-    def removed_reason(self, object_id: ObjectId) -> str | None:
-        """Return why this process removed the object last."""
-        return self._removals.reason(object_id)
-
     def _key(self, object_id: ObjectId) -> bytes:
         return self._prefix + object_id.namespace.hex().encode() + b":" + object_id.key.hex().encode()
 
@@ -169,7 +157,7 @@ class ValkeyTier(Tier):
         """
         key = self._key(object_id)
         request = [(name, key, *rest) for name, *rest in commands]
-        try:
+        with self._faults:
             address, is_asking = self._nodes.owner(key), False
             for _ in range(REDIRECTS_MAX):
                 replies = self._exchange(address, request, is_asking, buffers)
@@ -180,11 +168,7 @@ class ValkeyTier(Tier):
                     self._exchange(address, [(b"UNLINK", key)], is_asking, ())
                     continue
                 address, is_asking = self._redirected(refusal, address)
-        except TierUnavailable:
-            with self._lock:
-                self._faults += 1
-            raise
-        raise TierUnavailable(f"{object_id}: redirected more than {REDIRECTS_MAX} times, to {address} at last")
+            raise TierUnavailable(f"{object_id}: redirected more than {REDIRECTS_MAX} times, to {address} at last")
 
     def _exchange(
         self,
@@ -242,12 +226,9 @@ class ValkeyTier(Tier):
 
         Zeros while they can't be reached.
         """
-        objects, used_bytes, bytes_max, evicted = self._counts()
-        with self._lock:
-            evictions = max(0, evicted - self._evicted_before)
-            return TierStats(
-                self.name, objects, used_bytes, bytes_max, self._hits, self._misses, evictions, self._faults
-            )
+        *sizes, evicted = self._counts()
+        evictions = max(0, evicted - self._evicted_before)
+        return TierStats(self.name, *sizes, self._hits, self._misses, evictions, self._faults.total)
 
     def _counts(self) -> tuple[int, int, int, int]:
         infos: list[dict[str, Any]] = []
