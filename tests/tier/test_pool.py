@@ -97,7 +97,7 @@ def wrong_or_missing(tier: Tier) -> list[int]:
 
 
 def settled(tier: PoolTier) -> None:
-    wait_until(lambda: tier._repair_bytes == 0, "repairs")
+    assert tier._repairer.wait(20), "repairs"
 
 
 class TestPool(TierSuite):

@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -198,33 +198,25 @@ def _receive_some(sock: socket.socket, part: memoryview) -> int:
     return sock.recv_into(part)
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One request. A read of a range that begins at `start` goes on where it was after a fault.
 
     At the same server or another one it asks for the rest, and begins again if that is of another object.
     """
 
-    def __init__(
-        self,
-        method: str,
-        target: str,
-        headers: Headers,
-        body: Buffer = b"",
-        into: memoryview | None = None,
-        start: int | None = None,
-    ) -> None:
-        self.method = method
-        self.target = target
-        self.headers = headers
-        self.body = body
-        self.into = into
-        self.start = start
-        # How many bytes are in `into` already, and the ETag of their object.
-        self.received = 0
-        self.tag = ""
-        # True once nobody wants the answer: the call fails, and is not tried again.
-        self.is_given_up = False
-        self._link: HttpConnection | None = None
+    method: str
+    target: str
+    headers: Headers
+    body: Buffer = b""
+    into: memoryview | None = None
+    start: int | None = None
+    # How many bytes are in `into` already, and the ETag of their object.
+    received: int = field(default=0, init=False)
+    tag: str = field(default="", init=False)
+    # True once nobody wants the answer: the call fails, and is not tried again.
+    is_given_up: bool = field(default=False, init=False)
+    _link: HttpConnection | None = field(default=None, init=False)
 
     @property
     def came(self) -> int:

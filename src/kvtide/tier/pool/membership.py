@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -58,64 +59,56 @@ class Membership(ABC):
         return timeout_s
 
 
+@dataclass(eq=False)
 class StaticMembership(Membership):
     """A map that never changes."""
 
-    def __init__(self, pool: PoolMap) -> None:
-        self._pool = pool
+    pool: PoolMap
 
     def read(self) -> PoolMap:
         """Return the map."""
-        return self._pool
+        return self.pool
 
 
+@dataclass(eq=False)
 class FileMembership(Membership):
     """A map in a JSON file (docs/operations.md). Replace the file whole, with a larger epoch."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    path: Path
 
     def read(self) -> PoolMap:
         """Read the file."""
         try:
-            return PoolMap.from_json(self._path.read_bytes())
+            return PoolMap.from_json(self.path.read_bytes())
         except OSError as error:
             raise TierUnavailable(f"can't read the pool's map: {error}") from error
 
 
+@dataclass(eq=False)
 class DnsMembership(Membership):
     """Every address that a name has is a server. The epoch counts the changes that this process saw."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        replicas: int,
-        kind: PlacementKind,
-        resolve: Callable[..., Sequence[Any]] = socket.getaddrinfo,
-        scheme: Literal["http", "https"] = "http",
-    ) -> None:
-        self._host = host
-        self._port = port
-        self._replicas = replicas
-        self._kind = kind
-        self._resolve = resolve
-        self._scheme = scheme
-        self._known: PoolMap | None = None
+    host: str
+    port: int
+    replicas: int
+    kind: PlacementKind
+    resolve: Callable[..., Sequence[Any]] = socket.getaddrinfo
+    scheme: Literal["http", "https"] = "http"
+    _known: PoolMap | None = field(default=None, init=False)
 
     def read(self) -> PoolMap:
         """Resolve the name."""
         try:
-            found = self._resolve(self._host, self._port, type=socket.SOCK_STREAM)
+            found = self.resolve(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise TierUnavailable(f"can't resolve {self._host}: {error}") from error
+            raise TierUnavailable(f"can't resolve {self.host}: {error}") from error
         hosts = sorted({entry[4][0] for entry in found})
-        places = (f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts)
-        servers = tuple(server_at(place, self._scheme) for place in places)
+        places = (f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in hosts)
+        servers = tuple(server_at(place, self.scheme) for place in places)
         known = self._known
         if known is None or known.servers != servers:
             epoch = known.epoch + 1 if known else 1
-            self._known = known = PoolMap(epoch, servers, self._replicas, kind=self._kind)
+            self._known = known = PoolMap(epoch, servers, self.replicas, kind=self.kind)
         return known
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -18,6 +18,7 @@ from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided
+from kvtide.tier.background import Background
 from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take, Tier
 from kvtide.tier.http import HttpTier, PeerSettings, http_tier
 from kvtide.tier.pool.membership import ETCD_OPTIONS, Membership, Watcher, membership_of
@@ -79,21 +80,24 @@ class PoolTier(CountingTier):
         self._state: _State | None = None
         # Bytes that each server has sent us, and those that it is sending.
         self._loads: dict[str, float] = {}
-        self._workers: ThreadPoolExecutor | None = None
-        self._repair_bytes = 0
+        self._writers: ThreadPoolExecutor | None = None
+        self._repairer = Background(1, "kvtide-repair", REPAIR_BYTES_MAX)
+        # Copies that were put where the map says.
         self.repairs = 0
 
     def open(self) -> None:
         """Get the map and connect. Without a map everything is a fault until there is one."""
-        self._workers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvtide-pool")
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvtide-pool")
+        self._repairer.open()
         self._watcher.open()
 
     def close(self) -> None:
         """Stop what runs and close every connection. Idempotent."""
         self._watcher.close()
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
-            self._workers = None
+        self._repairer.close()
+        if self._writers is not None:
+            self._writers.shutdown(wait=True)
+            self._writers = None
         with self._lock:
             state, self._state = self._state, None
         for member in _all_members(state):
@@ -169,9 +173,7 @@ class PoolTier(CountingTier):
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the first owners, all at the same time, each once for all of its objects; of one that fails the next."""
-        state, workers = self._now(), self._workers
-        if workers is None:
-            raise TierUnavailable("the pool is closed")
+        state, writers = self._now(), self._open_writers()
         waiting = {object_id: self._owners(state, object_id.key) for object_id in object_ids}
         found: set[ObjectId] = set()
         for rank in range(state.placement.replicas):
@@ -179,7 +181,7 @@ class PoolTier(CountingTier):
             for object_id, owners in waiting.items():
                 if rank < len(owners):
                     asked.setdefault(owners[rank].server.name, (owners[rank], []))[1].append(object_id)
-            for (_, ids), count in zip(asked.values(), workers.map(self._leading_of, asked.values()), strict=True):
+            for (_, ids), count in zip(asked.values(), writers.map(self._leading_of, asked.values()), strict=True):
                 if count is not None:
                     found.update(ids[:count])
                     for object_id in ids:
@@ -278,10 +280,8 @@ class PoolTier(CountingTier):
 
     def _put_to_owners(self, state: _State, object_id: ObjectId, buffer: Buffer) -> list[bool | TierUnavailable]:
         first, *others = self._owners(state, object_id.key)
-        workers = self._workers
-        if workers is None:
-            raise TierUnavailable("the pool is closed")
-        pending = [workers.submit(self._put_to, object_id, buffer, member) for member in others]
+        writers = self._open_writers()
+        pending = [writers.submit(self._put_to, object_id, buffer, member) for member in others]
         return [self._put_to(object_id, buffer, first), *(future.result() for future in pending)]
 
     def _put_to(self, object_id: ObjectId, buffer: Buffer, member: _Member) -> bool | TierUnavailable:
@@ -291,25 +291,20 @@ class PoolTier(CountingTier):
             self._note_fault(member, error)
             return error
 
+    def _open_writers(self) -> ThreadPoolExecutor:
+        if self._writers is None:
+            raise TierUnavailable("the pool is closed")
+        return self._writers
+
     def _repair(self, object_id: ObjectId, data: memoryview, members: Sequence[_Member]) -> None:
         """Put copies where the map says that they belong, later; as many as the bound lets in."""
-        workers = self._workers
-        with self._lock:
-            has_room = self._repair_bytes + len(data) <= REPAIR_BYTES_MAX
-            if not members or workers is None or not has_room:
-                return
-            self._repair_bytes += len(data)
+        if members and self._repairer.reserve(len(data)):
             self.repairs += len(members)
-        copied = bytes(data)
-        workers.submit(self._repair_all, object_id, copied, members).add_done_callback(_log_failure)
+            self._repairer.submit(partial(self._put_to_each, object_id, bytes(data), members), len(data))
 
-    def _repair_all(self, object_id: ObjectId, data: bytes, members: Sequence[_Member]) -> None:
-        try:
-            for member in members:
-                self._put_to(object_id, data, member)
-        finally:
-            with self._lock:
-                self._repair_bytes -= len(data)
+    def _put_to_each(self, object_id: ObjectId, data: bytes, members: Sequence[_Member]) -> None:
+        for member in members:
+            self._put_to(object_id, data, member)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove the object wherever it may be. False if it was nowhere."""
@@ -384,11 +379,6 @@ def _all_members(state: _State | None) -> list[_Member]:
         return []
     found = [*state.members, *(member for _, _, members in state.earlier for member in members)]
     return list({member.server: member for member in found}.values())
-
-
-def _log_failure(future: Future[None]) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        _log.error("a repair failed", exc_info=future.exception())
 
 
 def pool_tier(url: str, clock: Clock) -> PoolTier:
