@@ -143,7 +143,8 @@ class Tier:
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Return how many leading objects are here now. A lower bound: the next may be here too."""
-        return next((count for count, each in enumerate(object_ids) if not self.contains(each)), len(object_ids))
+        found = self.contains_each(object_ids) if self.is_batched else map(self.contains, object_ids)
+        return next((count for count, is_here in enumerate(found) if not is_here), len(object_ids))
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         """Hand bytes [start, stop) to `take` in order until it says False; wait as `tier.breaker.until` says.

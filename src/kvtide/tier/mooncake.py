@@ -18,12 +18,12 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from socket import AF_UNIX, SHUT_RDWR, SOCK_SEQPACKET, socket, socketpair
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -167,11 +167,6 @@ class MooncakeTier(CountingTier):
     def contains(self, object_id: ObjectId) -> bool:
         """Ask the master, to which a store that died is alive until its `client_ttl` is over."""
         return self.contains_each([object_id])[0]
-
-    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
-        """Ask the master for KEYS_MAX at a time."""
-        present = self.contains_each(object_ids)
-        return next((number for number, is_here in enumerate(present) if not is_here), len(present))
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Ask the master for KEYS_MAX at a time."""
@@ -325,18 +320,6 @@ class MooncakeTier(CountingTier):
         return kind(f"{self._target}: {what} failed, Mooncake's code {code}")
 
 
-class _Settings(msgspec.Struct):
-    """The child's settings. setup: arguments of the native client's own. control, lanes, memory: descriptors."""
-
-    setup: Sequence[str | int]
-    replicas: int
-    lane_bytes: int
-    environment: dict[str, str]
-    control: int = -1
-    lanes: Sequence[int] = ()
-    memory: int = -1
-
-
 class Lane:
     """One call at a time: a socket to the child, and memory that it shares. `due_s`: when the answer must be here."""
 
@@ -379,10 +362,9 @@ class Lane:
 
 
 class _Child:
-    """A running process with its lanes."""
+    """A running process with its lanes. settings: what it takes besides their descriptors and size."""
 
-    def __init__(self, settings: _Settings, clock: Clock, wait_s_max: float) -> None:
-        lane_bytes = settings.lane_bytes
+    def __init__(self, settings: Mapping[str, Any], lane_bytes: int, clock: Clock, wait_s_max: float) -> None:
         self._clock = clock
         self._wait_s_max = wait_s_max
         memory = os.memfd_create("kvtide-mooncake")
@@ -391,10 +373,11 @@ class _Child:
             os.ftruncate(memory, LANES * lane_bytes)
             view = memoryview(mmap.mmap(memory, LANES * lane_bytes))
             control, *lanes = [theirs.fileno() for _, theirs in pairs]
-            settings = msgspec.structs.replace(settings, control=control, lanes=lanes, memory=memory)
+            inherited = {"control": control, "lanes": lanes, "memory": memory}
+            words = msgspec.json.encode({**settings, **inherited, "lane_bytes": lane_bytes})
             script = str(Path(__file__).with_name("mooncake_child.py"))
             self._process = subprocess.Popen(
-                [sys.executable, "-P", script, msgspec.json.encode(settings).decode()],
+                [sys.executable, "-P", script, words.decode()],
                 pass_fds=[control, *lanes, memory],
                 stdin=subprocess.DEVNULL,
                 # The library logs every miss there; MC_LOG_DIR in the environment keeps what it says in files.
@@ -489,7 +472,8 @@ class MooncakeClient:
             "MC_RPC_CONNECT_TIMEOUT_MS": wait_ms,
             "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         }
-        self._settings = _Settings(setup, replicas, lane_bytes, environment)
+        self._settings = {"setup": setup, "replicas": replicas, "environment": environment}
+        self._lane_bytes = lane_bytes
         self._wait_s_max = wait_s_max
         self._clock = clock
         self._child: _Child | None = None
@@ -543,7 +527,7 @@ class MooncakeClient:
                 return RETRY_S
             self._child = None
             try:
-                self._child = _Child(self._settings, self._clock, self._wait_s_max)
+                self._child = _Child(self._settings, self._lane_bytes, self._clock, self._wait_s_max)
             except OSError as error:
                 self._problem = f"Mooncake's client can't be started: {error}"
         if self._child is not None:

@@ -21,11 +21,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
-from redis.exceptions import MovedError, RedisError
+from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
+from kvtide.tier.background import Repeater
 from kvtide.tier.breaker import Breaker, caller_deadline_s
 from kvtide.tier.valkey.resp import WAIT_S_MIN, RespSocket
 
@@ -87,13 +88,6 @@ class ValkeyTarget:
     is_tls: bool
     options: ValkeyOptions
     shown: str
-
-    def tls_settings(self) -> dict[str, Any]:
-        """Return what redis-py wants to know for TLS; nothing without it."""
-        if not self.is_tls:
-            return {}
-        options = self.options
-        return {"ssl_ca_certs": options.ca, "ssl_certfile": options.certificate, "ssl_keyfile": options.key}
 
 
 def parse_valkey_url(url: str) -> ValkeyTarget:
@@ -175,31 +169,30 @@ class ValkeyNodes:
             "socket_connect_timeout": CONNECT_S_MAX,
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
-            **target.tls_settings(),
         }
+        if target.is_tls:
+            ca, certificate, key = target.options.ca, target.options.certificate, target.options.key
+            self._settings |= {"ssl_ca_certs": ca, "ssl_certfile": certificate, "ssl_keyfile": key}
         self._lock = threading.Lock()
         self._servers: dict[ValkeyAddress, _Server] = {}
         self._topology: _Topology | None = None
         self._reason = "not connected yet"
         self._wanted = threading.Event()
-        self._closing = threading.Event()
-        self._refresher: threading.Thread | None = None
+        self._is_open = False
+        self._refresher = Repeater(self._refresh_when_wanted, "kvtide-valkey")
 
     def open(self) -> None:
         """Connect. A server that can't be reached is no error: it is tried again when somebody needs it."""
-        self._closing.clear()
+        self._is_open = True
         self._refresh()
-        self._refresher = threading.Thread(target=self._refresh_until_closed, name="kvtide-valkey", daemon=True)
-        self._refresher.start()
+        self._refresher.open()
 
     def close(self) -> None:
         """Disconnect from everything. Idempotent."""
-        if self._refresher is None:
-            return
-        self._closing.set()
+        self._is_open = False
+        self._refresher.stop()
         self._wanted.set()
-        self._refresher.join()
-        self._refresher = None
+        self._refresher.close()
         topology, self._topology = self._topology, None
         with self._lock:
             servers, self._servers = self._servers, {}
@@ -223,13 +216,6 @@ class ValkeyNodes:
             self.refresh_soon()
             raise TierUnavailable(f"no Valkey server owns the slot of {key!r} now: {error}") from error
         return ValkeyAddress(str(node.host), int(node.port))
-
-    def note_moved(self, slot: int, address: ValkeyAddress) -> None:
-        """Take a server's word for who owns a slot, and ask for the whole map."""
-        topology = self._topology
-        if topology is not None and isinstance(topology.client, RedisCluster):
-            topology.client.nodes_manager.move_slot(MovedError(f"{slot} {address.host}:{address.port}"))
-        self.refresh_soon()
 
     def refresh_soon(self) -> None:
         """Let the background thread fetch the map."""
@@ -293,7 +279,7 @@ class ValkeyNodes:
     def _give_back(self, server: _Server, opened: _Connection | None, is_whole: bool) -> None:
         with self._lock:
             server.lent -= 1
-            if is_whole and opened is not None and not self._closing.is_set():
+            if is_whole and opened is not None and self._is_open:
                 server.idle.append(opened)
                 opened = None
         if opened is not None:
@@ -318,13 +304,12 @@ class ValkeyNodes:
             return [client.get_redis_connection(node) for node in client.get_primaries()]
         return [client]
 
-    def _refresh_until_closed(self) -> None:
-        while not self._closing.is_set():
-            self._wanted.wait()
-            self._wanted.clear()
-            if not self._closing.is_set():
-                self._refresh()
-                self._closing.wait(REFRESH_S_MIN)
+    def _refresh_when_wanted(self) -> float:
+        self._wanted.wait()
+        self._wanted.clear()
+        if self._is_open:
+            self._refresh()
+        return REFRESH_S_MIN
 
     def _refresh(self) -> None:
         topology = self._topology

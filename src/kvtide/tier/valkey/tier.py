@@ -89,11 +89,6 @@ class ValkeyTier(CountingTier):
         self._note(is_hit)
         return sizes if is_hit else None
 
-    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
-        """Ask each owner once for all of its objects."""
-        present = self.contains_each(object_ids)
-        return next((number for number, is_here in enumerate(present) if not is_here), len(present))
-
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
         """Ask each owner once for all of its objects, which are absent if it can't serve now.
 
@@ -189,16 +184,13 @@ class ValkeyTier(CountingTier):
 
     def _redirected(self, refusal: Refusal, address: ValkeyAddress) -> tuple[ValkeyAddress, bool]:
         """Return whom to ask instead, and whether with ASKING. TierUnavailable if the refusal is final."""
-        if refusal.code in {"MOVED", "ASK"}:
-            words = refusal.text.split()
-            host, colon, port = words[-1].rpartition(":")
-            if len(words) == 3 and words[1].isdigit() and colon and port.isdigit():
-                there = ValkeyAddress(host or address.host, int(port))
-                if refusal.code == "MOVED":
-                    self._nodes.note_moved(int(words[1]), there)
-                return there, refusal.code == "ASK"
-        if refusal.code in _STALE_MAP:
+        if refusal.code == "MOVED" or refusal.code in _STALE_MAP:
             self._nodes.refresh_soon()
+        words = refusal.text.split()
+        if refusal.code in {"MOVED", "ASK"} and len(words) == 3:
+            host, colon, port = words[2].rpartition(":")
+            if colon and port.isdigit():
+                return ValkeyAddress(host or address.host, int(port)), refusal.code == "ASK"
         kind = TierFull if refusal.code == "OOM" else TierUnavailable
         raise kind(f"{address}: {refusal.text}")
 
