@@ -11,7 +11,7 @@ from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.testing.tier_suite import object_id
 from kvtide.types import BlockKey, Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
-from kvtide.wire.frame import pack_frame
+from kvtide.wire.receiver import pack_frame
 from tests.server.worlds import ask
 from tests.servers import RunningServer, ServerProcess
 

@@ -25,14 +25,13 @@ RANK = {
 # Modules whose names everybody may use; of other folders only what their `__init__` exports.
 OPEN = {
     *(
-        "wire.frame",
         "wire.http",
         "wire.protocol",
         "wire.ranges",
         "wire.receiver",
-        "wire.records",
         "codec.entropy",
         "codec.packed",
+        "codec.rotary",
     ),
     *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.source"),
     *("tier.http.records", "tier.stack.invalidation"),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec, LevelledCodec, PromisingCodec
-from kvtide.codec.published.shared import ProfiledCodec
+from kvtide.codec.published.cachegen import ProfiledCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import DeviceFault, UnencodableBlock
 from kvtide.types import Section

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.entropy import RansTables, Streams
+from kvtide.codec.published.cachegen import CodedLayers, ProfiledCodec, SectionPart
 from kvtide.codec.published.integers import (
     SHIFT_MAX,
     Distribution,
@@ -24,7 +25,6 @@ from kvtide.codec.published.integers import (
     join_integers,
     plane_bits,
 )
-from kvtide.codec.published.shared import CodedLayers, ProfiledCodec, SectionPart
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section
 from kvtide_gpu.kernels import (

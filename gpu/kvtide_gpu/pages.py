@@ -16,7 +16,7 @@ import torch
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import SystemClock
 from kvtide.codec import Codec
-from kvtide.codec.published.shared import ProfiledCodec
+from kvtide.codec.published.cachegen import ProfiledCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.paged import Captured, PagePool
 from kvtide.engines.paged.device import DevicePages

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec.entropy import Streams
-from kvtide.codec.tide.encoder import Fit, coded_tokens, first_apart
+from kvtide.codec.tide.coding import Fit, coded_tokens, first_apart
 from kvtide.codec.tide.grid import THIRD, CodedLists
+from kvtide.codec.tide.model import RangeRows, place_groups
 from kvtide.codec.tide.promise import check_promise, promise_of
-from kvtide.codec.tide.rows import RangeRows, place_groups
 from kvtide.codec.tide.section import Base, Loudness, SectionBytes, Steps, join_base, join_refinement, kept_tokens
 from kvtide.errors import UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec.tide.grid import ENTER_UNITS, TABLES, THIRD, CodedLists, Units, planes
-from kvtide.codec.tide.rows import place_groups
+from kvtide.codec.tide.model import place_groups
 from kvtide.codec.tide.section import Apart, Base, SectionBytes, Steps
 from kvtide.errors import CorruptPayload
 from kvtide_gpu.kernels import Kernels, Staging, address

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide.encoder import loudness_weights
+from kvtide.codec.tide.coding import loudness_weights
 from kvtide.codec.tide.grid import step_of
-from kvtide.codec.tide.model import ONE, SIXTEENTHS, Group, TideModel
+from kvtide.codec.tide.model import ONE, SIXTEENTHS, Group, Place, RangeRows, TideModel
 from kvtide.codec.tide.promise import Seen
-from kvtide.codec.tide.rows import Place, RangeRows
 from kvtide_gpu.kernels import DeviceRans, Kernels, Staging, address
 from kvtide_gpu.targets import PageTarget
 

@@ -30,7 +30,7 @@ from kvtide.tier import stack_of
 from kvtide.tier.http.records import raise_to, records_clients
 from kvtide.tier.http.tier import http_tier
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
-from kvtide.wire.records import RecordKind, RecordName
+from kvtide.wire.protocol import RecordKind, RecordName
 from kvtide_lab.bench.services import wait_until
 
 _Result = TypeVar("_Result")

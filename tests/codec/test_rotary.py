@@ -17,8 +17,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvtide.block import KVDtype
-from kvtide.codec.rotary.families import FAMILIES, ROPE_TYPES, UNROTATED_FAMILIES, Frequencies, Pairs
-from kvtide.codec.rotary.rotary import Rotary, RotaryTables
+from kvtide.codec.rotary import FAMILIES, ROPE_TYPES, UNROTATED_FAMILIES, Frequencies, Pairs, Rotary, RotaryTables
 from kvtide.errors import CorruptPayload
 
 PLAIN = {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 256}

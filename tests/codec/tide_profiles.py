@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
-from kvtide.codec.rotary.rotary import Rotary
+from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import fit
 from kvtide.codec.tide.counts import TideCounts, finished_profile
 from kvtide.codec.tide.fit import COSTS, Moments, draft_profile

@@ -25,7 +25,7 @@ from kvtide.plan.base import Reason
 from kvtide.store.load.streamed import StreamedReport
 from kvtide.store.repack import UseStore
 from kvtide.wire import parse_object
-from kvtide.wire.frame import pack_frame
+from kvtide.wire.receiver import pack_frame
 from kvtide_lab.bench.shaped import ShapedProxy
 
 # A deadline that a base of six blocks comes by, over the slow link, and their refinements don't.

@@ -19,8 +19,7 @@ from tests.store.test_profiles import codec_ids_of
 from transformers import AutoModelForCausalLM
 
 from kvtide.codec import Profile
-from kvtide.codec.rotary import Rotary
-from kvtide.codec.rotary.families import FAMILIES
+from kvtide.codec.rotary import FAMILIES, Rotary
 from kvtide.codec.tide.grid import UNITS
 from kvtide.engines import read_profile
 from kvtide.engines.calibrate import TideCalibration, restored_kl, split_texts

@@ -27,8 +27,7 @@ from kvtide.engines.transformers.attention import (
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import RestoredRoom
 from kvtide.engines.transformers.selective import WEIGHED_TOKENS, Rest, SparsePrefix, SparseSettings
-from kvtide.importance import AllHeads, ProbeQuestion
-from kvtide.importance.probe import FirstHeads
+from kvtide.importance import AllHeads, FirstHeads, ProbeQuestion
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier

@@ -12,7 +12,7 @@ from tests.gpu.twin import needs_compiler
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
-from kvtide.codec.published.shared import ProfiledCodec
+from kvtide.codec.published.cachegen import ProfiledCodec
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtide.importance import Guard, NeighboursAgree, ProbeFinding
-from kvtide.importance.probe import HeadsAgree, jaccard, random_jaccard
+from kvtide.importance import Guard, HeadsAgree, NeighboursAgree, ProbeFinding, jaccard, random_jaccard
 
 PREFIX = 256
 LENGTHS = [256, 1024, 4096, 8192]

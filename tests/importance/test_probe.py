@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtide.importance import AllHeads, ProbeQuestion, top_tokens
-from kvtide.importance.probe import FirstHeads
+from kvtide.importance import AllHeads, FirstHeads, ProbeQuestion, top_tokens
 from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Random, Recency
 
 PREFIX = 64

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
-from kvtide.importance import UseRecord, record_id
-from kvtide.importance.score import HALF_LIFE_S, WRITERS_MAX, UseEntry
+from kvtide.importance import HALF_LIFE_S, WRITERS_MAX, UseEntry, UseRecord, record_id
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 KEY = BlockKey(bytes(range(32)))

@@ -20,7 +20,7 @@ from kvtide.server.quotas import Quota
 from kvtide.server.settings import ServerLimits
 from kvtide.server.uploads import Uploads
 from kvtide.testing.tier_suite import object_id
-from kvtide.wire.frame import pack_frame
+from kvtide.wire.receiver import pack_frame
 
 TOKENS = {name: f"{name}-{'0' * 32}" for name in ("search", "chat", "reader")}
 GRANTS = tuple(

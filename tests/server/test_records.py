@@ -19,7 +19,7 @@ from kvtide.server.regions.records import Records, WriteCondition
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.peer import HttpAnswer
 from kvtide.tier.http.records import records_clients
-from kvtide.wire.records import Record, RecordKind, RecordName
+from kvtide.wire.protocol import Record, RecordKind, RecordName
 
 SPACE = object_id(1).namespace
 NAME = RecordName(RecordKind.GENERATION, SPACE.hex())
@@ -97,7 +97,7 @@ def test_file_cut_off_anywhere_keeps_whole_lines(tmp_path: Path) -> None:
 def test_killed_writer_has_kept_what_it_acknowledged(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from kvtide.clock import SystemClock\n"
-        "from kvtide.server.regions.records import Records; from kvtide.wire.records import RecordKind, RecordName\n"
+        "from kvtide.server.regions.records import Records; from kvtide.wire.protocol import RecordKind, RecordName\n"
         "records = Records(Path(sys.argv[1]), SystemClock()); records.open()\n"
         "for n in range(1, 10**9):\n"
         "    records.write('', RecordName(RecordKind.GENERATION, 64 * 'a'), str(n)); print(n, flush=True)\n"

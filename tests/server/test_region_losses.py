@@ -14,7 +14,7 @@ from kvtide.clock import SystemClock
 from kvtide.server.regions import Records
 from kvtide.server.settings import ServerSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
-from kvtide.wire.records import RecordKind, RecordName
+from kvtide.wire.protocol import RecordKind, RecordName
 from kvtide_lab.bench.services import wait_until
 
 SPACE = object_id(1).namespace

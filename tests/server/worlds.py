@@ -16,7 +16,7 @@ from kvtide.server.settings import ServerSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.records import records_clients
 from kvtide.types import Namespace
-from kvtide.wire.records import RecordKind, RecordName
+from kvtide.wire.protocol import RecordKind, RecordName
 from kvtide_lab.bench.services import free_ports, wait_until
 
 

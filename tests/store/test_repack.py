@@ -13,8 +13,7 @@ from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.evict.policies import policy_named
-from kvtide.importance import record_id
-from kvtide.importance.probe import Floats
+from kvtide.importance import Floats, record_id
 from kvtide.index import RadixIndex
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.store.notes import USES_CODEC, write_note

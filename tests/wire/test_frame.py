@@ -14,7 +14,7 @@ from kvtide.errors import CorruptPayload
 from kvtide.testing import block_meta
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
-from kvtide.wire.frame import FRAME_HEADER_BYTES, pack_frame, parse_frame, parse_frame_header
+from kvtide.wire.receiver import FRAME_HEADER_BYTES, pack_frame, parse_frame, parse_frame_header
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "frame-1.kvf"
 LAYOUT = BlockLayout(layers=4, tokens=16, kv_heads=1, head_dim=2, dtype=KVDtype.FLOAT16)

@@ -21,8 +21,7 @@ from kvtide.errors import CorruptPayload
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_header, parse_object, receiver
-from kvtide.wire.frame import FRAME_HEADER_BYTES, pack_frame
-from kvtide.wire.receiver import OfferOutcome, Receiver, Usable
+from kvtide.wire.receiver import FRAME_HEADER_BYTES, OfferOutcome, Receiver, Usable, pack_frame
 
 LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=4, head_dim=16, dtype=KVDtype.BFLOAT16)
 CODECS: dict[str, Codec] = {

@@ -18,8 +18,7 @@ from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.generation import FirstToken
 from kvtide.engines.transformers.selective import Rest, SparseSettings
-from kvtide.importance import AllHeads
-from kvtide.importance.probe import FirstHeads, Selector
+from kvtide.importance import AllHeads, FirstHeads, Selector
 from kvtide_lab.bench.importance_prompts import (
     GuardRow,
     GuardSize,

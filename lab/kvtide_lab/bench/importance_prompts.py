@@ -15,7 +15,7 @@ import msgspec
 
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.selective import Rest, SparseSettings
-from kvtide.importance.probe import FirstHeads, HeadsAgree
+from kvtide.importance import FirstHeads, HeadsAgree
 from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix, Question
 from kvtide_lab.measuring import Show
 

@@ -25,7 +25,7 @@ from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import RestoredRoom
 from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
-from kvtide.importance.probe import Floats
+from kvtide.importance import Floats
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.store.repack import Repacker, UseStore
 from kvtide.tier import Tier

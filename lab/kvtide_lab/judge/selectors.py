@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtide.importance import Floats, ProbeQuestion
-from kvtide.importance.probe import Heads
+from kvtide.importance import Floats, Heads, ProbeQuestion
 
 
 class GroupHeads(Heads):

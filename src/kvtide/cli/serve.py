@@ -32,7 +32,7 @@ from kvtide.server.settings import (
 )
 from kvtide.tier.http.records import RecordsClient, backed_up, raise_generation, records_clients, restore
 from kvtide.tier.pool import Member, PoolServer, membership_of
-from kvtide.wire.records import Record, RecordKind, RecordName, record_name
+from kvtide.wire.protocol import Record, RecordKind, RecordName, record_name
 
 
 def serve(

@@ -32,13 +32,14 @@ from kvtide.wire.protocol import (
     PageRoute,
     PrefetchAnswer,
     PrefetchRoute,
+    RecordName,
+    RecordsRoute,
     TenantView,
     decisions,
     hint,
     parse_look_ups,
 )
 from kvtide.wire.protocol import Route as ProtocolRoute
-from kvtide.wire.records import RecordName, RecordsRoute
 
 _log = logging.getLogger(__name__)
 _View = TypeVar("_View", ObjectList, TenantView)

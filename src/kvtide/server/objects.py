@@ -47,12 +47,13 @@ from kvtide.wire.protocol import (
     REASON_HEADER,
     REMOVED_HEADER,
     PiecesAnswer,
+    RecordKind,
+    RecordName,
     etag,
     generation,
     is_tag_matched,
 )
 from kvtide.wire.ranges import ByteRange, multipart, parse_ranges
-from kvtide.wire.records import RecordKind, RecordName
 
 _REASON_CHARACTERS_MAX = 16
 _Result = TypeVar("_Result")

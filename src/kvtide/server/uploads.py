@@ -16,10 +16,9 @@ from kvtide.server.settings import ServerLimits
 from kvtide.tier.base import LentObject
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
-from kvtide.wire.frame import is_frame, parse_frame_header
 from kvtide.wire.protocol import etag
 from kvtide.wire.ranges import parse_ranges
-from kvtide.wire.receiver import OfferOutcome, Receiver
+from kvtide.wire.receiver import OfferOutcome, Receiver, is_frame, parse_frame_header
 
 
 class Upload:

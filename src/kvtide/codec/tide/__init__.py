@@ -1,11 +1,19 @@
 """The codec `tide-1` (docs/codec.md)."""
 
 from kvtide.codec.tide.codec import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
+from kvtide.codec.tide.coding import APART_TOKENS
 from kvtide.codec.tide.counts import TideCounts, finished_profile
-from kvtide.codec.tide.encoder import APART_TOKENS
-from kvtide.codec.tide.fit import COSTS, Moments, draft_profile, is_staged
+from kvtide.codec.tide.fit import (
+    COSTS,
+    AllRows,
+    Moments,
+    draft_profile,
+    is_staged,
+    joined_draft,
+    joint_power,
+    joint_stages,
+)
 from kvtide.codec.tide.grid import THIRD
-from kvtide.codec.tide.joint import AllRows, joined_draft, joint_power, joint_stages
 from kvtide.codec.tide.section import Steps
 
 __all__ = [

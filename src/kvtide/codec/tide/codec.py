@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.encoder import Fit, coded_tokens, encode_range
+from kvtide.codec.tide.coding import Fit, coded_tokens, decode_range, encode_range
 from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.law import LossLaw
 from kvtide.codec.tide.model import (
@@ -24,9 +24,9 @@ from kvtide.codec.tide.model import (
     QUALITY_MIN,
     TideModel,
     check_quality,
+    place_groups,
 )
 from kvtide.codec.tide.promise import Seen, check_decoded_error, check_promise, promise_of
-from kvtide.codec.tide.rows import decode_range, place_groups
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, StoredLayers, load_values, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind

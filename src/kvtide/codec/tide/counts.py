@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.encoder import first_apart, levels_of, list_section
-from kvtide.codec.tide.fit import COSTS
+from kvtide.codec.tide.coding import first_apart, levels_of, list_section
+from kvtide.codec.tide.fit import COSTS, rounded_tables, table_bytes, trellis_tables
 from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, TRELLIS_TABLES, part_sizes, top_tables
-from kvtide.codec.tide.model import TideModel
+from kvtide.codec.tide.model import TideModel, Trellis, first_trellis, make_trellis
 from kvtide.codec.tide.section import KeyRotation, Steps, StoredLayers
-from kvtide.codec.tide.tables import rounded_tables, table_bytes, trellis_tables
-from kvtide.codec.tide.trellis import Trellis, first_trellis, make_trellis
 
 # Steps that counts are taken at, in units around the mean scale: they fill the tables of all classes.
 _COUNT_UNITS = (-36, -24, -12, 0, 12, 24, 36)

@@ -6,27 +6,21 @@ counted (`counts`). Memory is bounded by the groups' covariances, whatever the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.codec.entropy import RansCoder, RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide.encoder import first_apart
-from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, UNITS
+from kvtide.codec.tide.coding import first_apart
+from kvtide.codec.tide.grid import CONTEXTS, STATE_CONTEXTS, STATE_DIGITS, STATE_TOPS, TABLES, THIRD, TOPS, UNITS
 from kvtide.codec.tide.section import KeyRotation, StoredLayers, load_values
-from kvtide.codec.tide.stages import (
-    Stages,
-    block_sizes,
-    choose_stages,
-    has_full_moments,
-    rounded_rows,
-    staged,
-)
-from kvtide.codec.tide.tables import rounded_tables, table_bytes
+from kvtide.group import ALL_ROWS
 
 
 class Cost(NamedTuple):
@@ -314,3 +308,255 @@ def _ordered(variance: NDArray[np.float64], by_value: NDArray[np.float64]) -> di
 def _units(scales: NDArray[np.float64]) -> NDArray[np.int16]:
     units: NDArray[np.int16] = np.rint(UNITS * np.log2(np.maximum(scales, 1e-6))).astype(np.int16)
     return units
+
+
+_Matrix = NDArray[np.float64]
+
+# A profile's bytes, and products a value, with which decoding has half of the speed that it has without a transform
+# (`kvtide-lab bench codec-width`).
+PROFILE_BYTES_MAX = 64_000_000
+PRODUCTS_MAX = 160
+BLOCK_VALUES_MAX = 128
+# A larger matrix does not stay in a core's own cache.
+MIXED_MAX = 512
+# Rows of every matrix that are kept at 16 bits, others at 8: those of large scales.
+FINE_SHARE = 1 / 8
+# Full second moments of all layers in float32; of wider models each block's own are taken, and nothing is mixed.
+MOMENTS_BYTES_MAX = 1 << 30
+# More products must save so much of the bits, counted at the step of a KL about 5e-3.
+_WORTH_BITS = 0.003
+_STEP_UNITS = -17
+_MIXED_STEP = 16
+# Layers that stages are chosen by.
+_SAMPLES = 3
+
+
+class Stages(NamedTuple):
+    """Values of a block, and components that are mixed."""
+
+    block: int
+    mixed: int
+
+
+class FirstStage(NamedTuple):
+    """The first half of a transform: (blocks, components, values), and the places of the strongest in all blocks.
+
+    scales: of all components where they stand.
+    """
+
+    bases: _Matrix
+    strongest: NDArray[np.int64]
+    scales: _Matrix
+
+
+def block_sizes(layout: BlockLayout) -> list[int]:
+    """Return the sizes that blocks may have, the largest first: even parts of a head, so long as there are any."""
+    sizes = [n for n in range(2, min(layout.head_dim, BLOCK_VALUES_MAX) + 1, 2) if layout.head_dim % n == 0]
+    largest = max(sizes, default=0)
+    return [n for n in reversed(sizes) if 2 * n >= largest]
+
+
+def has_full_moments(layout: BlockLayout) -> bool:
+    """Tell whether second moments of all values of each layer are small enough to be taken."""
+    values = 2 * layout.kv_heads * layout.head_dim
+    return 4 * layout.layers * values**2 <= MOMENTS_BYTES_MAX
+
+
+def choose_stages(layout: BlockLayout, covariance: Callable[[int], _Matrix]) -> Stages:
+    """Return the stages with the fewest products among those with nearly the fewest bits, by a few layers' moments.
+
+    covariance: of a layer's weighted values.
+    """
+    values = 2 * layout.kv_heads * layout.head_dim
+    layers = sorted({0, layout.layers // 2, layout.layers - 1})[:_SAMPLES]
+    found: list[tuple[float, float, Stages]] = []
+    for block in block_sizes(layout):
+        most = _mixed_max(layout.layers, values, block)
+        counts = sorted({round(most * share / _MIXED_STEP) * _MIXED_STEP for share in (0, 0.25, 0.5, 0.75, 1)})
+        bits = np.zeros(len(counts))
+        for layer in layers:
+            square = covariance(layer)
+            stage = first_stage(square, Stages(block, 0))
+            between = _between_components(square, stage.bases)
+            bits += [_bits(between, stage.scales, count) for count in counts]
+        found += [(block + n**2 / values, float(each), Stages(block, n)) for n, each in zip(counts, bits, strict=True)]
+    least = min(bits for _, bits, _ in found)
+    return min(each for each in found if each[1] <= least * (1 + _WORTH_BITS))[2]
+
+
+def _mixed_max(layers: int, values: int, block: int) -> int:
+    by_products = (max(PRODUCTS_MAX - block, 0) * values) ** 0.5
+    left = PROFILE_BYTES_MAX / layers - values * (block * (1 + FINE_SHARE) + 8)
+    by_bytes = (max(left, 0) / (1 + FINE_SHARE)) ** 0.5
+    return int(min(by_products, by_bytes, values / 2, MIXED_MAX) / _MIXED_STEP) * _MIXED_STEP
+
+
+def first_stage(square: _Matrix, stages: Stages) -> FirstStage:
+    """Return the principal components of each block of weighted values with these second moments."""
+    block, scales, bases = stages.block, [], []
+    for start in range(0, len(square), block):
+        powers, basis = np.linalg.eigh(square[start : start + block, start : start + block])
+        scales.append(np.sqrt(np.maximum(powers[::-1], 1e-12)))
+        bases.append(basis.T[::-1])
+    flat = np.concatenate(scales)
+    return FirstStage(np.stack(bases), np.argsort(-flat, kind="stable")[: stages.mixed], flat)
+
+
+def _between_components(square: _Matrix, bases: _Matrix) -> _Matrix:
+    """Return the second moments of all blocks' components."""
+    count, block, _ = bases.shape
+    rows = bases @ square.reshape(count, block, -1)
+    found = bases @ rows.reshape(len(square), count, block).transpose(1, 2, 0)
+    return found.reshape(square.shape)
+
+
+def _bits(between: _Matrix, scales: _Matrix, mixed: int) -> float:
+    strongest = np.argsort(-scales, kind="stable")[:mixed]
+    powers = np.linalg.eigvalsh(between[np.ix_(strongest, strongest)]) if mixed else np.empty(0)
+    rest = np.delete(scales, strongest) ** 2
+    least = 2.0 ** (2 * _STEP_UNITS / UNITS) / 12
+    return float(0.5 * np.log2(np.maximum(np.concatenate([powers, rest]), least) / least).sum())
+
+
+def staged(groups: Iterable[_Matrix], stages: Stages, units: Callable[[_Matrix], NDArray[np.int16]]) -> dict[str, Any]:
+    """Return a profile's arrays of transforms in two stages. groups: each one's second moments of weighted values."""
+    found: dict[str, list[NDArray[Any]]] = {}
+    for square in groups:
+        stage = first_stage(square, stages)
+        between = _between_components(square, stage.bases)
+        powers, mix = np.linalg.eigh(between[np.ix_(stage.strongest, stage.strongest)])
+        places = np.concatenate([np.arange(len(mix)) + len(square), np.delete(np.arange(len(square)), stage.strongest)])
+        scales = np.sqrt(np.maximum(powers[::-1], 1e-12)).tolist()
+        scale = units(np.append(scales, np.delete(stage.scales, stage.strongest)))
+        order = np.argsort(-scale, kind="stable")
+        parts = {"scale": scale[order], "place": places[order].astype(np.uint16)}
+        parts["mixed"] = stage.strongest.astype(np.uint16)
+        parts |= {f"mix_{name}": array for name, array in rounded_rows(mix.T[::-1]).items()}
+        blocks = [rounded_rows(basis) for basis in stage.bases]
+        parts |= {f"block_{name}": np.stack([each[name] for each in blocks]) for name in blocks[0]}
+        for name, array in parts.items():
+            found.setdefault(name, []).append(array)
+    return {name: np.stack(arrays) for name, arrays in found.items()}
+
+
+def rounded_rows(rows: _Matrix, fine: int | None = None) -> dict[str, NDArray[Any]]:
+    """Return rows as whole numbers of a unit each, the first `fine` at 16 bits, the rest at 8; None for FINE_SHARE."""
+    fine = round(FINE_SHARE * len(rows)) if fine is None else fine
+    peaks = np.abs(rows).max(axis=1, initial=1e-9)
+    unit = (peaks / np.where(np.arange(len(rows)) < fine, 32767, 127)).astype(np.float32)
+    whole = np.rint(rows / unit[:, None])
+    coarse = np.clip(whole[fine:], -127, 127).astype(np.int8)
+    # One byte each; profiles have no signed bytes.
+    return {"fine": whole[:fine].astype(np.int16), "coarse": coarse.view(np.uint8), "unit": unit}
+
+
+Arrays = Mapping[str, NDArray[Any]]
+# What a profile says of each layer; the rest it says of all, but for `rotary` and `span`, and the name of a group.
+_BY_LAYER = ("mean", "weight", "even_weight", "octaves", "scale", "order", "fine", "coarse", "unit", "place", "mixed")
+_PREFIXES = ("", "mix_", "block_")
+
+
+class AllRows(NamedTuple):
+    """Rows of one shape in all groups of a model: the layout of a block of all, and each group's layers in it."""
+
+    layout: BlockLayout
+    places: tuple[tuple[int, ...], ...]
+    rotary: Rotary | None
+
+
+def joint_power(groups: Sequence[tuple[BlockLayout, Arrays]]) -> float:
+    """Return the power of all values of a model of several groups, by which `draft_profile` scales each one's alike.
+
+    groups: layout and moments of each. ValueError without moments.
+    """
+    values = [layout.layers * layout.kv_heads * layout.head_dim for layout, _ in groups]
+    powers = [weighted_power(*each) for each in groups]
+    return float(np.average(powers, weights=values))
+
+
+def joint_stages(
+    rows: AllRows, cost_name: str, groups: Sequence[tuple[BlockLayout, Arrays]], power: float | None
+) -> Stages | None:
+    """Return the stages of all groups' transforms, chosen by all layers, which share a profile; None for one stage.
+
+    power: `joint_power`, None for a lone group's own.
+    """
+    if not all(is_staged(COSTS[cost_name], layout) for layout, _ in groups):
+        return None
+    homes = {place: (group, layer) for group, mine in enumerate(rows.places) for layer, place in enumerate(mine)}
+    moments = [weighted_moments(*each, power) for each in groups]
+
+    def weighted(place: int) -> NDArray[np.float64]:
+        group, layer = homes[place]
+        return moments[group](layer)
+
+    has_all = all(each["square"].ndim == 3 for _, each in groups)
+    return stages_for(rows.layout, has_all, weighted)
+
+
+def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
+    """Return one draft of all layers, of the group ALL_ROWS; None if transforms span layers, which groups part.
+
+    drafts: of each group, with `joint_power` and `joint_stages`.
+    """
+    if any(int(each.arrays["span"][0]) != 1 for each in drafts):
+        return None
+    parts = [dict(each.arrays) for each in drafts]
+    if any("octaves" in each for each in parts):
+        parts = [each if "octaves" in each else _in_line(each) for each in parts]
+    order = np.argsort([place for places in rows.places for place in places])
+    names = {f"{prefix}{name}" for prefix in _PREFIXES for name in _BY_LAYER}
+    joined = {name: np.concatenate([each[name] for each in parts])[order] for name in parts[0] if name in names}
+    layers = rows.layout.layers
+    shared: dict[str, NDArray[Any]] = {
+        "span": np.array([1, section_layers(layers, 1)], dtype=np.uint32),
+        "rotary": np.frombuffer(rows.rotary.to_bytes() if rows.rotary else b"", dtype=np.uint8),
+        "group": np.frombuffer(ALL_ROWS.encode(), dtype=np.uint8),
+    }
+    rest = {name: array for name, array in parts[0].items() if name not in names}
+    return Profile.parse(replace(drafts[0], layers=layers, arrays=rest | joined | shared).to_bytes())
+
+
+def _in_line(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return a group's arrays as where channels are out of line, of which it has none."""
+    weight = arrays.pop("weight")
+    return arrays | {"even_weight": weight, "octaves": np.zeros(weight.shape, dtype=np.int16)}
+
+
+_COUNT_MAX = 1 << 40
+
+
+def rounded_tables(symbols: NDArray[Any]) -> NDArray[np.uint16]:
+    """Return the frequencies of rounded levels' tables, or those of thirds."""
+    counts = symbols.astype(np.float64)
+    tops, digits = _leaning(counts[:TOPS]), _leaning(counts[TOPS:].reshape(-1, CONTEXTS, 32))
+    return _frequencies(tops, digits)
+
+
+def trellis_tables(symbols: NDArray[np.float64]) -> NDArray[np.uint16]:
+    """Return the frequencies of all tables of levels along a trellis."""
+    thirds, tops, digits = np.split(symbols, [STATE_TOPS, STATE_DIGITS])
+    by_quantiser = [_leaning(each) for each in np.split(tops, 2)]
+    by_context = [_leaning(each.reshape(-1, STATE_CONTEXTS, 32)) for each in np.split(digits, 2)]
+    states = _frequencies(np.concatenate(by_quantiser), np.concatenate(by_context))
+    return np.concatenate([rounded_tables(thirds), states])
+
+
+def table_bytes(frequencies: NDArray[np.uint16]) -> NDArray[np.uint8]:
+    """Return tables as profiles have them."""
+    return np.frombuffer(RansTables(frequencies).to_bytes(), dtype=np.uint8)
+
+
+def _frequencies(tops: NDArray[np.float64], digits: NDArray[np.float64]) -> NDArray[np.uint16]:
+    digits = digits + np.where(np.arange(32) < 3, 1.0, 0.0)
+    whole = np.rint(64 * np.concatenate([(tops + 0.02).reshape(-1, 32), digits.reshape(-1, 32)]))
+    return RansCoder().build(np.minimum(whole, float(_COUNT_MAX)).astype(np.uint64)).frequencies
+
+
+def _leaning(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return counts with a few of the classes beside each, more where a class saw little."""
+    total = counts.sum(axis=-1, keepdims=True) + 1
+    shares = counts / total
+    beside = (np.roll(shares, 1, axis=0) + np.roll(shares, -1, axis=0)) / 2
+    leaning: NDArray[np.float64] = counts + beside * np.minimum(50.0, 2000.0 / total)
+    return leaning

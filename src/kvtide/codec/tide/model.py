@@ -6,23 +6,38 @@ Immutable, but matrices are built when they are first used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockMeta
-from kvtide.codec.entropy import RansCoder, RansTables
+from kvtide.codec.entropy import SYMBOLS, RansCoder, RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, Units
+from kvtide.codec.tide.grid import (
+    CLASS_UNITS,
+    STATE_DIGITS,
+    STATE_TOPS,
+    TABLES,
+    THIRD,
+    TOP_CENTRE,
+    TOP_UNITS_MIN,
+    TOPS,
+    TOPS_TWIN,
+    TRELLIS_TABLES,
+    UNITS,
+    Plane,
+    Units,
+    entering,
+    planes,
+)
 from kvtide.codec.tide.law import read_law_table
 from kvtide.codec.tide.section import KeyRotation, Octaves, Steps
-from kvtide.codec.tide.stages import check_places, whole_rows
-from kvtide.codec.tide.trellis import Trellis, read_trellis
 from kvtide.errors import CorruptPayload
 
 _Made = TypeVar("_Made")
@@ -337,8 +352,173 @@ def _staged(arrays: Mapping[str, NDArray[Any]], extent: tuple[int, int], head_di
     return found | {"place": places, "mixed": chosen}
 
 
+def whole_rows(arrays: Mapping[str, NDArray[Any]], prefix: str, one: int) -> NDArray[np.int16]:
+    """Return rounded rows, or those of many blocks, in units of 1 / one."""
+    fine, coarse, unit = (arrays[f"{prefix}{name}"] for name in ("fine", "coarse", "unit"))
+    rows = np.concatenate([fine.astype(np.float64), coarse.view(np.int8).astype(np.float64)], axis=-2)
+    return np.clip(np.rint(rows * unit.astype(np.float64)[..., None] * one), -32767, 32767).astype(np.int16)
+
+
+def check_places(places: Sequence[int], mixed: Sequence[int], values: int) -> bool:
+    """Tell whether places are those of a transform in two stages: each component stands at one, or is mixed."""
+    inner = [place for place in places if place >= values]
+    outer = {place for place in places if place < values}
+    is_once = len(outer) + len(inner) == len(places) and len(set(mixed)) == len(mixed)
+    return is_once and inner == list(range(values, values + len(mixed))) and outer.isdisjoint(mixed)
+
+
 def _shaped(arrays: Mapping[str, NDArray[Any]], name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     found = arrays[name]
     if found.shape != shape:
         raise CorruptPayload(f"the profile's array {name!r} has shape {found.shape}, expected {shape}")
     return found
+
+
+class Place(NamedTuple):
+    """The rows [start, stop) of one group."""
+
+    group: Group
+    start: int
+    stop: int
+
+    def by_column(self, each: NDArray[Any], columns: int, fill: int = 0) -> NDArray[Any]:
+        """Return what belongs to each of the group's rows by column of a projection.
+
+        Columns are the rows, or else the group's values; then those that are not coded get `fill`.
+        """
+        if not self.group.order.size:
+            return each
+        found = np.full(columns, fill, dtype=each.dtype)
+        found[self.group.order[: len(each)]] = each
+        return found
+
+
+class Restored(NamedTuple):
+    """Rows [start, stop) of some layers that go back to values at once, and how values follow from them.
+
+    As the native kernel takes it: a matrix of `shape` in panels, or the value that each row is; and its other stage.
+    """
+
+    layers: slice
+    start: int
+    stop: int
+    panels: NDArray[np.int16]
+    shape: tuple[int, int]
+    order: NDArray[np.uint16]
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRows:
+    """The place of each group's components, and the scale of each row."""
+
+    places: list[Place]
+    scales: Units
+    # By base step and refinement: blocks of one store ask for the same again and again.
+    _planes: dict[tuple[int, int], list[Plane]] = field(default_factory=dict)
+    _restored: list[Restored] = field(default_factory=list)
+
+    def planes(self, base_units: int, refinement: int) -> list[Plane]:
+        """Return what a section holds of these rows, coarsest first."""
+        key = (base_units, refinement)
+        if key not in self._planes:
+            self._planes[key] = planes(self.scales, base_units, refinement)
+        return self._planes[key]
+
+    def restored(self) -> list[Restored]:
+        """Return what goes back to values: group by group, or all at once where components are values."""
+        if not self._restored:
+            self._restored.extend(_restored(self.places))
+        return self._restored
+
+
+def _restored(places: Sequence[Place]) -> list[Restored]:
+    count, values = len(places), places[0].group.shape[1]
+    if places[0].group.order.size and count * values <= np.iinfo(np.uint16).max + 1:
+        orders = [group.order[: stop - start] + i * values for i, (group, start, stop) in enumerate(places)]
+        layers = slice(places[0].group.layer_start, places[-1].group.layer_stop)
+        rows, order = places[-1].stop, np.concatenate(orders).astype(np.uint16)
+        return [Restored(layers, 0, rows, places[0].group.to_values, (rows, count * values), order, NO_STAGE)]
+    return [_restored_group(*place) for place in places]
+
+
+def _restored_group(group: Group, start: int, stop: int) -> Restored:
+    layers, stage = slice(group.layer_start, group.layer_stop), group.stage(stop - start, is_back=True)
+    return Restored(layers, start, stop, group.to_values, group.matrix_shape, group.order, stage)
+
+
+def place_groups(model: TideModel, layer_start: int, units: int) -> RangeRows:
+    """Return the rows of all components of a section's layers that are coded at a step."""
+    return model.remembered(("rows", layer_start, units), lambda: _placed(model.groups_of(layer_start), units))
+
+
+def _placed(groups: Sequence[Group], units: int) -> RangeRows:
+    places, start = [], 0
+    for group in groups:
+        stop = start + entering(group.scales, units)
+        places.append(Place(group, start, stop))
+        start = stop
+    return RangeRows(places, np.concatenate([group.scales[: stop - start] for group, start, stop in places]))
+
+
+_SIXTEENTHS_OF_HALF = 8
+# What a bit is worth, in half steps squared. Least error at equal bits takes .35, 2 ln 2 times the error at many bits;
+# the model minds zeros in weak components more than their error says, and loses least at .1 to .2 (docs/codec.md).
+_PRICE = 0.12 * _SIXTEENTHS_OF_HALF**2
+_PRICED_LEVELS, _RATE_MAX = 16, 1000
+_TOTAL = 4096
+# Bits that a magnitude costs which has no symbol.
+_ESCAPE_BITS = 16
+
+_Prices = NDArray[np.int16]
+
+
+class Trellis(NamedTuple):
+    """The part of a profile that belongs to levels along a trellis.
+
+    tables: of thirds, then of levels by state. curve: as a profile's. rates: what the path's search takes of a class,
+    quantiser and magnitude, (TOPS, 32).
+    """
+
+    tables: RansTables
+    curve: NDArray[np.float32]
+    rates: _Prices
+
+
+def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32]) -> Trellis:
+    """Return a trellis of these tables, (TRELLIS_TABLES, 32)."""
+    return Trellis(RansTables(frequencies), curve, _rates(frequencies))
+
+
+def read_trellis(arrays: Mapping[str, NDArray[Any]]) -> Trellis | None:
+    """Return what a profile says of a trellis, None if nothing. CorruptPayload for arrays that are none; KeyError."""
+    if "trellis_tables" not in arrays:
+        return None
+    parsed = RansCoder().parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES)
+    return make_trellis(parsed.frequencies, arrays["trellis_curve"].astype(np.float32))
+
+
+def first_trellis() -> Trellis:
+    """Return a trellis for Laplace-distributed values of each class' scale, to begin a fit with."""
+    scales = np.exp2((TOP_UNITS_MIN + CLASS_UNITS * (np.arange(TOPS) + 0.5)) / UNITS)
+    counts = np.ones((TRELLIS_TABLES, SYMBOLS))
+    levels = np.arange(TOP_CENTRE + 1)
+    for quantiser in (0, 1):
+        upper = np.maximum(levels + 0.5 * (1 - quantiser), 0.25 + 0.25 * (1 - quantiser))
+        below = np.exp(-np.sqrt(2) * upper / scales[:, None])
+        shares = np.concatenate([1 - below[:, :1], -np.diff(below, axis=1) / 2], axis=1)
+        here = counts[STATE_TOPS + quantiser * TOPS_TWIN :][:TOPS]
+        here[:, TOP_CENTRE - levels] = here[:, TOP_CENTRE + levels] = 1 + 1e6 * shares
+    whole = RansCoder().build(counts.astype(np.uint64)).frequencies
+    return make_trellis(whole, np.empty((0, 3), dtype=np.float32))
+
+
+def _rates(frequencies: NDArray[np.uint16]) -> _Prices:
+    tops = frequencies[STATE_TOPS:STATE_DIGITS].astype(np.float64)
+    levels = np.arange(1, _PRICED_LEVELS)
+    either = np.maximum(tops[:, TOP_CENTRE + levels] + tops[:, TOP_CENTRE - levels], 0.5) / 2
+    zero = np.maximum(tops[:, TOP_CENTRE, None], 0.5)
+    bits = np.log2(_TOTAL) - np.log2(np.concatenate([zero, either], axis=1))
+    bits[:, -1] = np.minimum(bits[:, -1], _ESCAPE_BITS - np.log2(np.maximum(tops[:, -1], 0.5) / _TOTAL))
+    whole = np.clip(np.rint(_PRICE * bits), 0, _RATE_MAX).astype(np.int16)
+    return np.ascontiguousarray(np.concatenate([whole[:TOPS_TWIN], whole[TOPS_TWIN:]], axis=1))

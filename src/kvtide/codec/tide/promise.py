@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.codec.tide.grid import UNITS, Units
-from kvtide.codec.tide.model import SIXTEENTHS
-from kvtide.codec.tide.rows import Place
+from kvtide.codec.tide.model import SIXTEENTHS, Place
 from kvtide.errors import UnencodableBlock
 
 # Errors of components of half a step and more follow from the step, those of smaller ones are their own variance, which

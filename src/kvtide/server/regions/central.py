@@ -20,8 +20,7 @@ from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.regions.records import Records
 from kvtide.tier import LastingFault, Repeater
 from kvtide.tier.http.records import RecordsClient, backed_up, raise_to
-from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER, staleness_s
-from kvtide.wire.records import Record, RecordName
+from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER, Record, RecordName, staleness_s
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -23,7 +23,7 @@ from kvtide.clock import Clock
 from kvtide.errors import RequestRefused
 from kvtide.tier.files import Files
 from kvtide.types import Namespace
-from kvtide.wire.records import CHANGES_MAX, Record, RecordKind, RecordList, RecordName
+from kvtide.wire.protocol import CHANGES_MAX, Record, RecordKind, RecordList, RecordName
 
 _log = logging.getLogger(__name__)
 

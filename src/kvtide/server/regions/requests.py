@@ -21,8 +21,17 @@ from kvtide.server.regions.records import Records, WriteCondition
 from kvtide.server.settings import ServerLimits
 from kvtide.tier.files import Files
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
-from kvtide.wire.protocol import AS_OF_HEADER, FORCE_HEADER, is_tag_matched
-from kvtide.wire.records import RECORD_BYTES_MAX, Record, RecordKind, RecordName, RecordsRoute, checked_value
+from kvtide.wire.protocol import (
+    AS_OF_HEADER,
+    FORCE_HEADER,
+    RECORD_BYTES_MAX,
+    Record,
+    RecordKind,
+    RecordName,
+    RecordsRoute,
+    checked_value,
+    is_tag_matched,
+)
 
 PENDING_MAX = 1 << 18
 # The file is written again when it has more records than this: 73 bytes each.

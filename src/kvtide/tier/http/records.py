@@ -15,8 +15,17 @@ from kvtide.tier.base import POOL_SCHEMES
 from kvtide.tier.http.peer import Call, Headers, HttpAnswer, Patience, Peer, PeerSettings, servers_of
 from kvtide.tier.http.tier import OPERATION_S_MAX
 from kvtide.tier.pool import server_urls
-from kvtide.wire.protocol import FORCE_HEADER, TENANT_HEADER
-from kvtide.wire.records import Record, RecordKind, RecordList, RecordName, checked_value, record_name, record_target
+from kvtide.wire.protocol import (
+    FORCE_HEADER,
+    TENANT_HEADER,
+    Record,
+    RecordKind,
+    RecordList,
+    RecordName,
+    checked_value,
+    record_name,
+    record_target,
+)
 
 __all__ = ["RecordsClient", "backed_up", "raise_generation", "raise_to", "records_clients", "restore"]
 

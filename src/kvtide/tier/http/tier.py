@@ -38,7 +38,6 @@ from kvtide.tier.http.peer import (
 from kvtide.tier.source import read_from_any
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire import StoredObject, parse_object
-from kvtide.wire.frame import FRAME_HEADER_BYTES, frame_header
 from kvtide.wire.protocol import (
     DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
@@ -53,6 +52,7 @@ from kvtide.wire.protocol import (
     hint_headers,
 )
 from kvtide.wire.ranges import PART_HEAD_BYTES_MAX, ByteRange, parse_parts, ranges_header
+from kvtide.wire.receiver import FRAME_HEADER_BYTES, frame_header
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

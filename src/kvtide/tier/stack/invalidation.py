@@ -22,7 +22,7 @@ from kvtide.tier.files import Files
 from kvtide.tier.http.records import RecordsClient
 from kvtide.tier.stack.generations import Generations
 from kvtide.types import Namespace, ObjectId
-from kvtide.wire.records import RecordKind
+from kvtide.wire.protocol import RecordKind
 
 _log = logging.getLogger(__name__)
 

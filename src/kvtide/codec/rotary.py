@@ -1,17 +1,175 @@
-"""The rotated dims of a model's keys by its config, and their speeds, for every way that models stretch RoPE.
+"""Takes keys back to before their rotary position embedding, and forth again.
 
-Frequencies are computed in float64 and rounded once, so that every machine has the same float32 numbers.
+A key alone hardly changes from token to token, a rotated one does with its position: codecs want the former. Whatever
+the frequencies are, turning forth undoes turning back: a model that rotates otherwise than its config says costs
+bytes, not correctness.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvtide import _native
+from kvtide.block import HEAD_DIM_MAX, LAYERS_MAX, KVDtype
+from kvtide.errors import CorruptPayload
+
+KINDS_MAX = 64
+# Bit patterns, as in a block.
+BitRows = NDArray[np.uint16] | NDArray[np.uint32]
+
+_VERSION = 1
+# version, pairs, dim_start, dim_stop, kinds, layers
+_HEADER = struct.Struct("<BBHHHH")
+
+
+class RotaryTables(NamedTuple):
+    """Cosine and sine of each token's and each pair's angle, both times the keys' scale: (tokens, pairs).
+
+    They turn a pair (a, b) into (a cos - b sin, b cos + a sin).
+    """
+
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A model's rotation of the keys that it caches: dims `[dim_start, dim_stop)` of each head, in pairs.
+
+    kinds: frequencies that layers may have. layer_kinds: which of them each layer has; none if all have the first.
+    ValueError if these don't fit each other.
+    """
+
+    pairs: Pairs
+    dim_start: int
+    dim_stop: int
+    kinds: tuple[Frequencies, ...]
+    layer_kinds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dim_start < self.dim_stop <= HEAD_DIM_MAX or (self.dim_stop - self.dim_start) % 2:
+            raise ValueError(f"rotated dims must be pairs in a head, got {self.dim_start} to {self.dim_stop}")
+        if not 1 <= len(self.kinds) <= KINDS_MAX or len(self.layer_kinds) > LAYERS_MAX:
+            raise ValueError(f"expected 1 to {KINDS_MAX} kinds and at most {LAYERS_MAX} layers")
+        for kind in self.kinds:
+            is_finite = all(map(math.isfinite, (*kind.values, kind.scale)))
+            if len(kind.values) != self.pair_count or not is_finite or kind.scale <= 0:
+                raise ValueError(f"expected {self.pair_count} finite frequencies and a positive scale, got {kind}")
+        if not all(0 <= kind < len(self.kinds) for kind in self.layer_kinds):
+            raise ValueError(f"layers may be of {len(self.kinds)} kinds, got {self.layer_kinds}")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], chosen: Sequence[int] = ()) -> Rotary | None:
+        """Return what a model's config says of its cached keys, None if they are not rotated.
+
+        chosen: the layers that count, numbered from 0 in what is returned; none for all. config: as `config.json` or
+        transformers' `to_dict()` has it. Of a model with latent attention the cached row is the latent, then the
+        rotated part. ValueError with the reason for what is not supported.
+        """
+        found = rope_of_config(config, chosen)
+        return None if found is None else cls(*found)
+
+    @property
+    def pair_count(self) -> int:
+        """Return the number of pairs of dims in a head that turn."""
+        return (self.dim_stop - self.dim_start) // 2
+
+    def frequencies(self, layer: int) -> Frequencies:
+        """Return a layer's frequencies. ValueError for a layer that the model does not have."""
+        if not self.layer_kinds:
+            return self.kinds[0]
+        if not 0 <= layer < len(self.layer_kinds):
+            raise ValueError(f"layer must be from 0 to {len(self.layer_kinds) - 1}, got {layer}")
+        return self.kinds[self.layer_kinds[layer]]
+
+    def tables(self, start: int, tokens: int, layer: int = 0) -> RotaryTables:
+        """Return the tables of the tokens at positions `[start, start + tokens)`.
+
+        Angles are float32 products, as models compute them.
+        """
+        scale = self.frequencies(layer).scale
+        return self._tables(start, tokens, layer, scale, scale)
+
+    def inverse_tables(self, start: int, tokens: int, layer: int = 0) -> RotaryTables:
+        """Return the tables that turn keys back to where those of `tables` found them."""
+        scale = 1 / self.frequencies(layer).scale
+        return self._tables(start, tokens, layer, scale, -scale)
+
+    def _tables(self, start: int, tokens: int, layer: int, cos_scale: float, sin_scale: float) -> RotaryTables:
+        if start < 0 or tokens < 0:
+            raise ValueError(f"expected positions from 0 on, got {tokens} from {start}")
+        positions = np.arange(start, start + tokens, dtype=np.int64).astype(np.float32)
+        frequencies = np.array(self.frequencies(layer).values, dtype=np.float32)
+        angles = (positions[:, None] * frequencies).astype(np.float64)
+        cos, sin = np.cos(angles) * cos_scale, np.sin(angles) * sin_scale
+        return RotaryTables(cos.astype(np.float32), sin.astype(np.float32))
+
+    def load(self, keys: BitRows, dtype: KVDtype, tables: RotaryTables) -> NDArray[np.float32]:
+        """Return keys as float32, turned by `tables`: by `inverse_tables`, they are as before RoPE.
+
+        keys: (tokens, kv_heads, head_dim), bit patterns of `dtype`, contiguous: K of one layer of a block.
+        """
+        self._check_head(keys)
+        out = np.empty(keys.shape, dtype=np.float32)
+        _native.rope_load(keys.reshape(-1).view(np.uint8), dtype.code, self.dim_start, self.neighbours, *tables, out)
+        return out
+
+    def store(self, keys: NDArray[np.float32], dtype: KVDtype, tables: RotaryTables, out: BitRows) -> None:
+        """Write float32 keys, turned by `tables`, as bit patterns of `dtype`, rounded to nearest even.
+
+        keys and out: (tokens, kv_heads, head_dim), contiguous.
+        """
+        self._check_head(keys)
+        if not out.flags.c_contiguous:
+            raise ValueError("keys must be written to a contiguous array")
+        target = out.reshape(-1).view(np.uint8)
+        _native.rope_store(keys, self.dim_start, self.neighbours, *tables, dtype.code, target)
+
+    @property
+    def neighbours(self) -> bool:
+        """Tell whether the dims of a pair stand side by side."""
+        return self.pairs is Pairs.NEIGHBOURS
+
+    def _check_head(self, keys: NDArray[Any]) -> None:
+        if keys.ndim != 3 or keys.shape[2] < self.dim_stop or not keys.flags.c_contiguous:
+            raise ValueError(f"keys must be (tokens, kv_heads, {self.dim_stop} or more), contiguous, got {keys.shape}")
+
+    def to_bytes(self) -> bytes:
+        """Return the form that `parse` reads (docs/format.md)."""
+        dims = (self.dim_start, self.dim_stop)
+        parts = [_HEADER.pack(_VERSION, self.pairs, *dims, len(self.kinds), len(self.layer_kinds))]
+        parts.append(bytes(self.layer_kinds))
+        for values, scale, steady_tokens in self.kinds:
+            parts.append(struct.pack(f"<If{len(values)}f", steady_tokens, scale, *values))
+        return b"".join(parts)
+
+    @classmethod
+    def parse(cls, data: bytes | memoryview) -> Rotary:
+        """Return what `to_bytes` wrote. CorruptPayload for anything else."""
+        if len(data) < _HEADER.size:
+            raise CorruptPayload(f"rotary parameters have at least {_HEADER.size} bytes, got {len(data)}")
+        version, pairs, dim_start, dim_stop, kind_count, layers = _HEADER.unpack_from(data)
+        kind = struct.Struct(f"<If{max(0, dim_stop - dim_start) // 2}f")
+        kinds_start = _HEADER.size + layers
+        if version != _VERSION or len(data) != kinds_start + kind_count * kind.size:
+            raise CorruptPayload(f"{len(data)} bytes are not rotary parameters of version {_VERSION}")
+        kinds = []
+        for offset in range(kinds_start, len(data), kind.size):
+            steady_tokens, scale, *values = kind.unpack_from(data, offset)
+            kinds.append(Frequencies(tuple(values), scale, steady_tokens))
+        try:
+            return cls(Pairs(pairs), dim_start, dim_stop, tuple(kinds), tuple(data[_HEADER.size : kinds_start]))
+        except ValueError as error:
+            raise CorruptPayload(f"rotary parameters: {error}") from error
+
 
 RopeParameters = Mapping[str, Any]
 _Floats = NDArray[np.float64]
