@@ -18,19 +18,19 @@ class Codec(Protocol):
 
     @property
     def codec_id(self) -> str:
-        """Return the name and format version that objects carry, at most 16 ASCII characters."""
+        """Name and format version that objects carry, at most 16 ASCII characters."""
 
     @property
     def is_lossless(self) -> bool:
-        """Tell whether decoding gives back every bit."""
+        """Decoding gives back every bit."""
 
     @property
     def quality(self) -> float:
-        """Return the KL divergence of the next token, in nats, that blocks are encoded for; 0 for lossless codecs."""
+        """KL divergence of the next token, in nats, that blocks are encoded for; 0 for lossless codecs."""
 
     @property
     def profile(self) -> bytes | None:
-        """Return the digest of the profile that decoding needs, None if it needs none."""
+        """Digest of the profile that decoding needs, None if it needs none."""
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
         """Return a bound on the memory that encoding takes besides the block and the result."""
@@ -56,10 +56,7 @@ class EmbeddedCodec(Codec, Protocol):
     """A codec whose objects can be read without some of their sections, at a quality that it knows."""
 
     def quality_of(self, sections: Sequence[Section]) -> float:
-        """Return the quality of a block that is decoded from these sections: that of its worst layers.
-
-        CorruptPayload if they can't be decoded.
-        """
+        """Return the quality of a block decoded from these: that of its worst layers. CorruptPayload if it can't be."""
 
     def quality_without(self, quality: float, refinements: int) -> float:
         """Return the quality of a block that was encoded at `quality` without so many of its last refinements."""
@@ -78,7 +75,7 @@ class LevelledCodec(Codec, Protocol):
 
     @property
     def coarser(self) -> Sequence[Codec]:
-        """Return the coarser levels, the next one first."""
+        """The coarser levels, the next one first."""
 
 
 @runtime_checkable
@@ -97,10 +94,7 @@ class LayeredCodec(Codec, Protocol):
     """A codec whose objects have one section for each layer, which is decoded without the others."""
 
     def decode_layer(self, layout: BlockLayout, section: Section) -> BlockBits:
-        """Return a layer, (2, tokens, kv_heads, head_dim), which may be a view of the section.
-
-        CorruptPayload if it is none.
-        """
+        """Return a layer, (2, tokens, kv_heads, head_dim), or a view of the section. CorruptPayload if it is none."""
 
 
 def layer_views(bits: BlockBits) -> Iterator[NDArray[np.uint8]]:

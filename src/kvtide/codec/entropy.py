@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,8 @@ __all__ = [
     "RansTables",
     "Runs",
     "Streams",
-    "check_counts",
     "count_values",
+    "rans_paths",
 ]
 
 SYMBOLS = 32  # alphabet of every table; symbols that never occur cost nothing
@@ -36,6 +36,8 @@ ESCAPE = SYMBOLS - 1  # stands for all values that have no symbol of their own, 
 
 # What symbols decode to: indices or raw bytes, fp16 or bf16 bit patterns, fp32 bit patterns.
 Elements = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
+# The instruction sets that this CPU can take, fastest first. All give and take the same bytes.
+rans_paths = _native.rans_paths
 
 
 class Streams(NamedTuple):
@@ -67,24 +69,26 @@ class Escapes(NamedTuple):
 class EntropyTables(ABC):
     """A set of static tables, which native code encodes and decodes with. Immutable: threads may share it."""
 
-    def __init__(
-        self, name: str, native: _native.RansTables | _native.PrefixTables, count: int, path: str | None
-    ) -> None:
-        """`path` chooses an instruction set, None the fastest of this CPU."""
-        self._name = name
-        self._native = native
-        self._count = count
-        self._path = _native.rans_paths()[0] if path is None else path
+    name: ClassVar[str]
+    dtype: ClassVar[type[np.unsignedinteger[Any]]]
+    native: ClassVar[Any]
+
+    def __init__(self, rows: NDArray[Any], path: str | None = None) -> None:
+        """rows: (tables, 32). ValueError if they are no tables. `path`: an instruction set, None for the fastest."""
+        self._rows = np.array(rows, dtype=self.dtype, order="C")
+        self._rows.flags.writeable = False
+        self._native = self.native(self._rows)
+        self._path = rans_paths()[0] if path is None else path
 
     @property
     def count(self) -> int:
-        """Return the number of tables."""
-        return self._count
+        """The number of tables."""
+        return len(self._rows)
 
     @property
     @abstractmethod
     def weights(self) -> NDArray[np.uint64]:
-        """Return counts, (tables, 32), of which the coder's `build` makes these same tables."""
+        """Counts, (tables, 32), of which the coder's `build` makes these same tables."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
@@ -95,7 +99,7 @@ class EntropyTables(ABC):
 
         No symbols give no bytes. ValueError for runs that do not fit, and for a symbol that its table can't code.
         """
-        check_encode(symbols, runs, self.count)
+        _check_encode(symbols, runs, self.count)
         data, sizes = self._native.encode(self._path, symbols, runs.symbols, runs.tables)
         return Streams(data.data, sizes)
 
@@ -108,7 +112,7 @@ class EntropyTables(ABC):
         With `escapes`, symbol ESCAPE takes the next of them. CorruptPayload unless every stream holds exactly its
         symbols and takes exactly its escapes; `out` then holds anything. ValueError for arrays that do not fit.
         """
-        check_decode(streams, runs, values, out, escapes, self.count)
+        _check_decode(streams, runs, values, out, escapes, self.count)
         taken = escapes or Escapes(np.empty(0, out.dtype), np.zeros(out.shape[0], np.uint64))
         is_whole = self._native.decode(
             self._path,
@@ -123,34 +127,87 @@ class EntropyTables(ABC):
             out.view(np.uint8),
         )
         if not is_whole:
-            raise CorruptPayload(f"{self._name}: {len(streams.sizes)} streams do not hold {out.shape[1]} symbols each")
+            raise CorruptPayload(f"{self.name}: {len(streams.sizes)} streams do not hold {out.shape[1]} symbols each")
 
 
-class EntropyCoder(Protocol):
-    """Makes tables. Holds no state."""
+_Tables = TypeVar("_Tables", bound=EntropyTables)
+
+
+class EntropyCoder(ABC, Generic[_Tables]):
+    """Makes tables. `table_bits_min` bounds what a claimed count of tables can make us allocate."""
+
+    tables: type[_Tables]
+    table_bits_min: ClassVar[int]
+
+    def __init__(self, path: str | None = None) -> None:
+        """`path` chooses an instruction set for all tables, None the fastest."""
+        self._path = path
 
     @property
     def name(self) -> str:
-        """Return the coder's name in payloads and reports."""
+        """The coder's name in payloads and reports."""
+        return self.tables.name
 
-    def build(self, counts: NDArray[np.uint64]) -> EntropyTables:
+    @abstractmethod
+    def _fit(self, counts: NDArray[np.uint64], rows: NDArray[Any]) -> None: ...
+
+    @abstractmethod
+    def _read(self, data: NDArray[np.uint8], rows: NDArray[Any]) -> bool: ...
+
+    def build(self, counts: NDArray[np.uint64]) -> _Tables:
         """Return a table for each row of `counts`: (tables, 32), each with a sum from 1 to 2^48 - 1.
 
         A symbol of count 0 gets no code: add 1 to all counts if other data will be coded.
         """
+        if counts.dtype != np.uint64 or counts.ndim != 2 or counts.shape[1] != SYMBOLS:
+            raise ValueError(f"counts must be (tables, {SYMBOLS}) of uint64, got {counts.shape} of {counts.dtype}")
+        rows = np.zeros(counts.shape, dtype=self.tables.dtype)
+        self._fit(np.ascontiguousarray(counts), rows)
+        return self.tables(rows, self._path)
 
-    def parse(self, data: bytes | memoryview, count: int) -> EntropyTables:
+    def parse(self, data: bytes | memoryview, count: int) -> _Tables:
         """Return the `count` tables that `to_bytes` wrote. CorruptPayload if `data` is not exactly that."""
+        if count < 0 or count * self.table_bits_min > len(data) * 8:
+            raise CorruptPayload(f"{self.name}: {count} tables can't be in {len(data)} bytes")
+        rows = np.zeros((count, SYMBOLS), dtype=self.tables.dtype)
+        if not self._read(np.frombuffer(data, dtype=np.uint8), rows):
+            raise CorruptPayload(f"{self.name}: {len(data)} bytes are not {count} tables")
+        return self.tables(rows, self._path)
 
 
-def check_counts(counts: NDArray[np.uint64]) -> None:
-    """Raise ValueError unless `counts` is (tables, 32) of uint64."""
-    if counts.dtype != np.uint64 or counts.ndim != 2 or counts.shape[1] != SYMBOLS:
-        raise ValueError(f"counts must be (tables, {SYMBOLS}) of uint64, got {counts.shape} of {counts.dtype}")
+class RansTables(EntropyTables):
+    """Frequencies of a sum of 4096, and what the kernels make of them. ValueError for a row with more than 4095."""
+
+    name, dtype, native = "rans", np.uint16, _native.RansTables
+
+    @property
+    def frequencies(self) -> NDArray[np.uint16]:
+        """The frequencies, (tables, 32), read-only."""
+        return self._rows
+
+    @property
+    def weights(self) -> NDArray[np.uint64]:
+        """Counts that give these tables; see EntropyTables."""
+        return self._rows.astype(np.uint64)
+
+    def to_bytes(self) -> bytes:
+        """Return the tables in the form that `RansCoder.parse` reads."""
+        return _native.rans_write_tables(self._rows).tobytes()
 
 
-def check_runs(runs: Runs, streams: int, count: int, table_count: int) -> None:
-    """Raise ValueError unless `runs` names a table for each run of each stream."""
+class RansCoder(EntropyCoder[RansTables]):
+    """Makes rANS tables."""
+
+    tables, table_bits_min = RansTables, 10
+
+    def _fit(self, counts: NDArray[np.uint64], rows: NDArray[Any]) -> None:
+        _native.rans_quantise(counts, rows)
+
+    def _read(self, data: NDArray[np.uint8], rows: NDArray[Any]) -> bool:
+        return _native.rans_read_tables(data, rows)
+
+
+def _check_runs(runs: Runs, streams: int, count: int, table_count: int) -> None:
     if runs.symbols < 1:
         raise ValueError(f"a run must have at least one symbol, got {runs.symbols}")
     expected = (streams, -(-count // runs.symbols))
@@ -160,26 +217,24 @@ def check_runs(runs: Runs, streams: int, count: int, table_count: int) -> None:
         raise ValueError(f"run tables name table {int(runs.tables.max())}, there are {table_count}")
 
 
-def check_encode(symbols: NDArray[np.uint8], runs: Runs, table_count: int) -> None:
-    """Raise ValueError unless `symbols` and `runs` fit each other."""
+def _check_encode(symbols: NDArray[np.uint8], runs: Runs, table_count: int) -> None:
     if symbols.dtype != np.uint8 or symbols.ndim != 2 or not symbols.flags.c_contiguous:
         raise ValueError(f"symbols must be (streams, count) of uint8, got {symbols.shape} of {symbols.dtype}")
-    check_runs(runs, symbols.shape[0], symbols.shape[1], table_count)
+    _check_runs(runs, symbols.shape[0], symbols.shape[1], table_count)
 
 
-def check_decode(
+def _check_decode(
     streams: Streams, runs: Runs, values: Elements, out: Elements, escapes: Escapes | None, table_count: int
 ) -> None:
     """Raise ValueError unless arrays fit each other, CorruptPayload unless sizes cover the data."""
     if out.ndim != 2 or out.dtype.kind != "u" or out.itemsize not in {1, 2, 4} or not out.flags.carray:
         raise ValueError(f"out must be (streams, count) of uint8, 16 or 32, got {out.shape} of {out.dtype}")
     if values.shape != (table_count, SYMBOLS) or values.dtype != out.dtype or not values.flags.c_contiguous:
-        raise ValueError(
-            f"values must be ({table_count}, {SYMBOLS}) of {out.dtype}, got {values.shape} of {values.dtype}"
-        )
+        expected = f"({table_count}, {SYMBOLS}) of {out.dtype}"
+        raise ValueError(f"values must be {expected}, got {values.shape} of {values.dtype}")
     if len(streams.sizes) != out.shape[0]:
         raise ValueError(f"{out.shape[0]} streams need as many sizes, got {len(streams.sizes)}")
-    check_runs(runs, out.shape[0], out.shape[1], table_count)
+    _check_runs(runs, out.shape[0], out.shape[1], table_count)
     size = len(streams.data)
     if min(streams.sizes, default=0) < 0 or sum(streams.sizes) != size:
         raise CorruptPayload(f"streams of {sum(streams.sizes)} bytes expected, got {size}")
@@ -199,17 +254,10 @@ def count_values(values: NDArray[np.uint8], runs: Runs, table_count: int) -> NDA
 
     values: (streams, count), contiguous. Of symbols, the first 32 columns are what `EntropyCoder.build` takes.
     """
-    check_encode(values, runs, table_count)
+    _check_encode(values, runs, table_count)
     counts = np.zeros((table_count, 256), dtype=np.uint64)
     _native.count_bytes(values, runs.symbols, runs.tables, counts)
     return counts
-
-
-class SplitValues(NamedTuple):
-    """Symbols for a coder, and the values that ESCAPE stands for."""
-
-    symbols: NDArray[np.uint8]
-    escapes: Escapes
 
 
 class EscapeMap:
@@ -219,30 +267,11 @@ class EscapeMap:
         """values: (tables, 32): the value of each symbol; the last column is not a value, it is ESCAPE's."""
         if values.dtype != np.uint8 or values.ndim != 2 or values.shape[1] != SYMBOLS:
             raise ValueError(f"values must be (tables, {SYMBOLS}) of uint8, got {values.shape} of {values.dtype}")
-        self._values = np.ascontiguousarray(values)
         self._symbols = np.full((len(values), 256), ESCAPE, dtype=np.uint8)
         # Backwards, so that the first symbol of a value that fills up a row is the one that counts.
         rows = np.arange(len(values))
         for symbol in range(ESCAPE - 1, -1, -1):
             self._symbols[rows, values[:, symbol]] = symbol
-
-    @classmethod
-    def fit(cls, counts: NDArray[np.uint64]) -> EscapeMap:
-        """Return a map that gives the commonest values symbols: the commonest 0; of equals the lower value first.
-
-        counts: (tables, 256).
-        """
-        if counts.dtype != np.uint64 or counts.ndim != 2 or counts.shape[1] != 256:
-            raise ValueError(f"counts must be (tables, 256) of uint64, got {counts.shape} of {counts.dtype}")
-        order = np.argsort(np.uint64(2**64 - 1) - counts, axis=1, kind="stable")
-        values = order[:, :SYMBOLS].astype(np.uint8)
-        values[:, ESCAPE] = 0
-        return cls(values)
-
-    @property
-    def values(self) -> NDArray[np.uint8]:
-        """Return (tables, 32): what `EntropyTables.decode` takes to give the values back."""
-        return self._values
 
     def symbol_counts(self, counts: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return (tables, 32) from (tables, 256): how often each symbol stands for values of these counts."""
@@ -251,71 +280,11 @@ class EscapeMap:
         np.add.at(result, (rows, self._symbols.reshape(-1)), counts.reshape(-1))
         return result
 
-    def split(self, values: NDArray[np.uint8], runs: Runs) -> SplitValues:
-        """Return symbols and escapes of `values`: (streams, count), contiguous."""
-        check_encode(values, runs, len(self._symbols))
+    def split(self, values: NDArray[np.uint8], runs: Runs) -> tuple[NDArray[np.uint8], Escapes]:
+        """Return symbols, and escapes for what has none, of `values`: (streams, count), contiguous."""
+        _check_encode(values, runs, len(self._symbols))
         symbols = np.empty_like(values)
         _native.map_bytes(values, runs.symbols, runs.tables, self._symbols, symbols)
         is_escape = symbols == ESCAPE
         counts = np.array([np.count_nonzero(row) for row in is_escape], dtype=np.uint64)
-        elements = values.reshape(-1)[np.flatnonzero(is_escape)]
-        return SplitValues(symbols, Escapes(elements, counts))
-
-
-def rans_paths() -> list[str]:
-    """Return the instruction sets that this CPU can take, fastest first. All give and take the same bytes."""
-    return _native.rans_paths()
-
-
-class RansTables(EntropyTables):
-    """Frequencies of a sum of 4096, and what the kernels make of them."""
-
-    def __init__(self, frequencies: NDArray[np.uint16], path: str | None = None) -> None:
-        """frequencies: (tables, 32), each row with a sum of 4096 and nothing above 4095, else ValueError.
-
-        `path` chooses an instruction set, None the fastest.
-        """
-        self._frequencies = np.array(frequencies, dtype=np.uint16, order="C")
-        self._frequencies.flags.writeable = False
-        super().__init__("rans", _native.RansTables(self._frequencies), len(self._frequencies), path)
-
-    @property
-    def frequencies(self) -> NDArray[np.uint16]:
-        """Return (tables, 32), read-only."""
-        return self._frequencies
-
-    @property
-    def weights(self) -> NDArray[np.uint64]:
-        """Return counts that give these tables; see EntropyTables."""
-        return self._frequencies.astype(np.uint64)
-
-    def to_bytes(self) -> bytes:
-        """Return the tables in the form that `RansCoder.parse` reads."""
-        return _native.rans_write_tables(self._frequencies).tobytes()
-
-
-class RansCoder:
-    """Makes rANS tables."""
-
-    name = "rans"
-
-    def __init__(self, path: str | None = None) -> None:
-        """`path` chooses an instruction set for all tables, None the fastest."""
-        self._path = path
-
-    def build(self, counts: NDArray[np.uint64]) -> RansTables:
-        """Return a table for each row of counts; see EntropyCoder."""
-        check_counts(counts)
-        frequencies = np.zeros(counts.shape, dtype=np.uint16)
-        _native.rans_quantise(np.ascontiguousarray(counts), frequencies)
-        return RansTables(frequencies, self._path)
-
-    def parse(self, data: bytes | memoryview, count: int) -> RansTables:
-        """Return the tables that `to_bytes` wrote; see EntropyCoder."""
-        # Every table takes at least 10 bits, which bounds what a claimed count can make us allocate.
-        if count < 0 or count * 10 > len(data) * 8:
-            raise CorruptPayload(f"rans: {count} tables can't be in {len(data)} bytes")
-        frequencies = np.zeros((count, SYMBOLS), dtype=np.uint16)
-        if not _native.rans_read_tables(np.frombuffer(data, dtype=np.uint8), frequencies):
-            raise CorruptPayload(f"rans: {len(data)} bytes are not {count} tables")
-        return RansTables(frequencies, self._path)
+        return symbols, Escapes(values.reshape(-1)[np.flatnonzero(is_escape)], counts)

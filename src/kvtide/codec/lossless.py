@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,38 +59,13 @@ class LosslessCodec:
         return values
 
 
-def _decode_layer(layout: BlockLayout, section: Section, out: NDArray[np.uint8]) -> None:
-    dtype = layout.dtype
-    planes = np.empty((len(_PLANE_BITS[dtype]), 2, layout.layer_bytes // dtype.item_bytes // 2), dtype=np.uint8)
-    _decode_planes(memoryview(section.data).cast("B"), dtype, planes)
-    _native.join_planes(planes.reshape(-1), dtype.value, out)
-
-
-class _Alphabet(NamedTuple):
-    """The values of a plane that the 32 symbols stand for: from `bases` on, K and V apart; all for narrow planes."""
-
-    bases: tuple[int, int]
-    has_escapes: bool
-
-    @property
-    def values(self) -> NDArray[np.uint8]:
-        base = np.array(self.bases, dtype=np.uint8)[:, None]
-        values: NDArray[np.uint8] = np.add(base, np.arange(SYMBOLS, dtype=np.uint8), dtype=np.uint8)
-        return values
-
-
 def _encode_layer(layer: NDArray[np.uint8], dtype: KVDtype) -> bytes:
     widths = _PLANE_BITS[dtype]
-    count = layer.size // dtype.item_bytes
-    planes = np.empty((len(widths), 2, count // 2), dtype=np.uint8)
+    planes = np.empty((len(widths), 2, layer.size // dtype.item_bytes // 2), dtype=np.uint8)
     _native.split_planes(layer, dtype.value, planes.reshape(-1))
-    headers: list[bytes] = []
-    bodies: list[bytes | memoryview] = []
-    for plane, width in zip(planes, widths, strict=True):
-        method, body = _encode_plane(plane, width)
-        headers.append(_PLANE.pack(method, 0, 0, len(body)))
-        bodies.append(body)
-    return b"".join((*headers, *bodies))
+    coded = [_encode_plane(plane, width) for plane, width in zip(planes, widths, strict=True)]
+    headers = [_PLANE.pack(method, 0, 0, len(body)) for method, body in coded]
+    return b"".join((*headers, *(body for _, body in coded)))
 
 
 def _encode_plane(plane: NDArray[np.uint8], width: int) -> tuple[int, bytes | memoryview]:
@@ -114,21 +88,26 @@ def _sampled_bits(plane: NDArray[np.uint8]) -> float:
 def _code(plane: NDArray[np.uint8], width: int) -> bytes:
     runs = _runs(plane.shape[1])
     counts = count_values(plane, runs, 2)
-    has_escapes = width == 8
-    alphabet = _Alphabet((_best_base(counts[0]), _best_base(counts[1])) if has_escapes else (0, 0), has_escapes)
-    escapes = Escapes(np.empty(0, np.uint8), np.zeros(2, np.uint64))
-    symbols = plane
-    symbol_counts = np.ascontiguousarray(counts[:, :SYMBOLS])
-    if has_escapes:
-        escape_map = EscapeMap(alphabet.values)
+    if width == 8:
+        bases = (_best_base(counts[0]), _best_base(counts[1]))
+        escape_map = EscapeMap(_values(bases))
         symbols, escapes = escape_map.split(plane, runs)
         symbol_counts = escape_map.symbol_counts(counts)
+    else:
+        bases, symbols = (0, 0), plane
+        escapes = Escapes(np.empty(0, np.uint8), np.zeros(2, np.uint64))
+        symbol_counts = np.ascontiguousarray(counts[:, :SYMBOLS])
     tables = RansCoder().build(symbol_counts)
-    written = tables.to_bytes()
-    streams = tables.encode(symbols, runs)
-    escape_counts = (int(count) for count in escapes.counts)
-    header = _CODED.pack(*alphabet.bases, 0, len(written), *escape_counts, *streams.sizes)
+    written, streams = tables.to_bytes(), tables.encode(symbols, runs)
+    header = _CODED.pack(*bases, 0, len(written), *map(int, escapes.counts), *streams.sizes)
     return b"".join((header, written, streams.data, escapes.elements.data))
+
+
+def _values(bases: tuple[int, int]) -> NDArray[np.uint8]:
+    """Return the values that the 32 symbols stand for: from `bases` on, K and V apart."""
+    base = np.array(bases, dtype=np.uint8)[:, None]
+    values: NDArray[np.uint8] = np.add(base, np.arange(SYMBOLS, dtype=np.uint8), dtype=np.uint8)
+    return values
 
 
 def _best_base(counts: NDArray[np.uint64]) -> int:
@@ -143,11 +122,12 @@ def _runs(count: int) -> Runs:
     return Runs(np.array([[0], [1]], dtype=np.uint16), count)
 
 
-def _decode_planes(data: memoryview, dtype: KVDtype, planes: NDArray[np.uint8]) -> None:
-    headers_bytes = len(planes) * _PLANE.size
-    if len(data) < headers_bytes:
-        raise CorruptPayload(f"a lossless section has at least {headers_bytes} bytes, got {len(data)}")
-    offset = headers_bytes
+def _decode_layer(layout: BlockLayout, section: Section, out: NDArray[np.uint8]) -> None:
+    dtype, data = layout.dtype, memoryview(section.data).cast("B")
+    planes = np.empty((len(_PLANE_BITS[dtype]), 2, layout.layer_bytes // dtype.item_bytes // 2), dtype=np.uint8)
+    offset = len(planes) * _PLANE.size
+    if len(data) < offset:
+        raise CorruptPayload(f"a lossless section has at least {offset} bytes, got {len(data)}")
     for index, (plane, width) in enumerate(zip(planes, _PLANE_BITS[dtype], strict=True)):
         method, zero, zeros, size = _PLANE.unpack_from(data, index * _PLANE.size)
         body = data[offset : offset + size]
@@ -166,6 +146,7 @@ def _decode_planes(data: memoryview, dtype: KVDtype, planes: NDArray[np.uint8]) 
             raise CorruptPayload(f"plane {index} holds a value of more than {width} bits")
     if offset != len(data):
         raise CorruptPayload(f"a lossless section ends at {offset}, got {len(data)} bytes")
+    _native.join_planes(planes.reshape(-1), dtype.value, out)
 
 
 def _decode_coded(body: memoryview, width: int, plane: NDArray[np.uint8]) -> None:
@@ -176,13 +157,12 @@ def _decode_coded(body: memoryview, width: int, plane: NDArray[np.uint8]) -> Non
     streams_stop = tables_stop + k_bytes + v_bytes
     if zero or streams_stop + k_escapes + v_escapes != len(body):
         raise CorruptPayload(f"a coded plane's parts do not fill its {len(body)} bytes")
-    tables = RansCoder().parse(body[_CODED.size : tables_stop], 2)
-    alphabet = _Alphabet((k_base, v_base), has_escapes=width == 8)
-    if not alphabet.has_escapes and (any(alphabet.bases) or k_escapes or v_escapes):
+    tables, has_escapes = RansCoder().parse(body[_CODED.size : tables_stop], 2), width == 8
+    if not has_escapes and any((k_base, v_base, k_escapes, v_escapes)):
         raise CorruptPayload(f"a plane of {width} bits has no bases and no escapes")
     if tables.frequencies[:, 1 << min(width, 5) :].any():
         raise CorruptPayload(f"a plane of {width} bits has a table of wider values")
     elements = np.frombuffer(body[streams_stop:], dtype=np.uint8)
-    escapes = Escapes(elements, np.array([k_escapes, v_escapes], dtype=np.uint64))
+    escapes = Escapes(elements, np.array([k_escapes, v_escapes], dtype=np.uint64)) if has_escapes else None
     streams = Streams(body[tables_stop:streams_stop], (k_bytes, v_bytes))
-    tables.decode(streams, _runs(plane.shape[1]), alphabet.values, plane, escapes if alphabet.has_escapes else None)
+    tables.decode(streams, _runs(plane.shape[1]), _values((k_base, v_base)), plane, escapes)

@@ -34,7 +34,7 @@ _HEADS = struct.Struct("<H")
 
 
 class PackedBase(NamedTuple):
-    """The base sections' account of how an object's tokens are stored, beside the rough values.
+    """How an object's tokens are stored, as base sections say beside the rough values.
 
     probe: exact keys that chunks lack, (layers, tokens, the first KV heads, head_dim).
     """
@@ -51,7 +51,7 @@ class PackedBase(NamedTuple):
 
     @property
     def is_ordered(self) -> bool:
-        """Tell whether the leading chunks hold what matters: tokens don't lie as they come."""
+        """The leading chunks hold what matters: tokens don't lie as they come."""
         return bool((self.orders != np.arange(self.orders.shape[1])).any())
 
 
@@ -68,7 +68,7 @@ class PackedCodec:
         """quality: KL that the base alone is to have, as of `TideCodec`. Without a profile only whole blocks decode."""
         if not 1 <= chunk_tokens <= 65535:
             raise ValueError(f"a chunk has 1 to 65535 tokens, got {chunk_tokens}")
-        self._tide: TideCodec | ProbeKeys = TideCodec(profile, quality, 0)
+        self._base: TideCodec | ProbeKeys = TideCodec(profile, quality, 0)
         self._chunk_tokens = chunk_tokens
         self._orders: Orders | None = None
         self._is_by_keys = False
@@ -89,17 +89,17 @@ class PackedCodec:
 
     @property
     def profile(self) -> bytes | None:
-        """Return the digest of the base's profile."""
-        return self._tide.profile
+        """Digest of the base's profile."""
+        return self._base.profile
 
     @property
     def has_base(self) -> bool:
-        """Tell whether parts of blocks decode."""
+        """Parts of blocks decode."""
         return self.profile is not None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
         """Return the base's bound and a copy of the block."""
-        return self._tide.scratch_bytes(layout) + layout.raw_bytes
+        return self._base.scratch_bytes(layout) + layout.raw_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return base and chunks, tokens as they come unless `ordered` said otherwise.
@@ -107,7 +107,7 @@ class PackedCodec:
         UnencodableBlock as of tide, or if base and chunks are more than an object may have.
         """
         check_bits(bits, meta.layout)
-        bases = self._tide.encode(meta, bits)
+        bases = self._base.encode(meta, bits)
         layers, tokens = meta.layout.layers, meta.layout.tokens
         assert tokens <= 65536
         orders = self._orders
@@ -116,7 +116,8 @@ class PackedCodec:
         if orders is None:
             orders = np.tile(np.arange(tokens, dtype=np.uint16), (layers, 1))
         assert orders.shape == (layers, tokens)
-        sections = _joined(bases, PackedBase(self._chunk_tokens, 0, orders, self._probe_of(bits)), bits)
+        probe = bits[:, 0, :, : self._base.kv_heads] if isinstance(self._base, ProbeKeys) else None
+        sections = _joined(bases, PackedBase(self._chunk_tokens, 0, orders, probe), bits)
         size = HEADER_BYTES + sum(ENTRY_BYTES + len(section.data) for section in sections)
         if size > object_bytes_max(meta.layout):
             raise UnencodableBlock("the base takes too much beside exact values")
@@ -132,7 +133,7 @@ class PackedCodec:
         bits: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
         base, bases = self._split(meta, sections)
         if _put_chunks(meta, base, sections, bits) < meta.layout.layers * meta.layout.tokens:
-            raise CorruptPayload(f"{meta.id}: chunks are missing, it can't be packed anew")
+            raise CorruptPayload(f"{meta.id}: chunks are missing, it can't be packed again")
         repacks = min(base.repacks + 1, _REPACKS_MAX)
         return _joined(bases, base._replace(repacks=repacks, orders=orders), bits)
 
@@ -142,7 +143,7 @@ class PackedCodec:
         base, bases = self._split(meta, sections)
         chunks = meta.layout.layers * len(chunks_of(meta.layout.tokens, base.chunk_tokens))
         if len(sections) - len(bases) < chunks:
-            self._tide.decode(meta, bases, out)
+            self._base.decode(meta, bases, out)
         _put_chunks(meta, base, sections, out)
 
     def layout_of(self, meta: BlockMeta, sections: Sequence[Section]) -> PackedBase:
@@ -152,14 +153,14 @@ class PackedCodec:
     def decode_base(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> PackedBase:
         """Write the rough values of all tokens; return how they are stored. Sections: those of the base."""
         base, bases = self._split(meta, sections)
-        self._tide.decode(meta, bases, out)
+        self._base.decode(meta, bases, out)
         return base
 
-    def _probe_of(self, bits: BlockBits) -> BlockBits | None:
-        return None
-
     def _split(self, meta: BlockMeta, sections: Sequence[Section]) -> tuple[PackedBase, list[Section]]:
-        return _split(meta, sections)
+        base, bases = _split(meta, sections)
+        if isinstance(self._base, ProbeKeys):
+            base = base._replace(probe=self._base.keys(meta, bases))
+        return base, bases
 
 
 class ProbeKeys:
@@ -176,16 +177,12 @@ class ProbeKeys:
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return a section for each layer. UnencodableBlock for a block of fewer heads."""
-        if self.kv_heads > meta.layout.kv_heads:
-            raise UnencodableBlock(
-                f"impress reads keys of {self.kv_heads} KV heads to choose, of {meta.layout.kv_heads}"
-            )
+        mine, theirs = self.kv_heads, meta.layout.kv_heads
+        if mine > theirs:
+            raise UnencodableBlock(f"impress reads keys of {mine} KV heads to choose, of {theirs}")
+        ids = (SectionId(SectionKind.DATA, 0, layer, layer + 1) for layer in range(len(bits)))
         return [
-            Section(
-                SectionId(SectionKind.DATA, 0, layer, layer + 1),
-                _HEADS.pack(self.kv_heads) + each[0, :, : self.kv_heads].tobytes(),
-            )
-            for layer, each in enumerate(bits)
+            Section(id_, _HEADS.pack(mine) + each[0, :, :mine].tobytes()) for id_, each in zip(ids, bits, strict=True)
         ]
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
@@ -217,14 +214,7 @@ class ImpressCodec(PackedCodec):
         super().__init__(None, chunk_tokens=chunk_tokens)
         if kv_heads < 1:
             raise ValueError(f"keys of at least one head are read to choose, got {kv_heads}")
-        self._tide = self._keys = ProbeKeys(kv_heads)
-
-    def _probe_of(self, bits: BlockBits) -> BlockBits:
-        return bits[:, 0, :, : self._keys.kv_heads]
-
-    def _split(self, meta: BlockMeta, sections: Sequence[Section]) -> tuple[PackedBase, list[Section]]:
-        base, bases = _split(meta, sections)
-        return base._replace(probe=self._keys.keys(meta, bases)), bases
+        self._base = ProbeKeys(kv_heads)
 
 
 def _joined(bases: Sequence[Section], base: PackedBase, bits: BlockBits) -> list[Section]:
@@ -233,9 +223,9 @@ def _joined(bases: Sequence[Section], base: PackedBase, bits: BlockBits) -> list
         Section(id_, b"".join([prefix, base.orders[id_.layer_start : id_.layer_stop].astype("<u2").tobytes(), data]))
         for id_, data in bases
     ]
+    apart = 0 if base.probe is None else base.probe.shape[2]
     for layer, order in enumerate(base.orders):
         stored = bits[layer][:, order]
-        apart = 0 if base.probe is None else base.probe.shape[2]
         for number, (start, stop) in enumerate(chunks_of(len(order), base.chunk_tokens)):
             section_id = SectionId(SectionKind.DELTA, 1 + number, layer, layer + 1)
             keys, values = stored[:, start:stop]
@@ -293,27 +283,16 @@ def chunk_bits(meta: BlockMeta, base: PackedBase, section: Section) -> tuple[NDA
 
     CorruptPayload for a chunk of another size.
     """
-    tokens = base.chunk(section.id.layer_start, section.id.refinement - 1)
-    layout = meta.layout
-    found = np.frombuffer(section.data, dtype=np.uint8)
-    if base.probe is not None:
-        return tokens, _with_probe(meta, base.probe[section.id.layer_start, tokens], section)
-    if not len(tokens) or found.size != layout.layer_bytes // layout.tokens * len(tokens):
-        raise CorruptPayload(f"{meta.id}: {section.id} has {found.size} bytes for {len(tokens)} tokens")
-    bits = found.view(layout.bits_dtype).reshape(2, len(tokens), layout.kv_heads, layout.head_dim)
+    tokens, layout = base.chunk(section.id.layer_start, section.id.refinement - 1), meta.layout
+    found, count, heads, head_dim = np.frombuffer(section.data, np.uint8), len(tokens), layout.kv_heads, layout.head_dim
+    apart, row_bytes = 0 if base.probe is None else base.probe.shape[2], head_dim * layout.dtype.item_bytes
+    if not count or found.size != count * (2 * heads - apart) * row_bytes:
+        raise CorruptPayload(f"{meta.id}: {section.id} has {found.size} bytes for {count} tokens")
+    if base.probe is None:
+        return tokens, found.view(layout.bits_dtype).reshape(2, count, heads, head_dim)
+    bits: BlockBits = np.empty((2, count, heads, head_dim), dtype=layout.bits_dtype)
+    keys, values = np.split(found, [count * (heads - apart) * row_bytes])
+    bits[0, :, :apart] = base.probe[section.id.layer_start, tokens]
+    bits[0, :, apart:] = keys.view(bits.dtype).reshape(count, heads - apart, head_dim)
+    bits[1] = values.view(bits.dtype).reshape(count, heads, head_dim)
     return tokens, bits
-
-
-def _with_probe(meta: BlockMeta, probe: BlockBits, section: Section) -> BlockBits:
-    """Return a chunk's bits with the keys that lie apart, (tokens, KV heads, head_dim)."""
-    tokens, apart, head_dim = probe.shape
-    found = np.frombuffer(section.data, dtype=np.uint8)
-    heads, row_bytes = meta.layout.kv_heads, head_dim * meta.layout.dtype.item_bytes
-    if not tokens or found.size != tokens * (2 * heads - apart) * row_bytes:
-        raise CorruptPayload(f"{meta.id}: {section.id} has {found.size} bytes for {tokens} tokens")
-    bits: BlockBits = np.empty((2, tokens, heads, head_dim), dtype=meta.layout.bits_dtype)
-    keys, values = np.split(found, [tokens * (heads - apart) * row_bytes])
-    bits[0, :, :apart] = probe
-    bits[0, :, apart:] = keys.view(bits.dtype).reshape(tokens, heads - apart, head_dim)
-    bits[1] = values.view(bits.dtype).reshape(tokens, heads, head_dim)
-    return bits

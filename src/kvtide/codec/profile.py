@@ -7,6 +7,7 @@ of another model can't be chosen by mistake, since the shape is part of the prof
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -68,9 +69,8 @@ class Profile:
         arrays: Mapping[str, NDArray[Any]],
     ) -> Profile:
         """Return the profile of these arrays; `calibrated_on` are the texts and tokens that it was fitted on."""
-        texts, tokens = calibrated_on
         shape = (layout.layers, layout.kv_heads, layout.head_dim)
-        return cls.parse(_pack(_Description(kind, model, *shape, texts, tokens, _entries(arrays)), arrays))
+        return cls.parse(cls(kind, model, *shape, *calibrated_on, arrays, b"").to_bytes())
 
     def with_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Profile:
         """Return a profile with these arrays added or replaced; its digest is another."""
@@ -78,13 +78,13 @@ class Profile:
 
     @property
     def group(self) -> str:
-        """Return the group of layers that it is of, as `LayerGroup.text` has it; empty for a model's only one."""
+        """The group of layers that it is of, as `LayerGroup.text` has it; empty for a model's only one."""
         found = self.arrays.get("group")
         return "" if found is None else found.tobytes().decode(errors="replace")
 
     @property
     def calibration(self) -> bytes:
-        """Return what the profiles of all groups of one calibration share; empty for that of a model's only group."""
+        """What the profiles of all groups of one calibration share; empty for that of a model's only group."""
         found = self.arrays.get("calibration")
         return b"" if found is None else found.tobytes()
 
@@ -94,9 +94,14 @@ class Profile:
 
     def to_bytes(self) -> bytes:
         """Return the file."""
+        arrays = sorted(self.arrays.items())
+        entries = tuple(_ArrayEntry(name, each.dtype.str[1:], each.shape) for name, each in arrays)
         shape = (self.layers, self.kv_heads, self.head_dim)
-        entries = _entries(self.arrays)
-        return _pack(_Description(self.kind, self.model, *shape, self.texts, self.tokens, entries), self.arrays)
+        description = _Description(self.kind, self.model, *shape, self.texts, self.tokens, entries)
+        text = msgspec.json.encode(description)
+        parts = [_PREFIX.pack(_MAGIC, _VERSION, 0, len(text)), text, *(each.tobytes() for _, each in arrays)]
+        body = b"".join(parts)
+        return body + hashlib.sha256(body).digest()
 
     @classmethod
     def parse(cls, data: bytes) -> Profile:
@@ -110,25 +115,12 @@ class Profile:
         if hashlib.sha256(body).digest() != digest:
             raise CorruptPayload("the profile's digest does not match its content")
         try:
-            description = msgspec.json.decode(body[_PREFIX.size : _PREFIX.size + description_bytes], type=_Description)
+            found = msgspec.json.decode(body[_PREFIX.size : _PREFIX.size + description_bytes], type=_Description)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptPayload(f"the profile's description does not parse: {error}") from error
-        arrays = _read_arrays(memoryview(body)[_PREFIX.size + description_bytes :], description.arrays)
-        shape = (description.layers, description.kv_heads, description.head_dim)
-        calibrated_on = (description.texts, description.tokens)
-        return cls(description.kind, description.model, *shape, *calibrated_on, arrays, digest)
-
-
-def _entries(arrays: Mapping[str, NDArray[Any]]) -> tuple[_ArrayEntry, ...]:
-    return tuple(_ArrayEntry(name, arrays[name].dtype.str[1:], arrays[name].shape) for name in sorted(arrays))
-
-
-def _pack(description: _Description, arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    text = msgspec.json.encode(description)
-    parts = [_PREFIX.pack(_MAGIC, _VERSION, 0, len(text)), text]
-    parts += [np.ascontiguousarray(arrays[entry.name]).tobytes() for entry in description.arrays]
-    body = b"".join(parts)
-    return body + hashlib.sha256(body).digest()
+        arrays = _read_arrays(memoryview(body)[_PREFIX.size + description_bytes :], found.arrays)
+        shape = (found.layers, found.kv_heads, found.head_dim)
+        return cls(found.kind, found.model, *shape, found.texts, found.tokens, arrays, digest)
 
 
 def _read_arrays(data: memoryview, entries: tuple[_ArrayEntry, ...]) -> dict[str, NDArray[Any]]:
@@ -138,13 +130,10 @@ def _read_arrays(data: memoryview, entries: tuple[_ArrayEntry, ...]) -> dict[str
         if entry.dtype not in _DTYPES or min(entry.shape, default=1) < 0 or entry.name in arrays:
             raise CorruptPayload(f"array {entry.name!r} of the profile has type {entry.dtype!r}, shape {entry.shape}")
         dtype = np.dtype(f"<{entry.dtype}")
-        size = dtype.itemsize
-        for extent in entry.shape:
-            size *= extent
+        size = dtype.itemsize * math.prod(entry.shape)
         if size > len(data) - offset:
             raise CorruptPayload(f"array {entry.name!r} of the profile is cut")
-        array = np.frombuffer(data[offset : offset + size], dtype=dtype).reshape(entry.shape)
-        arrays[entry.name] = array
+        arrays[entry.name] = np.frombuffer(data[offset : offset + size], dtype=dtype).reshape(entry.shape)
         offset += size
     if offset != len(data):
         raise CorruptPayload(f"the profile has {len(data) - offset} bytes behind its last array")

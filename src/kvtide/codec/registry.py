@@ -55,12 +55,12 @@ class AwaitingCodec(NamedTuple):
 
     @property
     def is_lossless(self) -> bool:
-        """Tell whether blocks keep every bit with a profile."""
+        """Blocks keep every bit with a profile."""
         return self.make(None).is_lossless
 
     @property
     def quality(self) -> float:
-        """Return the KL divergence that was asked for."""
+        """The KL divergence that was asked for."""
         return self.make(None).quality
 
     def takes(self, profiles: Sequence[Profile]) -> bool:
@@ -83,7 +83,8 @@ class _Kind(NamedTuple):
     make: _Maker
 
 
-def _plain(codec: Codec, arguments: tuple[str, ...]) -> Codec:
+def _plain(make: Callable[[], Codec], arguments: tuple[str, ...], _profile: Profile | None) -> Codec:
+    codec = make()
     if arguments:
         raise ValueError(f"codec {codec.codec_id!r} has no levels and no choice of coder, got {arguments}")
     return codec
@@ -113,16 +114,16 @@ def _cachegen(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
     return CachegenCodec(first, coder, profile, coarser)
 
 
-def _snippet(arguments: tuple[str, ...], _profile: Profile | None) -> Codec:
-    from kvtide.codec.published import SnippetCodec
-
-    return _plain(SnippetCodec(), arguments)
-
-
 def _chunkwise(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
     from kvtide.codec.published import ChunkwiseCodec
 
     return ChunkwiseCodec(*_level_and_coder(arguments), profile)
+
+
+def _snippet() -> Codec:
+    from kvtide.codec.published import SnippetCodec
+
+    return SnippetCodec()
 
 
 def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
@@ -136,8 +137,7 @@ def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
 
 
 def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-    from kvtide.codec.packed import BASE_QUALITY, PackedCodec
-    from kvtide.importance import CHUNK_TOKENS
+    from kvtide.codec.packed import BASE_QUALITY, CHUNK_TOKENS, PackedCodec
 
     quality, chunk_tokens = (*arguments, *(str(BASE_QUALITY), str(CHUNK_TOKENS))[len(arguments) :])
     try:
@@ -147,8 +147,7 @@ def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
 
 
 def _impress(arguments: tuple[str, ...], _profile: Profile | None) -> Codec:
-    from kvtide.codec.packed import ImpressCodec
-    from kvtide.importance import CHUNK_TOKENS
+    from kvtide.codec.packed import CHUNK_TOKENS, ImpressCodec
 
     kv_heads, chunk_tokens = (*arguments, *("1", str(CHUNK_TOKENS))[len(arguments) :])
     try:
@@ -160,10 +159,10 @@ def _impress(arguments: tuple[str, ...], _profile: Profile | None) -> Codec:
 # Codecs by the name that a user gives: the id that objects carry, the kind of profile, what makes one. Each is
 # imported when it is first made.
 _KINDS = {
-    "raw": _Kind(RawCodec.codec_id, None, lambda arguments, profile: _plain(RawCodec(), arguments)),
-    "lossless": _Kind(LosslessCodec.codec_id, None, lambda arguments, profile: _plain(LosslessCodec(), arguments)),
+    "raw": _Kind(RawCodec.codec_id, None, partial(_plain, RawCodec)),
+    "lossless": _Kind(LosslessCodec.codec_id, None, partial(_plain, LosslessCodec)),
     "cachegen": _Kind("cachegen-2", "cachegen", _cachegen),
-    "cachegen-snippet": _Kind("snippet-1", None, _snippet),
+    "cachegen-snippet": _Kind("snippet-1", None, partial(_plain, _snippet)),
     "chunkwise": _Kind("chunkwise-1", "chunkwise", _chunkwise),
     "impress": _Kind("impress-1", None, _impress),
     "packed": _Kind("packed-1", "tide-layer", _packed),
@@ -197,24 +196,23 @@ class CodecRegistry:
 
     def get(self, codec_id: str, profile: bytes | None) -> Codec | None:
         """Return what decodes objects of this codec id and profile digest, or None: the object is then a miss."""
-        found = self._decoders.get((codec_id, profile))
-        if found is None and (codec_id, profile) not in self._decoders:
-            kind = next((kind for kind in _KINDS.values() if kind.codec_id == codec_id), None)
-            if kind is None or (profile is not None and kind.profile_kind is None):
-                return None
-            if profile is not None and profile not in self._profiles:
-                if profile not in self.unknown:
-                    self.unknown.append(profile)
-                return None
-            try:
-                found = kind.make((), self._profiles[profile] if profile else None)
-            except CorruptPayload as error:
-                # It may be of a later version than this one, and the objects that name it are sound.
-                _log.warning("profile %s can't be used: %s", profile.hex() if profile else "", error)
-                self._decoders[codec_id, profile] = None
-                return None
+        if (codec_id, profile) in self._decoders:
+            return self._decoders[codec_id, profile]
+        kind = next((kind for kind in _KINDS.values() if kind.codec_id == codec_id), None)
+        if kind is None or (profile is not None and kind.profile_kind is None):
+            return None
+        if profile is not None and profile not in self._profiles:
+            if profile not in self.unknown:
+                self.unknown.append(profile)
+            return None
+        found: Codec | None = None
+        try:
+            found = kind.make((), self._profiles[profile] if profile else None)
             assert found.codec_id == codec_id
-            self._decoders[codec_id, profile] = found
+        except CorruptPayload as error:
+            # It may be of a later version than this one, and the objects that name it are sound.
+            _log.warning("profile %s can't be used: %s", profile.hex() if profile else "", error)
+        self._decoders[codec_id, profile] = found
         return found
 
     def make(self, spec: str, layout: BlockLayout | None = None) -> Codec:
@@ -225,9 +223,12 @@ class CodecRegistry:
         the codec does not take, and for tide and packed where the layout is given and no profile fits.
         """
         kind, arguments = _parsed(spec)
-        fitting = self._fitting(kind, layout)
-        if kind.codec_id in _PROFILED and layout is not None and fitting is None:
-            raise ValueError(f"codec {spec!r} needs a profile of this model: make one with `kvtide calibrate`")
+        fitting = None
+        if layout is not None:
+            known = (each for each in self._profiles.values() if each.kind == kind.profile_kind)
+            fitting = next(filter(ProfileShape(layout).takes, known), None)
+            if kind.codec_id in _PROFILED and fitting is None:
+                raise ValueError(f"codec {spec!r} needs a profile of this model: make one with `kvtide calibrate`")
         return kind.make(arguments, fitting)
 
     def make_by_group(self, spec: str, shapes: Sequence[ProfileShape]) -> Codec | AwaitingCodec:
@@ -247,17 +248,11 @@ class CodecRegistry:
         known = [each for each in self._profiles.values() if each.kind == awaiting.profile_kind]
         for calibration in dict.fromkeys(each.calibration for each in known):
             mine = [each for each in known if each.calibration == calibration]
-            found = [next((each for each in mine if shape.takes(each)), None) for shape in awaiting.shapes]
+            found = [next(filter(shape.takes, mine), None) for shape in awaiting.shapes]
             chosen = tuple(each for each in found if each is not None)
             if awaiting.takes(chosen):
                 return chosen
         return ()
-
-    def _fitting(self, kind: _Kind, layout: BlockLayout | None) -> Profile | None:
-        if layout is None:
-            return None
-        known, shape = self._profiles.values(), ProfileShape(layout)
-        return next((found for found in known if found.kind == kind.profile_kind and shape.takes(found)), None)
 
 
 def _parsed(spec: str) -> tuple[_Kind, tuple[str, ...]]:

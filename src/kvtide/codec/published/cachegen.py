@@ -2,9 +2,8 @@
 
 Groups of ten tokens; the first is the anchor, at 8 bits of its token's scale; the others are deltas to the decoded
 anchor, in steps of a share of their standard deviation, coarser in deeper layers; one distribution for each (layer,
-channel).
-Anchors are the base, and the deltas of each position in the group a refinement that needs no other one: a token whose
-delta is not here takes its anchor's values.
+channel), from a profile or else in the payload. Anchors are the base, and the deltas of each position in the group a
+refinement that needs no other one: a token whose delta is not here takes its anchor's values.
 
 `ChunkwiseCodec` is the simplified one that LMCache ships: every token scaled by its largest magnitude, no deltas.
 Unlike the original it has a guard for tokens of zeros, names its bins for any number of layers, and may keep its

@@ -10,13 +10,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, RansCoder, Runs, check_counts
+from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, RansCoder, Runs
 from kvtide.codec.entropy import Streams as CodedStreams
 from kvtide.errors import CorruptPayload
 
@@ -34,61 +34,45 @@ Integers = NDArray[np.int16]
 
 
 class PrefixTables(EntropyTables):
-    """Code lengths, and the codes and look-up tables that follow from them."""
+    """Code lengths, and the codes and look-up tables that follow from them.
 
-    def __init__(self, lengths: NDArray[np.uint8], path: str | None = None) -> None:
-        """lengths: (tables, 32), 0 for no code, at most 10, each row a complete code, else ValueError."""
-        self._lengths = np.array(lengths, dtype=np.uint8, order="C")
-        self._lengths.flags.writeable = False
-        super().__init__("prefix", _native.PrefixTables(self._lengths), len(self._lengths), path)
+    ValueError unless each row, 0 for no code and at most 10, is a complete code.
+    """
+
+    name, dtype, native = "prefix", np.uint8, _native.PrefixTables
 
     @property
     def lengths(self) -> NDArray[np.uint8]:
-        """Return (tables, 32), read-only."""
-        return self._lengths
+        """The lengths, (tables, 32), read-only."""
+        return self._rows
 
     @property
     def weights(self) -> NDArray[np.uint64]:
-        """Return counts that give these tables; see EntropyTables."""
-        return np.where(self._lengths > 0, np.uint64(1 << LENGTH_MAX) >> self._lengths.astype(np.uint64), np.uint64(0))
+        """Counts that give these tables; see EntropyTables."""
+        return np.where(self._rows > 0, np.uint64(1 << LENGTH_MAX) >> self._rows.astype(np.uint64), np.uint64(0))
 
     def to_bytes(self) -> bytes:
         """Return the tables in the form that `PrefixCoder.parse` reads."""
-        return _native.prefix_write_tables(self._lengths).tobytes()
+        return _native.prefix_write_tables(self._rows).tobytes()
 
 
-class PrefixCoder:
+class PrefixCoder(EntropyCoder[PrefixTables]):
     """Makes tables of prefix codes (docs/codec.md, "prefix"): a symbol always has the same bits, so anyone decodes it.
 
     Larger than rANS: about 3 % at 2 to 3 bits a symbol, and never below one bit.
     """
 
-    name = "prefix"
+    tables, table_bits_min = PrefixTables, 18
 
-    def __init__(self, path: str | None = None) -> None:
-        """`path` chooses an instruction set for all tables, None the fastest."""
-        self._path = path
+    def _fit(self, counts: NDArray[np.uint64], rows: NDArray[Any]) -> None:
+        _native.prefix_lengths(counts, rows)
 
-    def build(self, counts: NDArray[np.uint64]) -> PrefixTables:
-        """Return a table for each row of counts; see EntropyCoder."""
-        check_counts(counts)
-        lengths = np.zeros(counts.shape, dtype=np.uint8)
-        _native.prefix_lengths(np.ascontiguousarray(counts), lengths)
-        return PrefixTables(lengths, self._path)
-
-    def parse(self, data: bytes | memoryview, count: int) -> PrefixTables:
-        """Return the tables that `to_bytes` wrote; see EntropyCoder."""
-        # Every table takes at least 18 bits, which bounds what a claimed count can make us allocate.
-        if count < 0 or count * 18 > len(data) * 8:
-            raise CorruptPayload(f"prefix: {count} tables can't be in {len(data)} bytes")
-        lengths = np.zeros((count, SYMBOLS), dtype=np.uint8)
-        if not _native.prefix_read_tables(np.frombuffer(data, dtype=np.uint8), lengths):
-            raise CorruptPayload(f"prefix: {len(data)} bytes are not {count} tables")
-        return PrefixTables(lengths, self._path)
+    def _read(self, data: NDArray[np.uint8], rows: NDArray[Any]) -> bool:
+        return _native.prefix_read_tables(data, rows)
 
 
 # What a payload may name; the position is stored.
-CODERS: tuple[EntropyCoder, ...] = (RansCoder(), PrefixCoder())
+CODERS: tuple[EntropyCoder[Any], ...] = (RansCoder(), PrefixCoder())
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,16 +269,8 @@ class CodedIntegers(NamedTuple):
             )
         sizes, counts = zip(*_STREAM.iter_unpack(data[_HEADER.size : header_bytes]), strict=True)
         cursor = _Cursor(data, header_bytes)
-        tables = cursor.take(tables_bytes)
-        return cls(
-            coder,
-            tables if has_tables else None,
-            sizes,
-            counts,
-            cursor.take(sum(sizes)),
-            cursor.take(2 * sum(counts)),
-            cursor.rest(),
-        )
+        tables, streams_of, escapes = map(cursor.take, (tables_bytes, sum(sizes), 2 * sum(counts)))
+        return cls(coder, tables if has_tables else None, sizes, counts, streams_of, escapes, cursor.rest())
 
     def distribution(self, runs: IntegerRuns, shared: Distribution | None) -> Distribution:
         """Return what the numbers are coded under: their own tables, else the shared ones.

@@ -19,13 +19,7 @@ from kvtide.codec.profile import Profile
 from kvtide.codec.tide.coding import Fit, coded_tokens, decode_range, encode_range
 from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.law import LossLaw
-from kvtide.codec.tide.model import (
-    QUALITY_MAX,
-    QUALITY_MIN,
-    TideModel,
-    check_quality,
-    place_groups,
-)
+from kvtide.codec.tide.model import QUALITY_MAX, QUALITY_MIN, TideModel, check_quality, place_groups
 from kvtide.codec.tide.promise import Seen, check_decoded_error, check_promise, promise_of
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, StoredLayers, load_values, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
@@ -61,12 +55,20 @@ class TideCodec:
         check_quality(quality)
         self._model = TideModel(profile) if profile else None
         self._path = _native.tide_paths()[0] if path is None else path
-        has_trellis = self._model is not None and self._model.trellis is not None
-        self._steps = Steps(0, refinements, has_trellis)
-        if self._model:
-            self._steps = self._steps._replace(final_units=self._model.final_units(quality, has_trellis))
         self._quality = quality
+        self._steps = self._steps_for(quality, refinements) if self._model else Steps(0, refinements)
         self._is_held = True
+
+    def _steps_for(self, quality: float, refinements: int) -> Steps:
+        model = self._profiled()
+        has_trellis = model.trellis is not None
+        return Steps(model.final_units(quality, has_trellis), refinements, has_trellis)
+
+    def _profiled(self) -> TideModel:
+        """CorruptPayload without a profile."""
+        if self._model is None:
+            raise CorruptPayload("a tide object needs its profile")
+        return self._model
 
     def with_steps(self, steps: Steps) -> Self:
         """Return a codec to measure with: of the same profile, at a stated step, whatever quality that has.
@@ -98,28 +100,24 @@ class TideCodec:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Return the KL with the base alone, with refinement 1, and so on: what a plan weighs. Empty without a profile.
-
-        As the calibration measured it; beyond the curve's ends by the slope there.
-        """
-        return tuple(self._model.quality_at(self._steps, missing) for missing in self._missing()) if self._model else ()
+        """Return the KL with the base alone, with refinement 1, and so on, as calibrated. Empty without a profile."""
+        model, missing = self._model, range(self._steps.refinements, -1, -1)
+        return tuple(model.quality_at(self._steps, each) for each in missing) if model else ()
 
     @property
     def law(self) -> LossLaw | None:
         """Return what hits of mixed refinements cost in answers, None without a profile."""
-        if self._model is None:
-            return None
-        sizes = tuple(self._model.bits_at(self._steps, missing) for missing in self._missing())
-        return LossLaw(self._model.positions, self.losses, sizes)
-
-    def _missing(self) -> range:
-        """Return how many refinements are missing behind the base, behind refinement 1, and so on."""
-        return range(self._steps.refinements, -1, -1)
+        return LossLaw(self._model.positions, self.losses) if self._model else None
 
     @property
     def profile(self) -> bytes | None:
         """Return the digest of the profile that payloads need."""
         return self._model.profile.digest if self._model else None
+
+    @property
+    def quality(self) -> float:
+        """Return the KL divergence that was asked for; the step has that, or less by less than a unit."""
+        return self._quality
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
         """Return a bound on the memory that encoding takes: coefficients and lists of a range of layers."""
@@ -139,14 +137,12 @@ class TideCodec:
         sections: list[Section] = []
         fit: Fit = []
         turns = self._model.turns(meta, is_back=True)
-        for start, stop in self._ranges(self._model):
+        for start, stop in _ranges(self._model):
             stored = StoredLayers(bits[start:stop], meta.layout.dtype, start, turns)
-            coded = encode_range(self._model, self._path, self._steps, meta, stored)
-            sections += [
-                Section(SectionId(SectionKind.DATA, refinement, start, stop), data)
-                for refinement, data in enumerate(coded.sections)
-            ]
-            fit += coded.fit
+            coded, seen = encode_range(self._model, self._path, self._steps, meta, stored)
+            ids = (SectionId(SectionKind.DATA, refinement, start, stop) for refinement in range(len(coded)))
+            sections += map(Section, ids, coded)
+            fit += seen
         if self._is_held:
             check_promise(fit, coded_tokens(meta))
         if sum(len(section.data) for section in sections) >= meta.layout.raw_bytes:
@@ -166,20 +162,16 @@ class TideCodec:
         assert model is not None
         turns, units = model.turns(meta, is_back=True), self._steps.final_units
         first, fit, rounding = meta.layout.tokens - coded_tokens(meta), [], 0.0
-        for start, stop in self._ranges(model):
+        for start, stop in _ranges(model):
             exact, found = (load_values(StoredLayers(each[start:stop], dtype, start, turns)) for each in (bits, out))
             for place in place_groups(model, start, units).places:
-                group = place.group
-                layers = slice(group.layer_start - start, group.layer_stop - start)
-                weight = model.mean_and_weight(group)[1].reshape(-1, 2, 1, *exact.shape[3:]) / step_of(units, 0)
+                layers = slice(place.group.layer_start - start, place.group.layer_stop - start)
+                _, by_value = model.mean_and_weight(place.group)
+                weight = by_value.reshape(-1, 2, 1, *exact.shape[3:]) / step_of(units, 0)
                 lost = (weight * (found[layers] - exact[layers]))[:, :, first:]
                 fit.append((promise_of(place, units), Seen(float(np.square(lost).sum()), 0.0, lost.shape[2])))
                 rounding += float(np.square(weight * exact[layers]).sum()) * 4.0 ** -_PRECISION_BITS[dtype]
         check_decoded_error(fit, rounding)
-
-    def _ranges(self, model: TideModel) -> list[tuple[int, int]]:
-        step = model.section_layers
-        return [(start, start + step) for start in range(0, model.profile.layers, step)]
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write the block into `out`, each range of layers at the quality of its unbroken run of refinements.
@@ -187,62 +179,52 @@ class TideCodec:
         What lies behind a gap is not read. CorruptPayload if a base is missing.
         """
         check_bits(out, meta.layout)
-        model = self._model
-        if model is None or not model.profile.fits(meta.layout):
+        model = self._profiled()
+        if not model.profile.fits(meta.layout):
             raise CorruptPayload("a tide object needs its profile")
         turns = model.turns(meta, is_back=False)
-        for (start, stop), run in self._runs(model, sections).items():
+        for (start, stop), run in _runs(model, sections).items():
             target = StoredLayers(out[start:stop], meta.layout.dtype, start, turns)
             decode_range(model, self._path, meta.layout.tokens, run, target)
 
-    def _runs(self, model: TideModel, sections: Sequence[Section]) -> dict[tuple[int, int], list[memoryview]]:
-        """Return each range's unbroken run of refinements. CorruptPayload if one has no base."""
-        by_id = {section.id: memoryview(section.data) for section in sections}
-        ranges = self._ranges(model)
-        if len(by_id) != len(sections) or any(
-            kind is not SectionKind.DATA or (start, stop) not in ranges for kind, _, start, stop in by_id
-        ):
-            raise CorruptPayload("tide sections are not of this profile's ranges of layers, or not once each")
-        runs: dict[tuple[int, int], list[memoryview]] = {}
-        for start, stop in ranges:
-            run = runs[start, stop] = []
-            while (data := by_id.get(SectionId(SectionKind.DATA, len(run), start, stop))) is not None:
-                run.append(data)
-            if not run:
-                raise CorruptPayload(f"the base of layers {start} to {stop} is missing")
-        return runs
-
-    @property
-    def quality(self) -> float:
-        """Return the KL divergence that was asked for, alike with every profile and without one.
-
-        The step that is encoded at has that, or less by less than a unit of the step.
-        """
-        return self._quality
-
     def quality_of(self, sections: Sequence[Section]) -> float:
         """Return the measured KL at the coarsest step of a range of layers here. CorruptPayload as in `decode`."""
-        if self._model is None:
-            raise CorruptPayload("a tide object needs its profile")
-        found = []
-        for run in self._runs(self._model, sections).values():
+        model, found = self._profiled(), []
+        for run in _runs(model, sections).values():
             steps = steps_of(run[0])
-            found.append(self._model.quality_at(steps, max(0, steps.refinements + 1 - len(run))))
+            found.append(model.quality_at(steps, max(0, steps.refinements + 1 - len(run))))
         return max(found)
-
-    def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
-        """Return what each block of a hit adds to the KL of an answer, by the profile's law."""
-        if self._model is None:
-            raise CorruptPayload("a tide object needs its profile")
-        known = tuple(losses)
-        return LossLaw(self._model.positions, known, known).lost(blocks, block_tokens)
 
     def quality_without(self, quality: float, refinements: int) -> float:
         """Return the measured KL at the step so many refinements above that of `quality`."""
-        if self._model is None:
-            raise CorruptPayload("a tide object needs its profile")
+        model = self._profiled()
         if not refinements:
             return quality
-        known, has_trellis = min(max(quality, QUALITY_MIN), QUALITY_MAX), self._model.trellis is not None
-        steps = Steps(self._model.final_units(known, has_trellis), refinements, has_trellis)
-        return self._model.quality_at(steps, refinements)
+        steps = self._steps_for(min(max(quality, QUALITY_MIN), QUALITY_MAX), refinements)
+        return model.quality_at(steps, refinements)
+
+    def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
+        """Return what each block of a hit adds to the KL of an answer, by the profile's law."""
+        return LossLaw(self._profiled().positions, tuple(losses)).lost(blocks, block_tokens)
+
+
+def _ranges(model: TideModel) -> list[tuple[int, int]]:
+    step = model.section_layers
+    return [(start, start + step) for start in range(0, model.profile.layers, step)]
+
+
+def _runs(model: TideModel, sections: Sequence[Section]) -> dict[tuple[int, int], list[memoryview]]:
+    """Return each range's unbroken run of refinements. CorruptPayload if one has no base."""
+    by_id, ranges = {section.id: memoryview(section.data) for section in sections}, _ranges(model)
+    if len(by_id) != len(sections) or any(
+        kind is not SectionKind.DATA or (start, stop) not in ranges for kind, _, start, stop in by_id
+    ):
+        raise CorruptPayload("tide sections are not of this profile's ranges of layers, or not once each")
+    runs: dict[tuple[int, int], list[memoryview]] = {}
+    for start, stop in ranges:
+        run = runs[start, stop] = []
+        while (data := by_id.get(SectionId(SectionKind.DATA, len(run), start, stop))) is not None:
+            run.append(data)
+        if not run:
+            raise CorruptPayload(f"the base of layers {start} to {stop} is missing")
+    return runs

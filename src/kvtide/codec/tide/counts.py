@@ -14,8 +14,8 @@ from kvtide.codec.profile import Profile
 from kvtide.codec.tide.coding import first_apart, levels_of, list_section
 from kvtide.codec.tide.fit import COSTS, rounded_tables, table_bytes, trellis_tables
 from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, TRELLIS_TABLES, part_sizes, top_tables
-from kvtide.codec.tide.model import TideModel, Trellis, first_trellis, make_trellis
-from kvtide.codec.tide.section import KeyRotation, Steps, StoredLayers
+from kvtide.codec.tide.model import TideModel, first_trellis, make_trellis
+from kvtide.codec.tide.section import Steps, StoredLayers
 
 # Steps that counts are taken at, in units around the mean scale: they fill the tables of all classes.
 _COUNT_UNITS = (-36, -24, -12, 0, 12, 24, 36)
@@ -41,20 +41,17 @@ class TideCounts:
             "magnitudes": np.zeros((TOPS, 4)),
         }
         if COSTS[draft.kind.removeprefix("tide-")].has_trellis:
-            self.state |= {
-                "trellis_blocks": np.zeros(1),
-                "trellis_symbols": np.zeros((TRELLIS_TABLES, 32)),
-            }
+            self.state |= {"trellis_blocks": np.zeros(1), "trellis_symbols": np.zeros((TRELLIS_TABLES, 32))}
 
     def add(self, meta: BlockMeta, bits: BlockBits, number: int) -> None:
         """Take a block; `number` is that of the block, so that blocks take turns with steps."""
-        model = self._model
-        turns = KeyRotation(meta, model.rotary, is_back=True)
-        has_trellis = "trellis_blocks" in self.state
+        model, has_trellis = self._model, "trellis_blocks" in self.state
         if has_trellis:
-            model.trellis = self._trellis()
+            is_first = not self.state["trellis_blocks"][0]
+            model.trellis = first_trellis() if is_first else make_trellis(trellis_tables(self.state["trellis_symbols"]))
         for start in range(0, meta.layout.layers, model.section_layers):
-            stored = StoredLayers(bits[start : start + model.section_layers], meta.layout.dtype, start, turns)
+            here: Any = bits[start : start + model.section_layers]
+            stored = StoredLayers(here, meta.layout.dtype, start, model.turns(meta, is_back=True))
             for refinements in (0, _COUNT_REFINEMENTS):
                 units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
                 self._count(Steps(units, refinements), stored, first_apart(meta))
@@ -68,22 +65,12 @@ class TideCounts:
         refinements = range(steps.refinements + 1)
         counts = [list_section(levels, steps, each, self._path)[0].symbol_counts() for each in refinements]
         if steps.is_trellis:
-            self.state["trellis_symbols"] += self._weight * np.sum(counts, axis=0)
+            doublings = min(float(self.state["trellis_blocks"][0]) / _BLOCKS_TO_DOUBLE, _DOUBLINGS_MAX)
+            self.state["trellis_symbols"] += 2.0**doublings * np.sum(counts, axis=0)
             return
         self.state["symbols"] += np.sum(counts, axis=0)
-        base_units = steps.final_units + THIRD * steps.refinements
-        tables = top_tables(levels.rows.scales, levels.loudness.gains, base_units)
+        tables = top_tables(levels.rows.scales, levels.loudness.gains, steps.base_units)
         self._pull(tables, levels.values[0], levels.values[-1] / 3.0**steps.refinements)
-
-    @property
-    def _weight(self) -> float:
-        return float(2.0 ** min(float(self.state["trellis_blocks"][0]) / _BLOCKS_TO_DOUBLE, _DOUBLINGS_MAX))
-
-    def _trellis(self) -> Trellis:
-        """Return the trellis of the blocks so far."""
-        if not self.state["trellis_blocks"][0]:
-            return first_trellis()
-        return make_trellis(trellis_tables(self.state["trellis_symbols"]), np.empty((0, 3), dtype=np.float32))
 
     def _pull(self, tables: NDArray[np.uint16], steps: NDArray[np.int16], exact: NDArray[np.float64]) -> None:
         magnitude = np.minimum(np.abs(steps), 3)

@@ -2,6 +2,11 @@
 
 Two passes over the texts: moments make means, weights and the transform; then, with these, blocks are quantised and
 counted (`counts`). Memory is bounded by the groups' covariances, whatever the number of texts.
+
+A wide layer's transform is in two stages: each block of values has its own, then there is one for the strongest
+components of all blocks. One matrix over 2 x 8 heads x 128 dims takes 2,048 products a value, blocks of 128 and 256
+mixed components take 160. A model's groups of layers are fitted so that a step means the same in all (`joint_power`);
+engines whose blocks have the rows of all layers take one profile of them (`joined_draft`).
 """
 
 from __future__ import annotations
@@ -21,6 +26,11 @@ from kvtide.codec.tide.coding import first_apart
 from kvtide.codec.tide.grid import CONTEXTS, STATE_CONTEXTS, STATE_DIGITS, STATE_TOPS, TABLES, THIRD, TOPS, UNITS
 from kvtide.codec.tide.section import KeyRotation, StoredLayers, load_values
 from kvtide.group import ALL_ROWS
+
+_Matrix = NDArray[np.float64]
+Arrays = Mapping[str, NDArray[Any]]
+# Returns the second moments of a group's weighted values.
+_Weighted = Callable[[int], _Matrix]
 
 
 class Cost(NamedTuple):
@@ -55,6 +65,22 @@ CHANNEL_POWER = 0.2
 OUT_OF_LINE_OCTAVES, LINE_MAX = 3, 10
 SECTION_LAYERS_MAX = 10
 
+# A profile's bytes, and products a value, with which decoding has half of the speed that it has without a transform
+# (`kvtide-lab bench codec-width`).
+PROFILE_BYTES_MAX = 64_000_000
+PRODUCTS_MAX = 160
+BLOCK_VALUES_MAX = 128
+# A larger matrix does not stay in a core's own cache.
+MIXED_MAX = 512
+# Rows of every matrix that are kept at 16 bits, others at 8: those of large scales.
+FINE_SHARE = 1 / 8
+# Full second moments of all layers in float32; of wider models each block's own are taken, and nothing is mixed.
+MOMENTS_BYTES_MAX = 1 << 30
+# More products must save so much of the bits, counted at the step of a KL about 5e-3.
+_WORTH_BITS = 0.003
+_STEP_UNITS = -17
+_MIXED_STEP = 16
+
 
 def transform_layers(cost: Cost, layout: BlockLayout) -> int:
     """Return how many layers a transform spans: the most that divide all, fit the budget and are not too wide; or 1."""
@@ -67,6 +93,24 @@ def is_staged(cost: Cost, layout: BlockLayout) -> bool:
     """Tell whether a layer has its transform in two stages."""
     is_wide = 2 * layout.kv_heads * layout.head_dim > DENSE_VALUES_MAX
     return cost.layers_max > 0 and transform_layers(cost, layout) == 1 and is_wide and bool(block_sizes(layout))
+
+
+def block_sizes(layout: BlockLayout) -> list[int]:
+    """Return the sizes that blocks may have, the largest first: even parts of a head, so long as there are any."""
+    sizes = [n for n in range(2, min(layout.head_dim, BLOCK_VALUES_MAX) + 1, 2) if layout.head_dim % n == 0]
+    return [n for n in reversed(sizes) if 2 * n >= sizes[-1]]
+
+
+def has_full_moments(layout: BlockLayout) -> bool:
+    """Tell whether second moments of all values of each layer are small enough to be taken."""
+    values = 2 * layout.kv_heads * layout.head_dim
+    return 4 * layout.layers * values**2 <= MOMENTS_BYTES_MAX
+
+
+def section_layers(layers: int, group_layers: int) -> int:
+    """Return how many layers a section holds: the most, up to ten, that divide all and are whole groups."""
+    fitting = [n for n in range(1, min(layers, SECTION_LAYERS_MAX) + 1) if layers % n == 0 and n % group_layers == 0]
+    return max(fitting, default=group_layers)
 
 
 class Moments:
@@ -92,13 +136,12 @@ class Moments:
     def add(self, meta: BlockMeta, bits: BlockBits, rotary: Rotary | None) -> None:
         """Take a block. The first tokens of a prompt are left out. UnencodableBlock if a value is not finite."""
         state, layout = self.state, self._layout
-        is_apart = first_apart(meta) == 1
+        is_coded = first_apart(meta) == 0
         turns = KeyRotation(meta, rotary, is_back=True)
-        for group in range(len(state["sum"])):
-            start = group * self._span
+        for group, start in enumerate(range(0, layout.layers, self._span)):
             values = load_values(StoredLayers(bits[start : start + self._span], layout.dtype, start, turns))
             rows = values.reshape(2 * self._span, layout.tokens, -1).transpose(1, 0, 2).reshape(layout.tokens, -1)
-            rows = rows[~is_apart]
+            rows = rows[is_coded]
             state["sum"][group] += rows.sum(axis=0, dtype=np.float64)
             square = state["square"][group]
             if square.ndim == 3:
@@ -106,7 +149,7 @@ class Moments:
                 square += blocks @ blocks.transpose(0, 2, 1)
             else:
                 square += rows.T @ rows if square.ndim == 2 else (rows * rows).sum(axis=0)
-        state["tokens"] += layout.tokens - int(is_apart.sum())
+        state["tokens"] += int(is_coded.sum())
 
     def add_sensitivity(self, sensitivity: NDArray[np.float64]) -> None:
         """Take a text and its mean squared gradient of the loss by each value: (layers, 2, channels)."""
@@ -118,22 +161,19 @@ class Moments:
         self.state["texts"] += 1
 
 
-def section_layers(layers: int, group_layers: int) -> int:
-    """Return how many layers a section holds: the most, up to ten, that divide all and are whole groups."""
-    fitting = [n for n in range(1, min(layers, SECTION_LAYERS_MAX) + 1) if layers % n == 0 and n % group_layers == 0]
-    return max(fitting, default=group_layers)
-
-
 class _Spread(NamedTuple):
     """Mean and variance by (groups, values), weight by (layers, 2, channels), which `power` is then to scale.
 
     octaves: by how much each channel is to be louder, (layers, 2, channels); zeros where none is far out of line.
+    squares: sums over tokens, as `Moments` has them.
     """
 
-    mean: NDArray[np.float64]
-    variance: NDArray[np.float64]
+    mean: _Matrix
+    variance: _Matrix
     weight: NDArray[np.float64]
     octaves: NDArray[np.float64]
+    squares: NDArray[np.float32]
+    tokens: float
 
     @property
     def power(self) -> float:
@@ -145,8 +185,20 @@ class _Spread(NamedTuple):
         found: NDArray[np.float64] = self.weight / np.sqrt(self.power if power is None else power)
         return found
 
+    def weighted(self, power: float | None) -> _Weighted:
+        """Return what returns the second moments of a group's weighted values."""
+        by_value = self.weights(power).reshape(len(self.mean), -1)
 
-def _spread(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> _Spread:
+        def of_group(group: int) -> _Matrix:
+            square = _centred(self.squares[group].astype(np.float64) / self.tokens, self.mean[group])
+            found: _Matrix = square * by_value[group][:, None] * by_value[group]
+            return found
+
+        return of_group
+
+
+def _spread(layout: BlockLayout, moments: Arrays) -> _Spread:
+    """ValueError without moments."""
     tokens, texts = float(moments["tokens"][0]), float(moments["texts"][0])
     if not tokens or not texts:
         raise ValueError("calibration needs at least one full block and one text's sensitivity, got none")
@@ -154,8 +206,8 @@ def _spread(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> _Spread
     is_full = squares.ndim > 2
     diagonal = np.diagonal(squares, axis1=-2, axis2=-1).reshape(mean.shape) if is_full else squares
     variance = np.maximum(diagonal.astype(np.float64) / tokens - mean**2, 1e-20)
-    shape = (layout.layers, 2, layout.kv_heads * layout.head_dim)
-    by_channel, sensitivity = variance.reshape(shape), moments["sensitivity"] / texts
+    by_channel = variance.reshape(layout.layers, 2, layout.kv_heads * layout.head_dim)
+    sensitivity = moments["sensitivity"] / texts
     line = _line(by_channel, sensitivity)
     is_out = np.abs(line) >= OUT_OF_LINE_OCTAVES
     octaves = np.rint(line) * is_out.any()
@@ -164,78 +216,7 @@ def _spread(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> _Spread
     weight = _weights(by_channel, sensitivity, wanted, not is_full)
     if "finer" in moments:
         weight *= np.repeat(moments["finer"], layout.head_dim, axis=-1)
-    return _Spread(mean, variance, weight, octaves)
-
-
-def weighted_power(layout: BlockLayout, moments: Mapping[str, NDArray[Any]]) -> float:
-    """Return the mean square of weighted values before weights have a unit. ValueError without moments."""
-    return _spread(layout, moments).power
-
-
-def weighted_moments(
-    layout: BlockLayout, moments: Mapping[str, NDArray[Any]], power: float | None = None
-) -> Callable[[int], NDArray[np.float64]]:
-    """Return what returns the second moments of a group's weighted values. power: as for `draft_profile`."""
-    return _weighted_moments(_spread(layout, moments), moments, power)
-
-
-def _weighted_moments(
-    spread: _Spread, moments: Mapping[str, NDArray[Any]], power: float | None
-) -> Callable[[int], NDArray[np.float64]]:
-    squares, tokens = moments["square"], float(moments["tokens"][0])
-    by_value = spread.weights(power).reshape(len(spread.mean), -1)
-
-    def weighted(group: int) -> NDArray[np.float64]:
-        square = _centred(squares[group].astype(np.float64) / tokens, spread.mean[group])
-        found: NDArray[np.float64] = square * by_value[group][:, None] * by_value[group]
-        return found
-
-    return weighted
-
-
-def stages_for(layout: BlockLayout, has_all: bool, weighted: Callable[[int], NDArray[np.float64]]) -> Stages:
-    """Return the stages of the transforms of these layers, of which each has two. has_all: moments are of all pairs."""
-    return choose_stages(layout, weighted) if has_all else Stages(block_sizes(layout)[0], 0)
-
-
-def draft_profile(
-    model: str,
-    layout: BlockLayout,
-    cost_name: str,
-    rotary: Rotary | None,
-    moments: Mapping[str, NDArray[Any]],
-    power: float | None = None,
-    stages: Stages | None = None,
-) -> Profile:
-    """Return a profile with means, weights and transform, whose tables are all alike. ValueError without moments.
-
-    power, stages: `joint_power` and `joint_stages` for one group of a model of several, so that one step means the same
-    for all.
-    """
-    cost = COSTS[cost_name]
-    spread = _spread(layout, moments)
-    mean, weight, weighted = spread.mean, spread.weights(power), _weighted_moments(spread, moments, power)
-    span, channels, squares = transform_layers(cost, layout), layout.kv_heads * layout.head_dim, moments["square"]
-    groups = range(len(mean))
-    if stages is None and is_staged(cost, layout):
-        stages = stages_for(layout, squares.ndim == 3, weighted)
-    if squares.ndim == 2:
-        arrays = _ordered(spread.variance, weight.reshape(len(mean), -1))
-    elif stages is not None:
-        arrays = staged(map(weighted, groups), stages, _units)
-    else:
-        arrays = _transform(map(weighted, groups), cost)
-    arrays |= {
-        "span": np.array([span, section_layers(layout.layers, span)], dtype=np.uint32),
-        "rotary": np.frombuffer(rotary.to_bytes() if rotary else b"", dtype=np.uint8),
-        "mean": mean.reshape(layout.layers, 2, channels).astype(np.float32),
-        **_weight_arrays(weight, spread.octaves.astype(np.int16)),
-        "pulls": np.zeros((TOPS, 4), dtype=np.int16),
-        "tables": table_bytes(rounded_tables(np.zeros((TABLES, 32), dtype=np.uint64))),
-        "curve": np.array([[0, 1, 1e-3], [THIRD, 0.5, 1e-2]], dtype=np.float32),
-    }
-    calibrated_on = (int(moments["texts"][0]), int(moments["tokens"][0]))
-    return Profile.make(f"tide-{cost_name}", model, layout, calibrated_on, arrays)
+    return _Spread(mean, variance, weight, octaves, squares, tokens)
 
 
 def _line(variance: NDArray[np.float64], sensitivity: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -258,26 +239,18 @@ def _weights(
     Channels of K or V of a layer differ by `line` alone, unless `is_by_channel`: a transform mixes them anyway.
     """
     spread, felt = variance * line**2, sensitivity / line**2
-    floor = 1e-6 * float(felt.mean()) + 1e-30
-    by_stream = np.maximum(felt.mean(axis=-1, keepdims=True), floor)
-    weight: NDArray[np.float64] = (
-        by_stream**SENSITIVITY_POWER * spread.mean(axis=-1, keepdims=True) ** (DEVIATION_POWER / 2) * line
-    )
+    by_stream = np.maximum(felt.mean(axis=-1, keepdims=True), 1e-6 * float(felt.mean()) + 1e-30)
+    deviation = spread.mean(axis=-1, keepdims=True) ** (DEVIATION_POWER / 2)
+    weight: NDArray[np.float64] = by_stream**SENSITIVITY_POWER * deviation * line
     if is_by_channel:
         weight *= np.maximum(felt / by_stream, 1e-3) ** CHANNEL_POWER
     return weight
 
 
-def _weight_arrays(weight: NDArray[np.float64], octaves: NDArray[np.int16]) -> dict[str, NDArray[Any]]:
-    if not octaves.any():
-        return {"weight": weight.astype(np.float32)}
-    return {"even_weight": (weight / np.exp2(octaves)).astype(np.float32), "octaves": octaves}
-
-
-def _centred(square: NDArray[Any], mean: NDArray[np.float64]) -> NDArray[np.float64]:
+def _centred(square: NDArray[Any], mean: NDArray[np.float64]) -> _Matrix:
     """Return a group's covariance, with zeros between blocks where only each block's second moments are known."""
     if square.ndim == 2:
-        whole: NDArray[np.float64] = square - mean[:, None] * mean
+        whole: _Matrix = square - mean[:, None] * mean
         return whole
     found, block = np.zeros((len(mean), len(mean))), square.shape[-1]
     for start, each in zip(range(0, len(mean), block), square, strict=True):
@@ -286,23 +259,64 @@ def _centred(square: NDArray[Any], mean: NDArray[np.float64]) -> NDArray[np.floa
     return found
 
 
-def _transform(groups: Iterable[NDArray[np.float64]], cost: Cost) -> dict[str, NDArray[Any]]:
-    """Return the principal components of each group's weighted values, rows with large scales at 16 bits."""
-    found: dict[str, list[NDArray[Any]]] = {}
-    for square in groups:
-        powers, basis = np.linalg.eigh(square)
-        kept = round(cost.share * len(square))
-        scales = _units(np.sqrt(np.maximum(powers[::-1], 1e-12)))[:kept]
-        rows = rounded_rows(basis.T[::-1][:kept], min(cost.fine, kept))
-        for name, array in (rows | {"scale": scales}).items():
-            found.setdefault(name, []).append(array)
-    return {name: np.stack(parts) for name, parts in found.items()}
+def draft_profile(
+    model: str,
+    layout: BlockLayout,
+    cost_name: str,
+    rotary: Rotary | None,
+    moments: Arrays,
+    power: float | None = None,
+    stages: Stages | None = None,
+) -> Profile:
+    """Return a profile with means, weights and transform, whose tables are all alike. ValueError without moments.
+
+    power, stages: `joint_power` and `joint_stages` for one group of a model of several.
+    """
+    cost, spread = COSTS[cost_name], _spread(layout, moments)
+    mean, weight, weighted = spread.mean, spread.weights(power), spread.weighted(power)
+    span, groups = transform_layers(cost, layout), range(len(mean))
+    if stages is None and is_staged(cost, layout):
+        stages = choose_stages(layout, spread.squares.ndim == 3, weighted)
+    if spread.squares.ndim == 2:
+        arrays = _ordered(spread.variance, weight.reshape(len(mean), -1))
+    elif stages is not None:
+        arrays = _stacked(_staged(weighted(group), stages) for group in groups)
+    else:
+        arrays = _stacked(_transform(weighted(group), cost) for group in groups)
+    octaves = spread.octaves.astype(np.int16)
+    if octaves.any():
+        arrays |= {"even_weight": (weight / np.exp2(octaves)).astype(np.float32), "octaves": octaves}
+    else:
+        arrays |= {"weight": weight.astype(np.float32)}
+    arrays |= {
+        "span": np.array([span, section_layers(layout.layers, span)], dtype=np.uint32),
+        "rotary": np.frombuffer(rotary.to_bytes() if rotary else b"", dtype=np.uint8),
+        "mean": mean.reshape(weight.shape).astype(np.float32),
+        "pulls": np.zeros((TOPS, 4), dtype=np.int16),
+        "tables": table_bytes(rounded_tables(np.zeros((TABLES, 32), dtype=np.uint64))),
+        "curve": np.array([[0, 1, 1e-3], [THIRD, 0.5, 1e-2]], dtype=np.float32),
+    }
+    calibrated_on = (int(moments["texts"][0]), int(moments["tokens"][0]))
+    return Profile.make(f"tide-{cost_name}", model, layout, calibrated_on, arrays)
 
 
-def _ordered(variance: NDArray[np.float64], by_value: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
+def _stacked(groups: Iterable[Arrays]) -> dict[str, NDArray[Any]]:
+    found = list(groups)
+    return {name: np.stack([each[name] for each in found]) for name in found[0]}
+
+
+def _ordered(variance: _Matrix, by_value: _Matrix) -> dict[str, NDArray[Any]]:
     scales = np.sqrt(variance) * by_value
     order = np.argsort(-scales, axis=1, kind="stable")
     return {"order": order.astype(np.uint16), "scale": _units(np.take_along_axis(scales, order, axis=1))}
+
+
+def _transform(square: _Matrix, cost: Cost) -> dict[str, NDArray[Any]]:
+    """Return the principal components of a group's weighted values, rows with large scales at 16 bits."""
+    powers, basis = np.linalg.eigh(square)
+    kept = round(cost.share * len(square))
+    scales = _units(np.sqrt(np.maximum(powers[::-1], 1e-12)))[:kept]
+    return {**_rounded_rows(basis.T[::-1][:kept], min(cost.fine, kept)), "scale": scales}
 
 
 def _units(scales: NDArray[np.float64]) -> NDArray[np.int16]:
@@ -310,25 +324,18 @@ def _units(scales: NDArray[np.float64]) -> NDArray[np.int16]:
     return units
 
 
-_Matrix = NDArray[np.float64]
+def _rounded_rows(rows: _Matrix, fine: int | None = None) -> dict[str, NDArray[Any]]:
+    """Return rows as whole numbers of a unit each, the first `fine` at 16 bits, the rest at 8; None for FINE_SHARE.
 
-# A profile's bytes, and products a value, with which decoding has half of the speed that it has without a transform
-# (`kvtide-lab bench codec-width`).
-PROFILE_BYTES_MAX = 64_000_000
-PRODUCTS_MAX = 160
-BLOCK_VALUES_MAX = 128
-# A larger matrix does not stay in a core's own cache.
-MIXED_MAX = 512
-# Rows of every matrix that are kept at 16 bits, others at 8: those of large scales.
-FINE_SHARE = 1 / 8
-# Full second moments of all layers in float32; of wider models each block's own are taken, and nothing is mixed.
-MOMENTS_BYTES_MAX = 1 << 30
-# More products must save so much of the bits, counted at the step of a KL about 5e-3.
-_WORTH_BITS = 0.003
-_STEP_UNITS = -17
-_MIXED_STEP = 16
-# Layers that stages are chosen by.
-_SAMPLES = 3
+    `model.whole_rows` is the way back.
+    """
+    fine = round(FINE_SHARE * len(rows)) if fine is None else fine
+    peaks = np.abs(rows).max(axis=1, initial=1e-9)
+    unit = (peaks / np.where(np.arange(len(rows)) < fine, 32767, 127)).astype(np.float32)
+    whole = np.rint(rows / unit[:, None])
+    coarse = np.clip(whole[fine:], -127, 127).astype(np.int8)
+    # One byte each; profiles have no signed bytes.
+    return {"fine": whole[:fine].astype(np.int16), "coarse": coarse.view(np.uint8), "unit": unit}
 
 
 class Stages(NamedTuple):
@@ -338,45 +345,34 @@ class Stages(NamedTuple):
     mixed: int
 
 
-class FirstStage(NamedTuple):
+class _FirstStage(NamedTuple):
     """The first half of a transform: (blocks, components, values), and the places of the strongest in all blocks.
 
     scales: of all components where they stand.
     """
 
-    bases: _Matrix
+    bases: NDArray[np.float64]
     strongest: NDArray[np.int64]
-    scales: _Matrix
+    scales: NDArray[np.float64]
 
 
-def block_sizes(layout: BlockLayout) -> list[int]:
-    """Return the sizes that blocks may have, the largest first: even parts of a head, so long as there are any."""
-    sizes = [n for n in range(2, min(layout.head_dim, BLOCK_VALUES_MAX) + 1, 2) if layout.head_dim % n == 0]
-    largest = max(sizes, default=0)
-    return [n for n in reversed(sizes) if 2 * n >= largest]
-
-
-def has_full_moments(layout: BlockLayout) -> bool:
-    """Tell whether second moments of all values of each layer are small enough to be taken."""
-    values = 2 * layout.kv_heads * layout.head_dim
-    return 4 * layout.layers * values**2 <= MOMENTS_BYTES_MAX
-
-
-def choose_stages(layout: BlockLayout, covariance: Callable[[int], _Matrix]) -> Stages:
+def choose_stages(layout: BlockLayout, has_all: bool, weighted: _Weighted) -> Stages:
     """Return the stages with the fewest products among those with nearly the fewest bits, by a few layers' moments.
 
-    covariance: of a layer's weighted values.
+    has_all: moments are of all pairs of values; else nothing is mixed.
     """
+    if not has_all:
+        return Stages(block_sizes(layout)[0], 0)
     values = 2 * layout.kv_heads * layout.head_dim
-    layers = sorted({0, layout.layers // 2, layout.layers - 1})[:_SAMPLES]
+    layers = sorted({0, layout.layers // 2, layout.layers - 1})
     found: list[tuple[float, float, Stages]] = []
     for block in block_sizes(layout):
         most = _mixed_max(layout.layers, values, block)
         counts = sorted({round(most * share / _MIXED_STEP) * _MIXED_STEP for share in (0, 0.25, 0.5, 0.75, 1)})
         bits = np.zeros(len(counts))
         for layer in layers:
-            square = covariance(layer)
-            stage = first_stage(square, Stages(block, 0))
+            square = weighted(layer)
+            stage = _first_stage(square, Stages(block, 0))
             between = _between_components(square, stage.bases)
             bits += [_bits(between, stage.scales, count) for count in counts]
         found += [(block + n**2 / values, float(each), Stages(block, n)) for n, each in zip(counts, bits, strict=True)]
@@ -391,7 +387,7 @@ def _mixed_max(layers: int, values: int, block: int) -> int:
     return int(min(by_products, by_bytes, values / 2, MIXED_MAX) / _MIXED_STEP) * _MIXED_STEP
 
 
-def first_stage(square: _Matrix, stages: Stages) -> FirstStage:
+def _first_stage(square: _Matrix, stages: Stages) -> _FirstStage:
     """Return the principal components of each block of weighted values with these second moments."""
     block, scales, bases = stages.block, [], []
     for start in range(0, len(square), block):
@@ -399,10 +395,10 @@ def first_stage(square: _Matrix, stages: Stages) -> FirstStage:
         scales.append(np.sqrt(np.maximum(powers[::-1], 1e-12)))
         bases.append(basis.T[::-1])
     flat = np.concatenate(scales)
-    return FirstStage(np.stack(bases), np.argsort(-flat, kind="stable")[: stages.mixed], flat)
+    return _FirstStage(np.stack(bases), np.argsort(-flat, kind="stable")[: stages.mixed], flat)
 
 
-def _between_components(square: _Matrix, bases: _Matrix) -> _Matrix:
+def _between_components(square: _Matrix, bases: NDArray[np.float64]) -> _Matrix:
     """Return the second moments of all blocks' components."""
     count, block, _ = bases.shape
     rows = bases @ square.reshape(count, block, -1)
@@ -410,7 +406,7 @@ def _between_components(square: _Matrix, bases: _Matrix) -> _Matrix:
     return found.reshape(square.shape)
 
 
-def _bits(between: _Matrix, scales: _Matrix, mixed: int) -> float:
+def _bits(between: _Matrix, scales: NDArray[np.float64], mixed: int) -> float:
     strongest = np.argsort(-scales, kind="stable")[:mixed]
     powers = np.linalg.eigvalsh(between[np.ix_(strongest, strongest)]) if mixed else np.empty(0)
     rest = np.delete(scales, strongest) ** 2
@@ -418,40 +414,23 @@ def _bits(between: _Matrix, scales: _Matrix, mixed: int) -> float:
     return float(0.5 * np.log2(np.maximum(np.concatenate([powers, rest]), least) / least).sum())
 
 
-def staged(groups: Iterable[_Matrix], stages: Stages, units: Callable[[_Matrix], NDArray[np.int16]]) -> dict[str, Any]:
-    """Return a profile's arrays of transforms in two stages. groups: each one's second moments of weighted values."""
-    found: dict[str, list[NDArray[Any]]] = {}
-    for square in groups:
-        stage = first_stage(square, stages)
-        between = _between_components(square, stage.bases)
-        powers, mix = np.linalg.eigh(between[np.ix_(stage.strongest, stage.strongest)])
-        places = np.concatenate([np.arange(len(mix)) + len(square), np.delete(np.arange(len(square)), stage.strongest)])
-        scales = np.sqrt(np.maximum(powers[::-1], 1e-12)).tolist()
-        scale = units(np.append(scales, np.delete(stage.scales, stage.strongest)))
-        order = np.argsort(-scale, kind="stable")
-        parts = {"scale": scale[order], "place": places[order].astype(np.uint16)}
-        parts["mixed"] = stage.strongest.astype(np.uint16)
-        parts |= {f"mix_{name}": array for name, array in rounded_rows(mix.T[::-1]).items()}
-        blocks = [rounded_rows(basis) for basis in stage.bases]
-        parts |= {f"block_{name}": np.stack([each[name] for each in blocks]) for name in blocks[0]}
-        for name, array in parts.items():
-            found.setdefault(name, []).append(array)
-    return {name: np.stack(arrays) for name, arrays in found.items()}
+def _staged(square: _Matrix, stages: Stages) -> dict[str, NDArray[Any]]:
+    """Return a profile's arrays of a group's transform in two stages."""
+    stage = _first_stage(square, stages)
+    between = _between_components(square, stage.bases)
+    powers, mix = np.linalg.eigh(between[np.ix_(stage.strongest, stage.strongest)])
+    places = np.concatenate([np.arange(len(mix)) + len(square), np.delete(np.arange(len(square)), stage.strongest)])
+    scales = np.sqrt(np.maximum(powers[::-1], 1e-12))
+    scale = _units(np.append(scales, np.delete(stage.scales, stage.strongest)))
+    order = np.argsort(-scale, kind="stable")
+    parts = {"scale": scale[order], "place": places[order].astype(np.uint16)}
+    parts["mixed"] = stage.strongest.astype(np.uint16)
+    parts |= {f"mix_{name}": array for name, array in _rounded_rows(mix.T[::-1]).items()}
+    blocks = _stacked(_rounded_rows(basis) for basis in stage.bases)
+    return parts | {f"block_{name}": array for name, array in blocks.items()}
 
 
-def rounded_rows(rows: _Matrix, fine: int | None = None) -> dict[str, NDArray[Any]]:
-    """Return rows as whole numbers of a unit each, the first `fine` at 16 bits, the rest at 8; None for FINE_SHARE."""
-    fine = round(FINE_SHARE * len(rows)) if fine is None else fine
-    peaks = np.abs(rows).max(axis=1, initial=1e-9)
-    unit = (peaks / np.where(np.arange(len(rows)) < fine, 32767, 127)).astype(np.float32)
-    whole = np.rint(rows / unit[:, None])
-    coarse = np.clip(whole[fine:], -127, 127).astype(np.int8)
-    # One byte each; profiles have no signed bytes.
-    return {"fine": whole[:fine].astype(np.int16), "coarse": coarse.view(np.uint8), "unit": unit}
-
-
-Arrays = Mapping[str, NDArray[Any]]
-# What a profile says of each layer; the rest it says of all, but for `rotary` and `span`, and the name of a group.
+# Arrays of a profile by layer; the rest it has for all, but for `rotary` and `span`, and the name of a group.
 _BY_LAYER = ("mean", "weight", "even_weight", "octaves", "scale", "order", "fine", "coarse", "unit", "place", "mixed")
 _PREFIXES = ("", "mix_", "block_")
 
@@ -470,8 +449,7 @@ def joint_power(groups: Sequence[tuple[BlockLayout, Arrays]]) -> float:
     groups: layout and moments of each. ValueError without moments.
     """
     values = [layout.layers * layout.kv_heads * layout.head_dim for layout, _ in groups]
-    powers = [weighted_power(*each) for each in groups]
-    return float(np.average(powers, weights=values))
+    return float(np.average([_spread(*each).power for each in groups], weights=values))
 
 
 def joint_stages(
@@ -484,14 +462,13 @@ def joint_stages(
     if not all(is_staged(COSTS[cost_name], layout) for layout, _ in groups):
         return None
     homes = {place: (group, layer) for group, mine in enumerate(rows.places) for layer, place in enumerate(mine)}
-    moments = [weighted_moments(*each, power) for each in groups]
+    moments = [_spread(*each).weighted(power) for each in groups]
 
-    def weighted(place: int) -> NDArray[np.float64]:
+    def weighted(place: int) -> _Matrix:
         group, layer = homes[place]
         return moments[group](layer)
 
-    has_all = all(each["square"].ndim == 3 for _, each in groups)
-    return stages_for(rows.layout, has_all, weighted)
+    return choose_stages(rows.layout, all(each["square"].ndim == 3 for _, each in groups), weighted)
 
 
 def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
@@ -503,7 +480,9 @@ def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
         return None
     parts = [dict(each.arrays) for each in drafts]
     if any("octaves" in each for each in parts):
-        parts = [each if "octaves" in each else _in_line(each) for each in parts]
+        for each in (part for part in parts if "octaves" not in part):
+            weight = each["even_weight"] = each.pop("weight")
+            each["octaves"] = np.zeros(weight.shape, dtype=np.int16)
     order = np.argsort([place for places in rows.places for place in places])
     names = {f"{prefix}{name}" for prefix in _PREFIXES for name in _BY_LAYER}
     joined = {name: np.concatenate([each[name] for each in parts])[order] for name in parts[0] if name in names}
@@ -517,20 +496,13 @@ def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
     return Profile.parse(replace(drafts[0], layers=layers, arrays=rest | joined | shared).to_bytes())
 
 
-def _in_line(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return a group's arrays as where channels are out of line, of which it has none."""
-    weight = arrays.pop("weight")
-    return arrays | {"even_weight": weight, "octaves": np.zeros(weight.shape, dtype=np.int16)}
-
-
 _COUNT_MAX = 1 << 40
 
 
 def rounded_tables(symbols: NDArray[Any]) -> NDArray[np.uint16]:
-    """Return the frequencies of rounded levels' tables, or those of thirds."""
+    """Return the frequencies of rounded levels' tables, or those of thirds; whatever a value is, it has a code."""
     counts = symbols.astype(np.float64)
-    tops, digits = _leaning(counts[:TOPS]), _leaning(counts[TOPS:].reshape(-1, CONTEXTS, 32))
-    return _frequencies(tops, digits)
+    return _frequencies(_leaning(counts[:TOPS]), _leaning(counts[TOPS:].reshape(-1, CONTEXTS, 32)))
 
 
 def trellis_tables(symbols: NDArray[np.float64]) -> NDArray[np.uint16]:

@@ -1,9 +1,8 @@
-"""Steps, scales and loudness on one grid of whole numbers, the tables that follow, and a list of items for each.
+"""Steps, scales and loudness on one grid of whole numbers, the tables that follow, and the lists of items under them.
 
-A unit is a twelfth of an octave; 19 of them are a factor of three, but for 0.1 %. Only the choice of tables goes by
-units, so that every machine chooses alike; steps themselves are exact thirds of each other. An item is a top value or a
-digit; all lists are one array of entropy-coded symbols in two streams, each filled up to whole runs with zeros, so that
-every run has one table.
+A unit is a twelfth of an octave; 19 of them are a factor of three within 0.1 %. Only the choice of tables goes by
+units, so that every machine chooses alike; steps are exact thirds of each other. An item is a top value or a digit. All
+lists are one array of symbols in two streams, each list filled up with zeros so that every run has one table.
 """
 
 from __future__ import annotations
@@ -31,17 +30,18 @@ DIGITS, DIGIT_UNITS_MIN = 24, -36
 CONTEXTS = 4
 ANY = 3
 TABLES = TOPS + CONTEXTS * DIGITS
-# Along a trellis these are of the thirds of levels. Behind them come those of the levels themselves, for quantiser 0
-# and so many further for 1: top values by class, digits by class and context.
+# With a trellis those are for thirds of levels. Tables of the levels themselves follow: top values by class, then
+# digits by class and context, each for quantiser 0 and then, so many further, for quantiser 1.
 STATE_CONTEXTS = 3
 TOPS_TWIN, DIGITS_TWIN = TOPS, STATE_CONTEXTS * DIGITS
 STATE_TOPS, STATE_DIGITS = TABLES, TABLES + 2 * TOPS_TWIN
 TRELLIS_TABLES = STATE_DIGITS + 2 * DIGITS_TWIN
+_TWINS = (TOPS_TWIN, DIGITS_TWIN)
 _FIRSTS = np.concatenate([STATE_TOPS + np.arange(TOPS_TWIN), STATE_DIGITS + np.arange(DIGITS_TWIN)])
 # The tables of quantiser 0 and 1: (pairs, 2).
-STATE_PAIRS = np.stack([_FIRSTS, _FIRSTS + np.repeat([TOPS_TWIN, DIGITS_TWIN], [TOPS_TWIN, DIGITS_TWIN])], axis=1)
+STATE_PAIRS = np.stack([_FIRSTS, _FIRSTS + np.repeat(_TWINS, _TWINS)], axis=1)
 
-# A component is coded from the step on at which its scale is an eighth of the step; what lies below is all but zero.
+# A component is coded from the step on at which its scale is an eighth of the step; below, it is all but zero.
 ENTER_UNITS = -37
 # A scale of more than four steps does not fit the alphabet: such a component begins three times coarser, or nine, …
 WIDE_UNITS = 24
@@ -56,8 +56,28 @@ STREAMS = 2
 TOP_CENTRE = 15
 
 
+def step_of(units: int, thirds: int) -> float:
+    """Return the step: 2^(units / 12), times three as often as `thirds` says."""
+    return float(2.0 ** (units / UNITS) * 3.0**thirds)
+
+
+def entering(scales: Units, units: int) -> int:
+    """Return how many components are coded at a step. scales: in units."""
+    return int(np.count_nonzero(scales - units >= ENTER_UNITS))
+
+
+def part_bounds(tokens: int) -> NDArray[np.int64]:
+    """Return where the parts begin, and the end: (PARTS + 1)."""
+    return np.arange(PARTS + 1, dtype=np.int64) * tokens // PARTS
+
+
+def part_sizes(tokens: int) -> NDArray[Any]:
+    """Return the tokens of each part."""
+    return np.diff(part_bounds(tokens))
+
+
 class Mode:
-    """The way a plane's rows are coded; the numbers are the native kernels'."""
+    """How a plane's rows are coded; the numbers are the native kernels'."""
 
     TOP = 0
     DIGIT = 1
@@ -74,15 +94,30 @@ class Plane(NamedTuple):
     digit_scales: Units
     top_scales: Units
 
+    def digit_rows(self, gains: Units, items: Items) -> Rows:
+        """Return the rows that get a digit. items: (components, tokens), tokens by loudness."""
+        tables = _DIGIT_TABLES if self.mode == Mode.CONTEXT else _ANY_TABLES
+        return Rows(items, self.digits, _by_units(self.digit_scales, gains, self.units, tables), self.mode)
 
-def step_of(units: int, thirds: int) -> float:
-    """Return the step: 2^(units / 12), times three as often as `thirds` says."""
-    return float(2.0 ** (units / UNITS) * 3.0**thirds)
+    def top_rows(self, gains: Units, items: Items) -> Rows:
+        """Return the rows that get a top value."""
+        return Rows(items, self.tops, top_tables(self.top_scales, gains, self.units), Mode.TOP)
 
+    def state_rows(self, gains: Units, items: Items) -> tuple[StateRows, list[Rows]]:
+        """Return all rows along a trellis, and apart those that this plane codes, under tables of quantiser 0.
 
-def entering(scales: Units, units: int) -> int:
-    """Return how many components are coded at a step. scales: in units."""
-    return int(np.count_nonzero(scales - units >= ENTER_UNITS))
+        Digits without context have their levels from plain lists.
+        """
+        tops = _by_units(self.top_scales, gains, self.units, _TOP_TABLES + np.uint16(STATE_TOPS))
+        coded = [Rows(items, self.tops, tops, Mode.TOP)]
+        if self.mode == Mode.CONTEXT:
+            digits = _by_units(self.digit_scales, gains, self.units, _STATE_DIGIT_TABLES)
+            coded.append(Rows(items, self.digits, digits, Mode.CONTEXT))
+        modes = np.full(len(items), Mode.DIGIT, dtype=np.uint8)
+        tables = np.zeros((len(modes), PARTS), dtype=np.uint16)
+        for rows in coded:
+            modes[rows.which], tables[rows.which] = rows.mode, rows.tables
+        return StateRows(items, modes, tables), coded
 
 
 def planes(scales: Units, base_units: int, refinement: int) -> list[Plane]:
@@ -109,21 +144,6 @@ def top_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
     return _by_units(scales, gains, units, _TOP_TABLES)
 
 
-def digit_tables(scales: Units, gains: Units, units: int, mode: int) -> NDArray[np.uint16]:
-    """Return the table of digits that do not ask, or else the first of the three that do: (components, PARTS)."""
-    return _by_units(scales, gains, units, _DIGIT_TABLES if mode == Mode.CONTEXT else _ANY_TABLES)
-
-
-def state_top_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
-    """Return the table of each component's top values along a trellis in quantiser 0: (components, PARTS)."""
-    return _by_units(scales, gains, units, _TOP_TABLES + np.uint16(STATE_TOPS))
-
-
-def state_digit_tables(scales: Units, gains: Units, units: int) -> NDArray[np.uint16]:
-    """Return the first of the three tables of digits along a trellis in quantiser 0: (components, PARTS)."""
-    return _by_units(scales, gains, units, _STATE_DIGIT_TABLES)
-
-
 def _by_units(scales: Units, gains: Units, units: int, tables: NDArray[np.uint16]) -> NDArray[np.uint16]:
     # All parts of a row at once, as one number: rows are many, differences to the step few.
     parts: NDArray[np.uint16] = tables.take(_REACHED + (gains + _TABLE_UNITS), mode="clip")
@@ -138,32 +158,24 @@ _REACH = 128
 _REACHED = np.arange(-_REACH, _REACH + 1)[:, None]
 _OVER = np.arange(-_TABLE_UNITS, _TABLE_UNITS + 1)
 _TOP_TABLES = np.clip((_OVER - TOP_UNITS_MIN) // CLASS_UNITS, 0, TOPS - 1).astype(np.uint16)
-_DIGIT_TABLES = (TOPS + CONTEXTS * np.clip((_OVER - DIGIT_UNITS_MIN) // CLASS_UNITS, 0, DIGITS - 1)).astype(np.uint16)
+_DIGIT_CLASSES = np.clip((_OVER - DIGIT_UNITS_MIN) // CLASS_UNITS, 0, DIGITS - 1)
+# The first of the three tables that ask, the one that does not, and the first of the three along a trellis.
+_DIGIT_TABLES = (TOPS + CONTEXTS * _DIGIT_CLASSES).astype(np.uint16)
 _ANY_TABLES = _DIGIT_TABLES + np.uint16(ANY)
-_STATE_DIGIT_TABLES = (_DIGIT_TABLES - TOPS) // CONTEXTS * np.uint16(STATE_CONTEXTS) + np.uint16(STATE_DIGITS)
-
-
-def part_bounds(tokens: int) -> NDArray[np.int64]:
-    """Return where the parts begin, and the end: (PARTS + 1)."""
-    return np.arange(PARTS + 1, dtype=np.int64) * tokens // PARTS
-
-
-def part_sizes(tokens: int) -> NDArray[Any]:
-    """Return the tokens of each part."""
-    return np.diff(part_bounds(tokens))
+_STATE_DIGIT_TABLES = (STATE_DIGITS + STATE_CONTEXTS * _DIGIT_CLASSES).astype(np.uint16)
 
 
 class Rows(NamedTuple):
-    """Some rows of values, by number, and the table of each one's parts. `Lists.take` fills them."""
+    """Some rows of values, by number, and the tables of each one's parts. `Lists.take` fills them."""
 
     values: Items
     which: Which
     tables: NDArray[np.uint16]
     mode: int
 
-    def count_into(self, counts: NDArray[np.int64], path: str) -> None:
-        """Add what these rows take from each table's list. Digits that ask do so by the values as they are."""
-        _native.tide_count(path, *self, counts)
+    def count_into(self, parents: Items, counts: NDArray[np.int64], path: str) -> None:
+        """Add what these rows take from each table's list after `parents`."""
+        _native.tide_count(path, parents, *self[1:], counts)
 
 
 class StateRows(NamedTuple):
@@ -177,11 +189,8 @@ class StateRows(NamedTuple):
     tables: NDArray[np.uint16]
 
     def count_into(self, parents: Items, counts: NDArray[np.int64], path: str) -> None:
-        """Add what these levels put into each table's list, after `parents`."""
-        _native.tide_count_states(path, self.values, parents, self.modes, self.tables, _TWINS, counts)
-
-
-_TWINS = (TOPS_TWIN, DIGITS_TWIN)
+        """Add what these levels put into each table's list after `parents`."""
+        _native.tide_count_states(path, self.values, parents, *self[1:], _TWINS, counts)
 
 
 class CodedLists(NamedTuple):
@@ -196,54 +205,53 @@ class Lists:
     """Lists of known lengths, being filled or being read."""
 
     def __init__(self, counts: NDArray[np.int64], path: str) -> None:
-        """counts: items of each table; along a trellis it has more of them."""
+        """counts: items of each table, (TABLES,) or (TRELLIS_TABLES,)."""
         assert counts.shape in {(TABLES,), (TRELLIS_TABLES,)}
         self._path = path
         self._counts = counts
         self._runs = -(-counts // RUN_SYMBOLS)
         if int(self._runs.sum()) % STREAMS:
             self._runs[np.flatnonzero(self._runs)[-1]] += 1
-        stops = np.cumsum(self._runs) * RUN_SYMBOLS
-        self._cursors: NDArray[np.int64] = stops - self._runs * RUN_SYMBOLS
-        self._stops: NDArray[np.int64] = self._cursors + counts
-        self._size = int(stops[-1])
+        self._ends = np.cumsum(self._runs) * RUN_SYMBOLS
+        self._size = int(self._ends[-1])
         # Where top values end, digits, and top values of a trellis.
-        self._kinds = [0, *(int(stops[last - 1]) for last in (TOPS, TABLES, STATE_DIGITS) if last < len(stops))]
+        self._kinds = [0, *(int(self._ends[last - 1]) for last in (TOPS, TABLES, STATE_DIGITS) if last < len(counts))]
         self._kinds.append(self._size)
+        cursors: NDArray[np.int64] = self._ends - self._runs * RUN_SYMBOLS
         # Vector code reads beyond what it takes.
         self._items: Items = np.empty(self._size + _native.TIDE_SLACK, dtype=np.int16)
+        # As kernels take lists: items, where each list is at, and where it ends.
+        self._lists = (self._items, cursors, cursors + counts)
 
     def _entropy_runs(self) -> Runs:
         tables = np.repeat(np.arange(len(self._runs), dtype=np.uint16), self._runs)
         return Runs(tables.reshape(STREAMS, -1), RUN_SYMBOLS)
 
-    def put(self, rows: Rows, parents: Items) -> None:
-        """Append what takes `parents` to the values of `rows`."""
-        fits = _native.tide_put(self._path, *rows, parents, self._items, self._cursors, self._stops)
+    def put(self, rows: Rows | StateRows, parents: Items) -> None:
+        """Append what takes `parents` to the values of `rows`, or to levels along a trellis."""
+        if isinstance(rows, Rows):
+            fits = _native.tide_put(self._path, *rows, parents, *self._lists)
+        else:
+            fits = _native.tide_put_states(self._path, rows.values, parents, *rows[1:], _TWINS, *self._lists)
         assert fits, "counts are those of these rows"
 
-    def take(self, rows: Rows) -> None:
-        """Take the next items of each list into the values of `rows`. CorruptPayload if there are too few."""
-        if not _native.tide_take(self._path, *rows, self._items, self._cursors, self._stops):
+    def take(self, rows: Rows | StateRows) -> None:
+        """Take the next items of each list into `rows`; levels along a trellis then are half steps.
+
+        CorruptPayload if a list is too short.
+        """
+        if isinstance(rows, Rows):
+            fits = _native.tide_take(self._path, *rows, *self._lists)
+        else:
+            fits = _native.tide_take_states(self._path, *rows, _TWINS, *self._lists)
+        if not fits:
             raise CorruptPayload("tide: lists are shorter than what they are of")
-
-    def put_states(self, rows: StateRows, parents: Items) -> None:
-        """Append what takes `parents` to the levels of `rows` along a trellis."""
-        lists = (self._items, self._cursors, self._stops)
-        fits = _native.tide_put_states(self._path, rows.values, parents, rows.modes, rows.tables, _TWINS, *lists)
-        assert fits, "counts are those of these rows"
-
-    def take_states(self, rows: StateRows) -> None:
-        """Take levels along a trellis into `rows`, in half steps then. CorruptPayload if a list is too short."""
-        lists = (self._items, self._cursors, self._stops)
-        if not _native.tide_take_states(self._path, *rows, _TWINS, *lists):
-            raise CorruptPayload("tide: lists of a trellis are shorter than what its states ask for")
 
     def _symbols(self) -> NDArray[np.uint8]:
         """Return the symbols of lists that are full, and fill these up to whole runs."""
-        stops = np.cumsum(self._runs) * RUN_SYMBOLS
-        for table in np.flatnonzero(self._stops != stops):
-            self._items[self._stops[table] : stops[table]] = 0
+        stops = self._lists[2]
+        for table in np.flatnonzero(stops != self._ends):
+            self._items[stops[table] : self._ends[table]] = 0
         symbols = np.empty(self._size, dtype=np.uint8)
         for first, middle, last in zip(self._kinds[:-1:2], self._kinds[1::2], self._kinds[2::2], strict=True):
             _native.tide_symbols(self._path, self._items[first:last], middle - first, symbols[first:last])
@@ -272,13 +280,9 @@ class Lists:
         tables.decode(coded.streams, self._entropy_runs(), values, out, Escapes(coded.escapes.view(np.uint16), counts))
 
 
-def _is_top() -> NDArray[np.bool_]:
-    """Tell of each table whether it is one of top values."""
-    tables = np.arange(TRELLIS_TABLES)
-    return (tables < TOPS) | ((tables >= STATE_TOPS) & (tables < STATE_DIGITS))
-
-
+_EVERY = np.arange(TRELLIS_TABLES)
+_IS_TOP = (_EVERY < TOPS) | ((_EVERY >= STATE_TOPS) & (_EVERY < STATE_DIGITS))
 # The symbol of a zero.
-_ZEROS = np.where(_is_top(), TOP_CENTRE, 1)
+_ZEROS = np.where(_IS_TOP, TOP_CENTRE, 1)
 # What each symbol of each table stands for, as bit patterns of int16.
 _VALUES = (np.arange(SYMBOLS) - _ZEROS[:, None]).astype(np.int16).view(np.uint16)

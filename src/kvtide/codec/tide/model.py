@@ -1,12 +1,12 @@
-"""A tide profile checked and made ready for coding, and its curve: from the quality asked for to a step and back.
+"""A tide profile checked and made ready for coding: groups of layers, their rows at a step, tables, trellis, curve.
 
-Immutable, but matrices are built when they are first used.
+Immutable, but matrices and rows are made when they are first used.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
@@ -41,6 +41,7 @@ from kvtide.codec.tide.section import KeyRotation, Octaves, Steps
 from kvtide.errors import CorruptPayload
 
 _Made = TypeVar("_Made")
+_Arrays = Mapping[str, NDArray[Any]]
 
 # Entries of matrices and coefficients that meet them are whole numbers in these units.
 ONE = 1 << 13
@@ -63,8 +64,6 @@ OCTAVES_MAX = 12
 # Step in units, bits an element, KL.
 CURVE_COLUMNS = 3
 QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0
-# What the line through the last two points may not fall below.
-BITS_MIN = 0.01
 
 
 def check_quality(quality: float) -> None:
@@ -85,15 +84,9 @@ def units_of_quality(curve: NDArray[np.float32], quality: float) -> int:
 
 
 def quality_of_units(curve: NDArray[np.float32], units: int) -> float:
-    """Return the KL that was measured at a step, by the slope at the ends beyond them. CorruptPayload as above."""
+    """Return the KL at a step, beyond the ends by the slope there. CorruptPayload for a curve that is none."""
     steps, kls = _points(curve)
     return math.exp(min(_between(steps, kls, units), 0.0))
-
-
-def bits_of_units(curve: NDArray[np.float32], units: int) -> float:
-    """Return the bits an element that were measured at a step, above zero. CorruptPayload as above."""
-    steps, _ = _points(curve)
-    return max(_between(steps, curve[:, 1].astype(np.float64), units), BITS_MIN)
 
 
 def _points(curve: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -115,38 +108,45 @@ def _between(known: NDArray[np.float64], wanted: NDArray[np.float64], at: float)
 class Group:
     """The components of layers [layer_start, layer_stop): their scales, falling, and what they are made of."""
 
-    def __init__(self, layers: tuple[int, int], scales: Units, values: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def __init__(self, layers: tuple[int, int], scales: Units, values: int, arrays: _Arrays) -> None:
         self.layer_start, self.layer_stop = layers
         self.scales = scales
-        self._values = values
+        self.shape = (len(scales), values)
         self._arrays = arrays
-
-    @property
-    def order(self) -> NDArray[np.uint16]:
-        """Return the value that each component is, empty if components are sums of values."""
-        found: NDArray[np.uint16] = self._arrays.get("order", _NO_ORDER)
-        return found
+        # The transform is in two stages.
+        self.is_staged = "place" in arrays
+        # The value that each component is; empty if components are sums of values.
+        self.order: NDArray[np.uint16] = arrays.get("order", _NO_ORDER)
 
     @cached_property
     def matrix(self) -> NDArray[np.int16]:
-        """Return the matrix from components to values: (components, values), in units of 1 / ONE.
+        """Return the matrix from components to values, or from those mixed to the strongest of all blocks.
 
-        In two stages: from those that are mixed to the strongest of all blocks.
+        (components, values), in units of 1 / ONE.
         """
         return whole_rows(self._arrays, "mix_" if self.is_staged else "", ONE)
 
     @property
-    def is_staged(self) -> bool:
-        """Tell whether the transform is in two stages."""
-        return "place" in self._arrays
+    def matrix_shape(self) -> tuple[int, int]:
+        """Return the rows and columns of the matrix."""
+        return self.matrix.shape if self.is_staged else self.shape
+
+    @cached_property
+    def to_values(self) -> NDArray[np.int16]:
+        """Return the matrix in panels; empty if there is none."""
+        return _NO_PANELS if self.order.size else _packed(self.matrix)
+
+    @cached_property
+    def to_components(self) -> NDArray[np.int16]:
+        """Return its transpose in panels."""
+        return _NO_PANELS if self.order.size else _packed(self.matrix.T)
 
     def stage(self, count: int, is_back: bool) -> Stage:
         """Return the first half of a transform in two stages, of which so many components are coded."""
         if not self.is_staged:
             return NO_STAGE
         panels = self._blocks_to_values if is_back else self._blocks_to_components
-        arrays = self._arrays
-        return panels, arrays["block_unit"].shape[-1], arrays["mixed"], arrays["place"][:count]
+        return panels, self._blocks.shape[-1], self._arrays["mixed"], self._arrays["place"][:count]
 
     @cached_property
     def _blocks(self) -> NDArray[np.int16]:
@@ -158,220 +158,21 @@ class Group:
 
     @cached_property
     def _blocks_to_components(self) -> NDArray[np.int16]:
-        return np.concatenate([_packed(np.ascontiguousarray(matrix.T)) for matrix in self._blocks])
-
-    @cached_property
-    def to_values(self) -> NDArray[np.int16]:
-        """Return the matrix from components to values, in panels; empty if there is none."""
-        return _NO_PANELS if self.order.size else _packed(self.matrix)
-
-    @cached_property
-    def to_components(self) -> NDArray[np.int16]:
-        """Return its transpose, in panels."""
-        return _NO_PANELS if self.order.size else _packed(np.ascontiguousarray(self.matrix.T))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return (components, values)."""
-        return len(self.scales), self._values
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Return the rows and columns of the matrix: (components, values), or those that are mixed."""
-        return self.matrix.shape if self.is_staged else self.shape
+        return np.concatenate([_packed(matrix.T) for matrix in self._blocks])
 
 
 def _packed(matrix: NDArray[np.int16]) -> NDArray[np.int16]:
     rows, columns = matrix.shape
     panels = np.empty(-(-columns // PANEL_COLUMNS) * (-(-rows // 2)) * 2 * PANEL_COLUMNS, dtype=np.int16)
-    _native.tide_pack(matrix, panels)
+    _native.tide_pack(np.ascontiguousarray(matrix), panels)
     return panels
 
 
-class TideModel:
-    """A profile of kind `tide-…` in the form that coding needs. Threads may share it: a race builds a thing twice."""
-
-    def __init__(self, profile: Profile) -> None:
-        """CorruptPayload if arrays are missing or do not fit each other."""
-        self.profile = profile
-        self._made: dict[Hashable, object] = {}
-        self._turns: dict[tuple[int, int, bool], KeyRotation] = {}
-        arrays = profile.arrays
-        try:
-            self._read(arrays)
-        except KeyError as error:
-            raise CorruptPayload(f"the profile has no array {error}, which tide needs") from error
-        except IndexError as error:
-            raise CorruptPayload(f"an array of the profile has too few dimensions: {error}") from error
-
-    def _read(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        profile = self.profile
-        layers, channels = profile.layers, profile.kv_heads * profile.head_dim
-        group_layers, section_layers = (int(extent) for extent in _shaped(arrays, "span", (2,)))
-        is_nested = 0 < group_layers <= section_layers and section_layers % group_layers == 0
-        if not is_nested or layers % section_layers:
-            raise CorruptPayload(f"spans of {group_layers} and {section_layers} of {layers} layers")
-        self.section_layers = section_layers
-        rotary = arrays["rotary"].tobytes()
-        self.rotary = Rotary.parse(rotary) if rotary else None
-        self.mean: NDArray[np.float32] = _shaped(arrays, "mean", (layers, 2, channels)).astype(np.float32)
-        # In a profile of channels out of line `weight` is missing: readers that know no octaves refuse it.
-        self._octaves = _octaves(arrays, (layers, 2, channels))
-        even = _shaped(arrays, "weight" if self._octaves is None else "even_weight", (layers, 2, channels))
-        self.weight: NDArray[np.float32] = even.astype(np.float32)
-        if self._octaves is not None:
-            self.weight *= np.exp2(self._octaves).astype(np.float32)
-        if not np.isfinite(self.mean).all() or not np.isfinite(self.weight).all() or float(self.weight.min()) <= 0:
-            raise CorruptPayload("the profile's means and weights must be finite, weights above zero")
-        self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
-        self.tables: RansTables = RansCoder().parse(arrays["tables"].tobytes(), TABLES)
-        self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
-        self.trellis: Trellis | None = read_trellis(arrays)
-        self.positions = read_law_table(arrays.get("law"))
-        self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
-
-    @property
-    def is_for_host(self) -> bool:
-        """Tell whether devices leave it to the processor: transforms in two stages, or channels out of line."""
-        return self.groups[0].is_staged or self._octaves is not None
-
-    def octaves_of(self, layers: slice) -> Octaves | None:
-        """Return the octaves by which these layers' channels are brought into line, None if none is out of it."""
-        return None if self._octaves is None else self._octaves[layers]
-
-    def groups_of(self, layer_start: int) -> list[Group]:
-        """Return the groups of the section that begins at a layer."""
-        stop = layer_start + self.section_layers
-        return [group for group in self.groups if layer_start <= group.layer_start < stop]
-
-    def tables_of(self, steps: Steps) -> RansTables:
-        """Return the tables of levels of a kind. CorruptPayload along a trellis of which the profile says nothing."""
-        if not steps.is_trellis:
-            return self.tables
-        if self.trellis is None:
-            raise CorruptPayload("tide: levels lie on a trellis, of which the profile says nothing")
-        return self.trellis.tables
-
-    def final_units(self, quality: float, is_trellis: bool) -> int:
-        """Return the step at which levels have a quality; see `units_of_quality`."""
-        return units_of_quality(self._curve(is_trellis), quality)
-
-    def quality_at(self, steps: Steps, missing: int) -> float:
-        """Return the KL that was measured at a step of which so many refinements are missing."""
-        return quality_of_units(*self._measured(steps, missing))
-
-    def bits_at(self, steps: Steps, missing: int) -> float:
-        """Return the bits an element that were measured there."""
-        return bits_of_units(*self._measured(steps, missing))
-
-    def _curve(self, is_trellis: bool) -> NDArray[np.float32]:
-        return self.trellis.curve if is_trellis and self.trellis is not None else self.curve
-
-    def _measured(self, steps: Steps, missing: int) -> tuple[NDArray[np.float32], int]:
-        # A path's levels, cut to thirds, lose no more than rounded ones at that step.
-        return self._curve(steps.is_trellis and missing == 0), steps.final_units + THIRD * missing
-
-    def remembered(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """Return what was made for a key, which is made if need be. The last REMEMBERED_MAX are kept."""
-        found = self._made.get(key)
-        if found is None:
-            if len(self._made) >= REMEMBERED_MAX:
-                self._made.clear()
-            found = self._made[key] = make()
-        return cast(_Made, found)
-
-    def turns(self, meta: BlockMeta, is_back: bool) -> KeyRotation:
-        """Return how keys of a block of this model turn; see `KeyRotation`. The last TURNS_MAX are kept."""
-        key = (meta.start, meta.layout.tokens, is_back)
-        found = self._turns.get(key)
-        if found is None:
-            if len(self._turns) >= TURNS_MAX:
-                self._turns.clear()
-            found = self._turns[key] = KeyRotation(meta, self.rotary, is_back)
-        return found
-
-    def mean_and_weight(self, group: Group) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return the mean and the weight of each value of a group, layer by layer, K before V."""
-        layers = slice(group.layer_start, group.layer_stop)
-        return self.mean[layers].reshape(-1), self.weight[layers].reshape(-1)
-
-    def _groups(self, arrays: Mapping[str, NDArray[Any]], group_layers: int, values: int) -> list[Group]:
-        count = self.profile.layers // group_layers
-        scales = arrays["scale"].astype(np.int64)
-        if scales.ndim != 2 or len(scales) != count or scales.shape[1] > values or (np.diff(scales) > 0).any():
-            raise CorruptPayload("the profile's scales must fall, for no more components than there are values")
-        kept = scales.shape[1]
-        if "order" in arrays:
-            per_group = {"order": _shaped(arrays, "order", (count, kept)).astype(np.uint16)}
-        elif "place" in arrays:
-            per_group = _staged(arrays, (count, values), self.profile.head_dim)
-        else:
-            per_group = _rows(arrays, "", (count, kept, values))
-        found = []
-        for i in range(count):
-            layers = (i * group_layers, (i + 1) * group_layers)
-            found.append(Group(layers, scales[i], values, {name: array[i] for name, array in per_group.items()}))
-        return found
-
-
-def _octaves(arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...]) -> Octaves | None:
-    if "octaves" not in arrays:
-        return None
-    found = _shaped(arrays, "octaves", shape)
-    if found.dtype != np.int16:
-        raise CorruptPayload(f"octaves are whole numbers of 16 bits, not {found.dtype}")
-    if int(np.abs(found).max()) > OCTAVES_MAX:
-        raise CorruptPayload(f"channels are out of line by {OCTAVES_MAX} octaves at most")
-    return found
-
-
-def _rows(arrays: Mapping[str, NDArray[Any]], prefix: str, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
-    """Return rounded rows of this shape, the last two rows and columns."""
-    *outer, rows, columns = shape
-    fine = arrays[f"{prefix}fine"].shape[-2]
-    return {
-        f"{prefix}fine": _shaped(arrays, f"{prefix}fine", (*outer, fine, columns)),
-        f"{prefix}coarse": _shaped(arrays, f"{prefix}coarse", (*outer, rows - fine, columns)),
-        f"{prefix}unit": _shaped(arrays, f"{prefix}unit", (*outer, rows)),
-    }
-
-
-def _staged(arrays: Mapping[str, NDArray[Any]], extent: tuple[int, int], head_dim: int) -> dict[str, NDArray[Any]]:
-    """Return the arrays of transforms in two stages, of (groups, values)."""
-    count, values = extent
-    block, mixed = arrays["block_unit"].shape[-1], arrays["mixed"].shape[-1]
-    if block == 0 or block % 2 or head_dim % block or mixed > values:
-        raise CorruptPayload(f"the profile mixes {mixed} components of blocks of {block} values, {head_dim} in a head")
-    places = _shaped(arrays, "place", (count, values)).astype(np.uint16)
-    chosen = _shaped(arrays, "mixed", (count, mixed)).astype(np.uint16)
-    if not all(check_places(*pair, values) for pair in zip(places.tolist(), chosen.tolist(), strict=True)):
-        raise CorruptPayload("the profile's places must be those of all components, once each")
-    found = _rows(arrays, "mix_", (count, mixed, mixed)) | _rows(
-        arrays, "block_", (count, values // block, block, block)
-    )
-    return found | {"place": places, "mixed": chosen}
-
-
-def whole_rows(arrays: Mapping[str, NDArray[Any]], prefix: str, one: int) -> NDArray[np.int16]:
-    """Return rounded rows, or those of many blocks, in units of 1 / one."""
+def whole_rows(arrays: _Arrays, prefix: str, one: int) -> NDArray[np.int16]:
+    """Return the rows that `fit.rounded_rows` rounded, or those of many blocks, in units of 1 / one."""
     fine, coarse, unit = (arrays[f"{prefix}{name}"] for name in ("fine", "coarse", "unit"))
     rows = np.concatenate([fine.astype(np.float64), coarse.view(np.int8).astype(np.float64)], axis=-2)
     return np.clip(np.rint(rows * unit.astype(np.float64)[..., None] * one), -32767, 32767).astype(np.int16)
-
-
-def check_places(places: Sequence[int], mixed: Sequence[int], values: int) -> bool:
-    """Tell whether places are those of a transform in two stages: each component stands at one, or is mixed."""
-    inner = [place for place in places if place >= values]
-    outer = {place for place in places if place < values}
-    is_once = len(outer) + len(inner) == len(places) and len(set(mixed)) == len(mixed)
-    return is_once and inner == list(range(values, values + len(mixed))) and outer.isdisjoint(mixed)
-
-
-def _shaped(arrays: Mapping[str, NDArray[Any]], name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    found = arrays[name]
-    if found.shape != shape:
-        raise CorruptPayload(f"the profile's array {name!r} has shape {found.shape}, expected {shape}")
-    return found
 
 
 class Place(NamedTuple):
@@ -381,22 +182,11 @@ class Place(NamedTuple):
     start: int
     stop: int
 
-    def by_column(self, each: NDArray[Any], columns: int, fill: int = 0) -> NDArray[Any]:
-        """Return what belongs to each of the group's rows by column of a projection.
-
-        Columns are the rows, or else the group's values; then those that are not coded get `fill`.
-        """
-        if not self.group.order.size:
-            return each
-        found = np.full(columns, fill, dtype=each.dtype)
-        found[self.group.order[: len(each)]] = each
-        return found
-
 
 class Restored(NamedTuple):
-    """Rows [start, stop) of some layers that go back to values at once, and how values follow from them.
+    """Rows [start, stop) of some layers that go back to values at once, and how: what native kernels take.
 
-    As the native kernel takes it: a matrix of `shape` in panels, or the value that each row is; and its other stage.
+    A matrix of `shape` in panels, or the value that each row is; and the matrix' other stage.
     """
 
     layers: slice
@@ -433,32 +223,196 @@ class RangeRows:
 
 
 def _restored(places: Sequence[Place]) -> list[Restored]:
-    count, values = len(places), places[0].group.shape[1]
-    if places[0].group.order.size and count * values <= np.iinfo(np.uint16).max + 1:
+    first, count = places[0].group, len(places)
+    values = first.shape[1]
+    if first.order.size and count * values <= np.iinfo(np.uint16).max + 1:
         orders = [group.order[: stop - start] + i * values for i, (group, start, stop) in enumerate(places)]
-        layers = slice(places[0].group.layer_start, places[-1].group.layer_stop)
-        rows, order = places[-1].stop, np.concatenate(orders).astype(np.uint16)
-        return [Restored(layers, 0, rows, places[0].group.to_values, (rows, count * values), order, NO_STAGE)]
-    return [_restored_group(*place) for place in places]
-
-
-def _restored_group(group: Group, start: int, stop: int) -> Restored:
-    layers, stage = slice(group.layer_start, group.layer_stop), group.stage(stop - start, is_back=True)
-    return Restored(layers, start, stop, group.to_values, group.matrix_shape, group.order, stage)
+        layers, rows = slice(first.layer_start, places[-1].group.layer_stop), places[-1].stop
+        order = np.concatenate(orders).astype(np.uint16)
+        return [Restored(layers, 0, rows, first.to_values, (rows, count * values), order, NO_STAGE)]
+    found = []
+    for group, start, stop in places:
+        layers, stage = slice(group.layer_start, group.layer_stop), group.stage(stop - start, is_back=True)
+        found.append(Restored(layers, start, stop, group.to_values, group.matrix_shape, group.order, stage))
+    return found
 
 
 def place_groups(model: TideModel, layer_start: int, units: int) -> RangeRows:
     """Return the rows of all components of a section's layers that are coded at a step."""
-    return model.remembered(("rows", layer_start, units), lambda: _placed(model.groups_of(layer_start), units))
+
+    def make() -> RangeRows:
+        places, start = [], 0
+        for group in model.groups_of(layer_start):
+            stop = start + entering(group.scales, units)
+            places.append(Place(group, start, stop))
+            start = stop
+        return RangeRows(places, np.concatenate([group.scales[: stop - start] for group, start, stop in places]))
+
+    return model.remembered(("rows", layer_start, units), make)
 
 
-def _placed(groups: Sequence[Group], units: int) -> RangeRows:
-    places, start = [], 0
-    for group in groups:
-        stop = start + entering(group.scales, units)
-        places.append(Place(group, start, stop))
-        start = stop
-    return RangeRows(places, np.concatenate([group.scales[: stop - start] for group, start, stop in places]))
+class TideModel:
+    """A profile of kind `tide-…` in the form that coding needs. Threads may share it: a race builds a thing twice."""
+
+    def __init__(self, profile: Profile) -> None:
+        """CorruptPayload if arrays are missing or do not fit each other."""
+        self.profile = profile
+        self._made: dict[str, dict[tuple[str | int, ...], object]] = {}
+        try:
+            self._read(profile.arrays)
+        except KeyError as error:
+            raise CorruptPayload(f"the profile has no array {error}, which tide needs") from error
+        except IndexError as error:
+            raise CorruptPayload(f"an array of the profile has too few dimensions: {error}") from error
+
+    def _read(self, arrays: _Arrays) -> None:
+        profile = self.profile
+        layers, channels = profile.layers, profile.kv_heads * profile.head_dim
+        group_layers, section_layers = (int(extent) for extent in _shaped(arrays, "span", (2,)))
+        is_nested = 0 < group_layers <= section_layers and section_layers % group_layers == 0
+        if not is_nested or layers % section_layers:
+            raise CorruptPayload(f"spans of {group_layers} and {section_layers} of {layers} layers")
+        self.section_layers = section_layers
+        rotary = arrays["rotary"].tobytes()
+        self.rotary = Rotary.parse(rotary) if rotary else None
+        self.mean: NDArray[np.float32] = _shaped(arrays, "mean", (layers, 2, channels)).astype(np.float32)
+        # In a profile of channels out of line `weight` is missing: readers that know no octaves refuse it.
+        self._octaves = _octaves(arrays, (layers, 2, channels))
+        even = _shaped(arrays, "weight" if self._octaves is None else "even_weight", (layers, 2, channels))
+        self.weight: NDArray[np.float32] = even.astype(np.float32)
+        if self._octaves is not None:
+            self.weight *= np.exp2(self._octaves).astype(np.float32)
+        if not np.isfinite(self.mean).all() or not np.isfinite(self.weight).all() or float(self.weight.min()) <= 0:
+            raise CorruptPayload("the profile's means and weights must be finite, weights above zero")
+        self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
+        self.tables: RansTables = RansCoder().parse(arrays["tables"].tobytes(), TABLES)
+        self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
+        self.trellis: Trellis | None = _read_trellis(arrays)
+        self.positions = read_law_table(arrays.get("law"))
+        self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
+
+    def _groups(self, arrays: _Arrays, group_layers: int, values: int) -> list[Group]:
+        count = self.profile.layers // group_layers
+        scales = arrays["scale"].astype(np.int64)
+        if scales.ndim != 2 or len(scales) != count or scales.shape[1] > values or (np.diff(scales) > 0).any():
+            raise CorruptPayload("the profile's scales must fall, for no more components than there are values")
+        kept = scales.shape[1]
+        if "order" in arrays:
+            per_group = {"order": _shaped(arrays, "order", (count, kept)).astype(np.uint16)}
+        elif "place" in arrays:
+            per_group = _staged(arrays, (count, values), self.profile.head_dim)
+        else:
+            per_group = _rows(arrays, "", (count, kept, values))
+        found = []
+        for i in range(count):
+            layers = (i * group_layers, (i + 1) * group_layers)
+            found.append(Group(layers, scales[i], values, {name: array[i] for name, array in per_group.items()}))
+        return found
+
+    @property
+    def is_for_host(self) -> bool:
+        """Tell whether devices leave it to the processor: transforms in two stages, or channels out of line."""
+        return self.groups[0].is_staged or self._octaves is not None
+
+    def octaves_of(self, layers: slice) -> Octaves | None:
+        """Return the octaves by which these layers' channels are brought into line, None if none is out of it."""
+        return None if self._octaves is None else self._octaves[layers]
+
+    def groups_of(self, layer_start: int) -> list[Group]:
+        """Return the groups of the section that begins at a layer."""
+        stop = layer_start + self.section_layers
+        return [group for group in self.groups if layer_start <= group.layer_start < stop]
+
+    def mean_and_weight(self, group: Group) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the mean and the weight of each value of a group, layer by layer, K before V."""
+        layers = slice(group.layer_start, group.layer_stop)
+        return self.mean[layers].reshape(-1), self.weight[layers].reshape(-1)
+
+    def tables_of(self, steps: Steps) -> RansTables:
+        """Return the tables of levels of a kind. CorruptPayload along a trellis of which the profile says nothing."""
+        if not steps.is_trellis:
+            return self.tables
+        if self.trellis is None:
+            raise CorruptPayload("tide: levels lie on a trellis, of which the profile says nothing")
+        return self.trellis.tables
+
+    def final_units(self, quality: float, is_trellis: bool) -> int:
+        """Return the step at which levels have a quality; see `units_of_quality`."""
+        return units_of_quality(self._curve(is_trellis), quality)
+
+    def quality_at(self, steps: Steps, missing: int) -> float:
+        """Return the KL that was measured at a step of which so many refinements are missing."""
+        # A path's levels, cut to thirds, lose no more than rounded ones at that step.
+        curve = self._curve(steps.is_trellis and missing == 0)
+        return quality_of_units(curve, steps.final_units + THIRD * missing)
+
+    def _curve(self, is_trellis: bool) -> NDArray[np.float32]:
+        return self.trellis.curve if is_trellis and self.trellis is not None else self.curve
+
+    def remembered(
+        self, key: tuple[str, *tuple[int, ...]], make: Callable[[], _Made], most: int = REMEMBERED_MAX
+    ) -> _Made:
+        """Return what was made for a key, which begins with its kind; make it if need be. At most `most` are kept."""
+        made = self._made.setdefault(key[0], {})
+        found = made.get(key)
+        if found is None:
+            if len(made) >= most:
+                made.clear()
+            found = made[key] = make()
+        return cast(_Made, found)
+
+    def turns(self, meta: BlockMeta, is_back: bool) -> KeyRotation:
+        """Return how keys of a block of this model turn; see `KeyRotation`."""
+        key = ("turns", meta.start, meta.layout.tokens, int(is_back))
+        return self.remembered(key, lambda: KeyRotation(meta, self.rotary, is_back), TURNS_MAX)
+
+
+def _octaves(arrays: _Arrays, shape: tuple[int, ...]) -> Octaves | None:
+    if "octaves" not in arrays:
+        return None
+    found = _shaped(arrays, "octaves", shape)
+    if found.dtype != np.int16:
+        raise CorruptPayload(f"octaves are whole numbers of 16 bits, not {found.dtype}")
+    if int(np.abs(found).max()) > OCTAVES_MAX:
+        raise CorruptPayload(f"channels are out of line by {OCTAVES_MAX} octaves at most")
+    return found
+
+
+def _rows(arrays: _Arrays, prefix: str, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+    """Return rounded rows of this shape, the last two rows and columns."""
+    *outer, rows, columns = shape
+    fine = arrays[f"{prefix}fine"].shape[-2]
+    shapes = {"fine": (*outer, fine, columns), "coarse": (*outer, rows - fine, columns), "unit": (*outer, rows)}
+    return {f"{prefix}{name}": _shaped(arrays, f"{prefix}{name}", each) for name, each in shapes.items()}
+
+
+def _staged(arrays: _Arrays, extent: tuple[int, int], head_dim: int) -> dict[str, NDArray[Any]]:
+    """Return the arrays of transforms in two stages, of (groups, values)."""
+    count, values = extent
+    block, mixed = arrays["block_unit"].shape[-1], arrays["mixed"].shape[-1]
+    if block == 0 or block % 2 or head_dim % block or mixed > values:
+        raise CorruptPayload(f"the profile mixes {mixed} components of blocks of {block} values, {head_dim} in a head")
+    places = _shaped(arrays, "place", (count, values)).astype(np.uint16)
+    chosen = _shaped(arrays, "mixed", (count, mixed)).astype(np.uint16)
+    if not all(_is_once_each(*pair, values) for pair in zip(places.tolist(), chosen.tolist(), strict=True)):
+        raise CorruptPayload("the profile's places must be those of all components, once each")
+    mix, blocks = (count, mixed, mixed), (count, values // block, block, block)
+    return _rows(arrays, "mix_", mix) | _rows(arrays, "block_", blocks) | {"place": places, "mixed": chosen}
+
+
+def _is_once_each(places: Sequence[int], mixed: Sequence[int], values: int) -> bool:
+    """Tell whether each component stands at one place, or is mixed."""
+    inner = [place for place in places if place >= values]
+    outer = {place for place in places if place < values}
+    is_once = len(outer) + len(inner) == len(places) and len(set(mixed)) == len(mixed)
+    return is_once and inner == list(range(values, values + len(mixed))) and outer.isdisjoint(mixed)
+
+
+def _shaped(arrays: _Arrays, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    found = arrays[name]
+    if found.shape != shape:
+        raise CorruptPayload(f"the profile's array {name!r} has shape {found.shape}, expected {shape}")
+    return found
 
 
 _SIXTEENTHS_OF_HALF = 8
@@ -467,14 +421,16 @@ _SIXTEENTHS_OF_HALF = 8
 _PRICE = 0.12 * _SIXTEENTHS_OF_HALF**2
 _PRICED_LEVELS, _RATE_MAX = 16, 1000
 _TOTAL = 4096
-# Bits that a magnitude costs which has no symbol.
+# Bits of a magnitude that has no symbol.
 _ESCAPE_BITS = 16
-
-_Prices = NDArray[np.int16]
 
 
 class Trellis(NamedTuple):
-    """The part of a profile that belongs to levels along a trellis.
+    """The part of a profile for levels along a trellis: two quantisers, and a state that says whose turn is next.
+
+    Quantiser 0 has the even multiples of half a step, quantiser 1 zero and the odd ones. A token's path goes through
+    its components in coded order; the parity of a level moves the state. Trellis-coded quantisation with eight states
+    (Fischer, Marcellin and Wang, 1991; JPEG 2000 part 2), chosen by error and rate together (docs/codec.md).
 
     tables: of thirds, then of levels by state. curve: as a profile's. rates: what the path's search takes of a class,
     quantiser and magnitude, (TOPS, 32).
@@ -482,16 +438,18 @@ class Trellis(NamedTuple):
 
     tables: RansTables
     curve: NDArray[np.float32]
-    rates: _Prices
+    rates: NDArray[np.int16]
 
 
-def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32]) -> Trellis:
+def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32] | None = None) -> Trellis:
     """Return a trellis of these tables, (TRELLIS_TABLES, 32)."""
-    return Trellis(RansTables(frequencies), curve, _rates(frequencies))
+    return Trellis(
+        RansTables(frequencies), np.empty((0, 3), np.float32) if curve is None else curve, _rates(frequencies)
+    )
 
 
-def read_trellis(arrays: Mapping[str, NDArray[Any]]) -> Trellis | None:
-    """Return what a profile says of a trellis, None if nothing. CorruptPayload for arrays that are none; KeyError."""
+def _read_trellis(arrays: _Arrays) -> Trellis | None:
+    """Return the profile's trellis, None if it has none. CorruptPayload for damaged tables; KeyError."""
     if "trellis_tables" not in arrays:
         return None
     parsed = RansCoder().parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES)
@@ -509,11 +467,10 @@ def first_trellis() -> Trellis:
         shares = np.concatenate([1 - below[:, :1], -np.diff(below, axis=1) / 2], axis=1)
         here = counts[STATE_TOPS + quantiser * TOPS_TWIN :][:TOPS]
         here[:, TOP_CENTRE - levels] = here[:, TOP_CENTRE + levels] = 1 + 1e6 * shares
-    whole = RansCoder().build(counts.astype(np.uint64)).frequencies
-    return make_trellis(whole, np.empty((0, 3), dtype=np.float32))
+    return make_trellis(RansCoder().build(counts.astype(np.uint64)).frequencies)
 
 
-def _rates(frequencies: NDArray[np.uint16]) -> _Prices:
+def _rates(frequencies: NDArray[np.uint16]) -> NDArray[np.int16]:
     tops = frequencies[STATE_TOPS:STATE_DIGITS].astype(np.float64)
     levels = np.arange(1, _PRICED_LEVELS)
     either = np.maximum(tops[:, TOP_CENTRE + levels] + tops[:, TOP_CENTRE - levels], 0.5) / 2

@@ -73,9 +73,9 @@ def _rounded(units: Units) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _rounded_normal(units: Units) -> NDArray[np.float64]:
-    """Return the squared error of normally distributed values of these scales, half a step or more, rounded to steps.
+    """Return the same error of normally distributed values, which is larger for scales of half a step or more.
 
-    It is the larger one there: a twelfth of a step's square, but for the first term of a series that falls at once.
+    A twelfth of a step's square, but for the first term of a series that falls at once.
     """
     square = np.exp2(units / (UNITS / 2))
     found: NDArray[np.float64] = 1 / 12 - (1 / np.pi**2 + 4 * square) * np.exp(-2 * np.pi**2 * square)
@@ -106,7 +106,7 @@ def check_promise(groups: Sequence[tuple[Promise, Seen]], tokens: int) -> None:
 
 
 def check_decoded_error(groups: Sequence[tuple[Promise, Seen]], rounding: float) -> None:
-    """UnencodableBlock if groups of a block that was decoded again have a larger error than is promised of them.
+    """UnencodableBlock if a block that was decoded again has a larger error than is promised of its groups.
 
     rounding: squared error of writing the values in the block's own type.
     """

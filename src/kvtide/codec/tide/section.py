@@ -1,13 +1,13 @@
 """A section as bytes: prefix, loudness and tokens that stand apart (in base sections), streams, escapes.
 
-Format: docs/codec.md, "Codec tide-1".
+And the layers of a block as they are stored, which sections are made of. Format: docs/codec.md, "Codec tide-1".
 """
 
 from __future__ import annotations
 
 import struct
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta, KVDtype
 from kvtide.codec.entropy import Streams
 from kvtide.codec.rotary import Frequencies, Rotary, RotaryTables
-from kvtide.codec.tide.grid import PARTS, STATE_PAIRS, STREAMS, CodedLists, part_sizes
+from kvtide.codec.tide.grid import PARTS, STATE_PAIRS, STREAMS, THIRD, CodedLists, part_sizes
 from kvtide.errors import CorruptPayload, UnencodableBlock
 
 REFINEMENTS_MAX = 7
@@ -29,6 +29,16 @@ _STATE_COUNTS_BYTES_MAX = 8 * len(STATE_PAIRS)
 _PART_BITS = np.arange(0, 2 * PARTS, 2, dtype=np.uint8)
 # The parts of the four tokens that a byte stands for.
 _UNPACKED = (np.arange(256)[:, None] >> _PART_BITS & 3).astype(np.uint8)
+_BYTE_MAX = 127
+# 2^120: 127 of it, turned by RoPE, are a finite float32.
+_SCALE_BITS_MAX = 0x7B80
+
+# (layers, 2, tokens, kv_heads, head_dim), or fewer dimensions.
+Floats = NDArray[np.float32]
+# How many powers of two each channel is multiplied by to be in line with others: (layers, 2, channels).
+Octaves = NDArray[np.int16]
+# As native kernels take them: cosines and sines of (kinds, tokens, pairs), the kind of each layer, first dim, pairing.
+NativeTurns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8], int, bool]
 
 
 class Steps(NamedTuple):
@@ -40,6 +50,11 @@ class Steps(NamedTuple):
     final_units: int
     refinements: int
     is_trellis: bool = False
+
+    @property
+    def base_units(self) -> int:
+        """Return the base's step."""
+        return self.final_units + THIRD * self.refinements
 
 
 class SectionBytes(NamedTuple):
@@ -65,10 +80,6 @@ class Loudness(NamedTuple):
         return np.argsort(self.parts, kind="stable").astype(np.uint16)
 
 
-# How many powers of two each channel is multiplied by to be in line with others: (layers, 2, channels).
-Octaves = NDArray[np.int16]
-
-
 class Apart(NamedTuple):
     """Tokens that are kept whole, not transformed: positions, a scale for each head and byte for each value.
 
@@ -83,11 +94,6 @@ class Apart(NamedTuple):
     def of(self, layers: slice) -> Apart:
         """Return what is kept of some layers."""
         return Apart(self.positions, self.scales[layers], self.values[layers])
-
-    def at(self, tokens: NDArray[np.int64]) -> Apart:
-        """Return what is kept of some tokens, which count from 0 then."""
-        _, kept, places = np.intersect1d(self.positions, tokens, assume_unique=True, return_indices=True)
-        return Apart(places.astype(np.uint16), self.scales[:, :, kept], self.values[:, :, kept])
 
     def with_octaves(self, octaves: Octaves) -> Apart:
         """Return it with a scale for each value, (layers, 2, tokens, channels), as values are stored."""
@@ -112,16 +118,14 @@ def join_refinement(section: SectionBytes) -> bytes:
 
 def join_base(section: SectionBytes, base: Base) -> bytes:
     """Return the bytes of a base section."""
-    parts = [_prefix(section)]
     tokens = len(base.loudness.parts)
     padded = np.zeros(-(-tokens // PARTS) * PARTS, dtype=np.uint8)
     padded[:tokens] = base.loudness.parts
     packed = (padded.reshape(-1, PARTS) << _PART_BITS).sum(axis=1)
-    parts += [base.loudness.gains.astype(np.int8).tobytes(), packed.astype(np.uint8).tobytes()]
     positions, scales, values = base.apart
-    parts.append(struct.pack("<H", len(positions)))
-    parts += [positions.astype("<u2").tobytes(), scales.astype("<u2").tobytes(), values.tobytes()]
-    return b"".join([*parts, _body(section)])
+    parts = [_prefix(section), base.loudness.gains.astype(np.int8).tobytes(), packed.astype(np.uint8).tobytes()]
+    parts += [struct.pack("<H", len(positions)), positions.astype("<u2").tobytes(), scales.astype("<u2").tobytes()]
+    return b"".join([*parts, values.tobytes(), _body(section)])
 
 
 def _prefix(section: SectionBytes) -> bytes:
@@ -135,8 +139,7 @@ def _body(section: SectionBytes) -> bytes:
 
 def join_state_counts(counts: NDArray[np.int64]) -> bytes:
     """Return how many items of each pair of lists quantiser 1 has. counts: of quantiser 0 and 1, (pairs, 2)."""
-    sums = counts.sum(axis=1).tolist()
-    pairs = zip(counts[:, 1].tolist(), sums, strict=True)
+    pairs = zip(counts[:, 1].tolist(), counts.sum(axis=1).tolist(), strict=True)
     return b"".join(count.to_bytes(_bytes_of(most), "little") for count, most in pairs)
 
 
@@ -157,20 +160,17 @@ def _bytes_of(most: int) -> int:
     return (most.bit_length() + 7) // 8
 
 
-class _Prefix(NamedTuple):
-    """A prefix, checked."""
-
-    steps: Steps
-    sizes: tuple[int, ...]
-    escape_counts: tuple[int, ...]
-
-
 class _Reader:
-    """Takes pieces of a section, each length checked first."""
+    """Takes pieces of a section, each length checked first. Begins with the prefix. CorruptPayload if it is none."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._offset = 0
+        final_units, refinements, trellis, *counts = _PREFIX.unpack(self.take(_PREFIX.size))
+        if trellis > 1 or abs(final_units) > STEP_UNITS_MAX or refinements > REFINEMENTS_MAX:
+            raise CorruptPayload(f"tide: step {final_units} with {refinements} refinements, levels of kind {trellis}")
+        self.steps = Steps(final_units, refinements, bool(trellis))
+        self._sizes, self._escape_counts = tuple(counts[:STREAMS]), tuple(counts[STREAMS:])
 
     def take(self, size: int) -> memoryview:
         if size > len(self._data) - self._offset:
@@ -179,44 +179,32 @@ class _Reader:
         self._offset += size
         return piece
 
-    def body(self, prefix: _Prefix) -> SectionBytes:
+    def body(self) -> SectionBytes:
         """Return streams and escapes, which fill the rest, but for a trellis' counts."""
-        _, sizes, escape_counts = prefix
-        left = len(self._data) - self._offset - sum(sizes) - 2 * sum(escape_counts)
-        if left and not (prefix.steps.is_trellis and 0 < left <= _STATE_COUNTS_BYTES_MAX):
+        streams_bytes, escapes_bytes = sum(self._sizes), 2 * sum(self._escape_counts)
+        left = len(self._data) - self._offset - streams_bytes - escapes_bytes
+        if left and not (self.steps.is_trellis and 0 < left <= _STATE_COUNTS_BYTES_MAX):
             raise CorruptPayload(f"tide: {left} bytes too many")
         state_counts = bytes(self.take(left))
-        streams = Streams(self.take(sum(sizes)), sizes)
-        escapes = np.frombuffer(self.take(2 * sum(escape_counts)), dtype="<i2").astype(np.int16)
-        return SectionBytes(prefix.steps, CodedLists(streams, escapes, escape_counts), state_counts)
-
-
-def _read_prefix(reader: _Reader) -> _Prefix:
-    final_units, refinements, trellis, *counts = _PREFIX.unpack(reader.take(_PREFIX.size))
-    if trellis > 1 or abs(final_units) > STEP_UNITS_MAX or refinements > REFINEMENTS_MAX:
-        raise CorruptPayload(f"tide: step {final_units} with {refinements} refinements, levels of kind {trellis}")
-    return _Prefix(Steps(final_units, refinements, bool(trellis)), tuple(counts[:STREAMS]), tuple(counts[STREAMS:]))
+        streams = Streams(self.take(streams_bytes), self._sizes)
+        escapes = np.frombuffer(self.take(escapes_bytes), dtype="<i2").astype(np.int16)
+        return SectionBytes(self.steps, CodedLists(streams, escapes, self._escape_counts), state_counts)
 
 
 def steps_of(data: memoryview) -> Steps:
     """Return what a section's prefix says of steps. CorruptPayload if it is none."""
-    return _read_prefix(_Reader(data)).steps
+    return _Reader(data).steps
 
 
 def split_refinement(data: memoryview) -> SectionBytes:
     """Return what `join_refinement` joined. CorruptPayload if it is not that."""
-    reader = _Reader(data)
-    return reader.body(_read_prefix(reader))
+    return _Reader(data).body()
 
 
 def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, Base]:
-    """Return what `join_base` joined for a section's (layers, 2, tokens, kv_heads, head_dim).
-
-    CorruptPayload if it is not that.
-    """
+    """Return what `join_base` joined of layers of this shape. CorruptPayload if it is not that."""
     layers, _, tokens, kv_heads, head_dim = shape
     reader = _Reader(data)
-    prefix = _read_prefix(reader)
     loudness = _read_loudness(reader, tokens)
     (count,) = struct.unpack("<H", reader.take(2))
     if count > tokens:
@@ -229,7 +217,7 @@ def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, 
     if scales.size and int(scales.max()) >= 0x7F80:
         raise CorruptPayload("tide: a scale is not a finite positive bfloat16")
     values = np.frombuffer(reader.take(heads_count * head_dim), dtype=np.int8).reshape(*heads, head_dim)
-    return reader.body(prefix), Base(loudness, Apart(positions, scales, values))
+    return reader.body(), Base(loudness, Apart(positions, scales, values))
 
 
 def _read_loudness(reader: _Reader, tokens: int) -> Loudness:
@@ -241,18 +229,6 @@ def _read_loudness(reader: _Reader, tokens: int) -> Loudness:
     if is_loud or parts[tokens:].any() or sizes.tolist() != part_sizes(tokens).tolist():
         raise CorruptPayload("tide: parts of tokens are not of the sizes that they must have")
     return Loudness(parts[:tokens], gains)
-
-
-# (layers, 2, tokens, kv_heads, head_dim)
-Floats = NDArray[np.float32]
-
-_BYTE_MAX = 127
-# 2^120: 127 of it, turned by RoPE, are a finite float32.
-_SCALE_BITS_MAX = 0x7B80
-
-
-# As native kernels take them: cosines and sines of (kinds, tokens, pairs), the kind of each layer, first dim, pairing.
-NativeTurns = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8], int, bool]
 
 
 class KeyRotation:
@@ -287,11 +263,6 @@ class KeyRotation:
         found._tables = RotaryTables(*(np.ascontiguousarray(table[:, tokens]) for table in self._tables))
         return found
 
-    def keys_of(self, layer: int) -> tuple[int, bool, NDArray[np.float32], NDArray[np.float32]]:
-        """Return what `rope_load` takes for the keys of one layer."""
-        cos, sin = (table[self._kinds[layer]] for table in self._tables)
-        return (*self._dims, cos, sin)
-
 
 class StoredLayers(NamedTuple):
     """Some layers of a block as they are stored, from `layer_start` on, contiguous, and how their keys turn."""
@@ -307,9 +278,8 @@ class StoredLayers(NamedTuple):
         return self._replace(bits=here, layer_start=layers.start)
 
     def at(self, tokens: NDArray[np.int64]) -> StoredLayers:
-        """Return a place, not yet written, for some tokens of these layers."""
-        layers, two, _, *heads = self.bits.shape
-        bits = np.empty((layers, two, len(tokens), *heads), dtype=self.bits.dtype)
+        """Return some tokens of these layers, copied."""
+        bits: Any = np.ascontiguousarray(self.bits[:, :, tokens])
         return self._replace(bits=bits, turns=self.turns.at(tokens))
 
     @property
@@ -331,9 +301,9 @@ class StoredLayers(NamedTuple):
 def load_values(stored: StoredLayers) -> Floats:
     """Return layers as float32, keys turned. UnencodableBlock if a value is not finite."""
     out = np.empty(stored.bits.shape, dtype=np.float32)
-    for layer in range(len(out)):
-        dim_start, neighbours, cos, sin = stored.turns.keys_of(stored.layer_start + layer)
-        for which, (cosines, sines) in enumerate(((cos, sin), (cos[:, :0], sin[:, :0]))):
+    cos, sin, kinds, dim_start, neighbours = stored.native_turns
+    for layer, kind in enumerate(kinds):
+        for which, (cosines, sines) in enumerate(((cos[kind], sin[kind]), (cos[kind, :, :0], sin[kind, :, :0]))):
             half = stored.bits[layer, which].reshape(-1).view(np.uint8)
             turn = (dim_start, neighbours, np.ascontiguousarray(cosines), np.ascontiguousarray(sines))
             _native.rope_load(half, stored.dtype.code, *turn, out[layer, which])
