@@ -28,6 +28,7 @@ from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.figures import table_of
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
+from kvtide_lab.judge.spending import cheapest, order
 from kvtide_lab.measuring import Show
 
 # An embedded copy of four levels: what each is of, and the refinements after its base.
@@ -130,7 +131,7 @@ def fitted(law: LossLaw, points: Sequence[LossPoint]) -> LossLaw:
         _fitted(law, purpose, [point for point in points if point.purpose is purpose and point.kl > KL_MIN])
         for purpose in Purpose
     )
-    return LossLaw((goes_on, copies), law.losses, law.sizes)
+    return LossLaw((goes_on, copies), law.losses)
 
 
 def _fitted(law: LossLaw, purpose: Purpose, points: Sequence[LossPoint]) -> PositionLaw:
@@ -140,7 +141,7 @@ def _fitted(law: LossLaw, purpose: Purpose, points: Sequence[LossPoint]) -> Posi
     wanted = np.log([point.kl for point in points])
 
     def rest(at: _Floats) -> _Floats:
-        made = LossLaw((_law(purpose, at),) * 2, law.losses, law.sizes)
+        made = LossLaw((_law(purpose, at),) * 2, law.losses)
         logs = np.log([point.predicted(made) for point in points]) - wanted
         # A row that is far off counts by its size, not by its square.
         robust = np.sign(logs) * np.sqrt(2 * (np.sqrt(1 + np.square(logs)) - 1))
@@ -203,9 +204,9 @@ class SpendRow(msgspec.Struct, frozen=True):
 def spent(judge: PositionJudge, law: LossLaw, block_tokens: int, passages: Sequence[int]) -> list[Spent]:
     """Load one context in every way: one refinement for all, by the law at each goal, and by its order at half."""
     sizes, blocks = judge.sizes, len(judge.sizes)
-    ways = [(f"all {kept}", [kept] * blocks) for kept in range(law.refinements + 1)]
-    ways += [(f"law at {goal:g}", law.cheapest(sizes, block_tokens, goal)) for goal in GOALS]
-    flat_bytes = [float(sum(size[kept] for size in sizes)) for kept in range(law.refinements + 1)]
+    ways = [(f"all {kept}", [kept] * blocks) for kept in range(len(law.losses))]
+    ways += [(f"law at {goal:g}", cheapest(law, sizes, block_tokens, goal)) for goal in GOALS]
+    flat_bytes = [float(sum(size[kept] for size in sizes)) for kept in range(len(law.losses))]
     half = np.interp(np.log(GOALS[0]), np.log(law.losses[::-1]), flat_bytes[::-1]) / 2
     ways.append((f"law at half of {GOALS[0]:g}", within(law, sizes, block_tokens, float(half))))
     found = []
@@ -221,7 +222,7 @@ def spent(judge: PositionJudge, law: LossLaw, block_tokens: int, passages: Seque
 def within(law: LossLaw, sizes: Sequence[Sequence[int]], block_tokens: int, size_max: float) -> list[int]:
     """Return what each block keeps when fetching in the law's order ends at so many bytes; all bases are fetched."""
     kept, size = [0] * len(sizes), float(sum(each[0] for each in sizes))
-    for block, refinement in law.order(len(sizes), block_tokens)[len(sizes) :]:
+    for block, refinement in order(law, np.mean(sizes, axis=0).tolist(), len(sizes), block_tokens)[len(sizes) :]:
         more = sizes[block][refinement] - sizes[block][refinement - 1]
         if size + more > size_max:
             break

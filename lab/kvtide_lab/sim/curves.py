@@ -13,6 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from kvtide.codec.tide.law import DEFAULT_POSITIONS, LossLaw
+from kvtide_lab.judge.spending import order
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,12 @@ class Curve:
 
     def law(self) -> LossLaw:
         """Return the law of its losses by position: every codec's by the weights that were measured on tide's."""
+        return LossLaw(DEFAULT_POSITIONS, self.kl)
+
+    def order(self, blocks: int, block_tokens: int) -> list[tuple[int, int]]:
+        """Return (block, refinement) pairs in the order in which to fetch them; see `spending.order`."""
         sizes = np.cumsum(self.bits) if self.is_layered else np.array(self.bits)
-        return LossLaw(DEFAULT_POSITIONS, self.kl, tuple(sizes.tolist()))
+        return order(self.law(), sizes.tolist(), blocks, block_tokens)
 
 
 CURVES: Mapping[str, Curve] = MappingProxyType(

@@ -417,7 +417,7 @@ def oracle(
 @lru_cache(maxsize=16)
 def _order(curve_name: str, tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the law's order in which to send a context: of each LAW_TOKENS, and the step."""
-    order = np.array(CURVES[curve_name].law().order(-(-tokens // LAW_TOKENS), LAW_TOKENS))
+    order = np.array(CURVES[curve_name].order(-(-tokens // LAW_TOKENS), LAW_TOKENS))
     return order[:, 0], order[:, 1]
 
 

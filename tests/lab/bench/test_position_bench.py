@@ -28,7 +28,7 @@ from kvtide_lab.bench.position import (
 )
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
 
-LAW = LossLaw(DEFAULT_POSITIONS, (0.7, 0.09, 0.007, 0.0009), (0.16, 0.77, 1.83, 3.24))
+LAW = LossLaw(DEFAULT_POSITIONS, (0.7, 0.09, 0.007, 0.0009))
 ANSWER, BLOCK = 8, 16
 
 
@@ -43,7 +43,7 @@ def points_of(law: LossLaw) -> Iterator[LossPoint]:
 def test_fit_finds_the_law_that_points_were_made_by() -> None:
     weights = tuple(0.1 / (i + 1) ** 2 for i in range(8))
     goes_on = PositionLaw(2e-3, 0, weights, Powers(1.0, 1.0, 0.6), Powers(1, 1, 1), Powers(1.0, 0.5, 0.4))
-    law = LossLaw((goes_on, DEFAULT_POSITIONS[1]), LAW.losses, LAW.sizes)
+    law = LossLaw((goes_on, DEFAULT_POSITIONS[1]), LAW.losses)
     found = fitted(LAW, list(points_of(law)))
     ratios = [point.predicted(found) / point.kl for point in points_of(law)]
     assert np.mean(np.abs(np.array(ratios) - 1) < 0.2) > 0.8

@@ -152,7 +152,7 @@ def weighed_attention(
 
 
 def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
-    """Return what `importance.probe.attention_mass` does, by the engine's own threads.
+    """Return what `importance.attention_mass` does, by the engine's own threads.
 
     numpy's would be a second team, whose waiting costs seconds beside busy neighbours (2 s a prompt at load 11).
     query: (heads, asked, head_dim), the last ones, of the suffix or of the tokens themselves; key: (kv_heads, tokens
