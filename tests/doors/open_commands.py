@@ -2,370 +2,127 @@
 
 from __future__ import annotations
 
-from tests.doors.capability import Capability, Source
+from tests.doors.capability import table
 
-_LOOK = "docs/commands.md: Look into a store"
-_MEASURE = "docs/commands.md: Measure and calibrate"
-_REGIONS = "docs/regions.md: Regions and a centre"
-_GRANTS = "docs/security.md: Who asks"
-_TINY = "tiny Llama, random weights"
-_REAL = "SmolLM2-135M"
-_PROCESS = "server process"
+# Names for cells that come again.
+CELLS = {
+    "@look": "docs/commands.md: Look into a store",
+    "@measure": "docs/commands.md: Measure and calibrate",
+    "@regions": "docs/regions.md: Regions and a centre",
+    "@grants": "docs/security.md: Who asks",
+    "@tiny": "tiny Llama, random weights",
+    "@real": "SmolLM2-135M",
+    "@process": "server process",
+    "@machine": "this machine",
+    "@engines": "made-up engines",
+    "@a-trace": "a made-up trace",
+    "@traces": "made-up traces",
+}
 
-COMMANDS = (
-    Capability(
-        "cold and warm, side by side",
-        "make demo",
-        "README.md: Try it",
-        _REAL,
-        Source.OURS,
-        "tests/e2e/test_demo.py::test_demo_restores_every_full_block_and_answers_the_same",
-    ),
-    Capability(
-        "streaming over a link, seen",
-        "kvtide demo --link",
-        "docs/streaming.md: See it",
-        _REAL,
-        Source.CACHEGEN,
-        "tests/e2e/test_demo.py::test_demo_over_a_link_is_better_with_more_time_and_leaves_no_server",
-    ),
-    Capability("what a store holds", "kvtide stats", _LOOK, _TINY, Source.OURS),
-    Capability("objects of a store", "kvtide ls --verify --sort --limit --namespace", _LOOK, _TINY, Source.OURS),
-    Capability("remove objects", "kvtide rm --yes", _LOOK, _TINY, Source.OURS),
-    Capability(
-        "commands on every kind of store",
-        "--store disk:// http:// pool:// valkey:// s3://",
-        _LOOK,
-        "servers, a pool, Valkey, SeaweedFS",
-        Source.OURS,
-        "tests/cli/test_every_store.py::test_every_command_looks_into_it",
-    ),
-    Capability(
-        "profiles that a store needs",
-        "kvtide profile ls",
-        _LOOK,
-        "a made-up profile",
-        Source.OURS,
-        "tests/test_explain.py::test_profile_that_is_not_here_is_named",
-    ),
-    Capability(
-        "profiles put, fetched and removed",
-        "kvtide profile put get rm",
-        _LOOK,
-        "every kind of store",
-        Source.OURS,
-        "tests/cli/test_every_store.py::test_profiles_come_and_go",
-    ),
-    Capability("from where on loading pays", "kvtide ping URL --prefill-tokens-s", _LOOK, _PROCESS, Source.OURS),
-    Capability(
-        "how large a model's cache is",
-        "kvtide size MODEL --disk-gb",
-        _LOOK,
-        "configs of known models",
-        Source.OURS,
-        "tests/cli/test_sizes.py::test_size_is_what_the_models_cache_takes",
-    ),
-    Capability("why a prompt missed", "kvtide explain", _LOOK, _TINY, Source.OURS),
-    Capability(
-        "which group of layers ended a hit",
-        "kvtide explain --model",
-        _LOOK,
-        "Gemma 3, tiny, random weights",
-        Source.OURS,
-    ),
-    Capability("whether loading pays", "kvtide explain --link-mbit-s --prefill-tokens-s", _LOOK, _TINY, Source.OURS),
-    Capability("whether the quality is enough", "kvtide explain --quality", _LOOK, _TINY, Source.OURS),
-    Capability("what is installed", "kvtide doctor", _LOOK, "this machine", Source.OURS),
-    Capability(
-        "advice that can be copied",
-        "kvtide doctor",
-        _LOOK,
-        "this machine",
-        Source.OURS,
-        "tests/cli/test_doctor_hints.py::test_server_that_is_down_is_started_by_the_hint",
-    ),
-    Capability(
-        "judge a GPU",
-        "kvtide doctor --gpu gpu.json",
-        "docs/gpu.md: You have a GPU: ten minutes",
-        "a made-up report",
-        Source.OURS,
-        "tests/gpu/test_report.py::test_goals_that_are_reached_are_ok",
-    ),
-    Capability("make a token", "kvtide token", _GRANTS, _PROCESS, Source.OURS),
-    Capability("invalidate a namespace", "kvtide invalidate NAMESPACE --server", _REGIONS, _PROCESS, Source.CACHEGEN),
-    Capability(
-        "records and their backup",
-        "kvtide record --backup --restore",
-        _REGIONS,
-        "two server processes",
-        Source.CACHEGEN,
-    ),
-    Capability(
-        "a profile of another model",
-        "kvtide calibrate MODEL --text FILES -o FILE",
-        _MEASURE,
-        _REAL,
-        Source.OURS,
-        "tests/e2e/test_codec_commands.py::test_own_profile_judges_own_text",
-    ),
-    Capability(
-        "a profile of pieces of many files",
-        "kvtide calibrate --snippets 200",
-        _MEASURE,
-        "this machine",
-        Source.OURS,
-        "tests/engines/test_profiles.py::test_snippets_make_a_profile",
-    ),
-    Capability(
-        "a calibration bounded in time and memory",
-        "kvtide calibrate --seconds --memory-bytes",
-        _MEASURE,
-        "tiny Llama, random weights",
-        Source.OURS,
-        "tests/engines/test_profiles.py::test_calibration_stops_in_time_and_goes_on",
-    ),
+COMMANDS = table(
+    """
+cold and warm, side by side | make demo | README.md: Try it | @real | OURS
+    tests/e2e/test_demo.py::test_demo_restores_every_full_block_and_answers_the_same
+streaming over a link, seen | kvtide demo --link | docs/streaming.md: See it | @real | CACHEGEN
+    tests/e2e/test_demo.py::test_demo_over_a_link_is_better_with_more_time_and_leaves_no_server
+what a store holds | kvtide stats | @look | @tiny | OURS
+objects of a store | kvtide ls --verify --sort --limit --namespace | @look | @tiny | OURS
+remove objects | kvtide rm --yes | @look | @tiny | OURS
+commands on every kind of store | --store disk:// http:// pool:// valkey:// s3:// | @look
+    servers, a pool, Valkey, SeaweedFS | OURS
+    tests/cli/test_every_store.py::test_every_command_looks_into_it
+profiles that a store needs | kvtide profile ls | @look | a made-up profile | OURS
+    tests/test_explain.py::test_profile_that_is_not_here_is_named
+profiles put, fetched and removed | kvtide profile put get rm | @look | every kind of store | OURS
+    tests/cli/test_every_store.py::test_profiles_come_and_go
+from where on loading pays | kvtide ping URL --prefill-tokens-s | @look | @process | OURS
+how large a model's cache is | kvtide size MODEL --disk-gb | @look | configs of known models | OURS
+    tests/cli/test_sizes.py::test_size_is_what_the_models_cache_takes
+why a prompt missed | kvtide explain | @look | @tiny | OURS
+which group of layers ended a hit | kvtide explain --model | @look | Gemma 3, tiny, random weights | OURS
+whether loading pays | kvtide explain --link-mbit-s --prefill-tokens-s | @look | @tiny | OURS
+whether the quality is enough | kvtide explain --quality | @look | @tiny | OURS
+what is installed | kvtide doctor | @look | @machine | OURS
+advice that can be copied | kvtide doctor | @look | @machine | OURS
+    tests/cli/test_doctor_hints.py::test_server_that_is_down_is_started_by_the_hint
+judge a GPU | kvtide doctor --gpu gpu.json | docs/gpu.md: You have a GPU: ten minutes | a made-up report | OURS
+    tests/gpu/test_report.py::test_goals_that_are_reached_are_ok
+make a token | kvtide token | @grants | @process | OURS
+invalidate a namespace | kvtide invalidate NAMESPACE --server | @regions | @process | CACHEGEN
+records and their backup | kvtide record --backup --restore | @regions | two server processes | CACHEGEN
+a profile of another model | kvtide calibrate MODEL --text FILES -o FILE | @measure | @real | OURS
+    tests/e2e/test_codec_commands.py::test_own_profile_judges_own_text
+a profile of pieces of many files | kvtide calibrate --snippets 200 | @measure | @machine | OURS
+    tests/engines/test_profiles.py::test_snippets_make_a_profile
+a calibration bounded in time and memory | kvtide calibrate --seconds --memory-bytes | @measure | @tiny | OURS
+    tests/engines/test_profiles.py::test_calibration_stops_in_time_and_goes_on
+""",
+    CELLS,
 )
 
-LAB = (
-    Capability(
-        "codecs by bits and quality",
-        "kvtide-lab bench codec-quality",
-        _MEASURE,
-        "made-up cases",
-        Source.ASCEND,
-        "tests/lab/bench/test_codec_quality.py::test_each_case_is_judged_once_and_parts_take_the_best_tables",
-    ),
-    Capability(
-        "loss by position, and the law in profiles",
-        "kvtide-lab bench position",
-        _MEASURE,
-        _TINY,
-        Source.OURS,
-        "tests/lab/bench/test_position_bench.py::test_bench_goes_on_from_its_file_and_its_profile_carries_the_law",
-    ),
-    Capability(
-        "loss over a chat",
-        "kvtide-lab bench turns",
-        _MEASURE,
-        _TINY,
-        Source.OURS,
-        "tests/lab/bench/test_turns_bench.py::test_exact_codec_is_exactly_exact_and_a_coarse_one_is_felt_from_the_second_turn_on",
-    ),
-    Capability(
-        "speed of codecs",
-        "kvtide-lab bench codec-speed",
-        _MEASURE,
-        "this machine",
-        Source.ASCEND,
-        "tests/lab/bench/test_codec_speed.py::test_quick_run_renders_a_row_for_each_path_and_coder",
-    ),
-    Capability(
-        "server beside others",
-        "kvtide-lab bench server",
-        _MEASURE,
-        _PROCESS,
-        Source.OURS,
-        "tests/lab/bench/test_server_bench.py::test_small_round_measures_every_side",
-    ),
-    Capability(
-        "Valkey beside others",
-        "kvtide-lab bench valkey",
-        _MEASURE,
-        "Valkey",
-        Source.OURS,
-        "tests/lab/bench/test_valkey_bench.py::test_every_client_moves_every_value",
-    ),
-    Capability(
-        "Mooncake beside others",
-        "kvtide-lab bench stores",
-        _MEASURE,
-        "Mooncake",
-        Source.OURS,
-        "tests/lab/bench/test_stores_bench.py::test_every_store_moves_every_value",
-    ),
-    Capability(
-        "streaming over shaped links",
-        "kvtide-lab bench stream",
-        _MEASURE,
-        _TINY,
-        Source.CACHEGEN,
-        "tests/lab/bench/test_stream_bench.py::test_every_policy_is_judged_by_the_model_on_what_came",
-    ),
-    Capability(
-        "who gets how much of a link",
-        "kvtide-lab bench fairness",
-        _MEASURE,
-        "a link of 1 Gbit/s",
-        Source.CACHEGEN,
-        "tests/lab/bench/test_fairness_bench.py::test_every_policy_is_measured_over_a_real_link",
-    ),
-    Capability(
-        "a tenant among attackers",
-        "kvtide-lab bench siege",
-        _MEASURE,
-        _PROCESS,
-        Source.OURS,
-        "tests/lab/bench/test_siege_bench.py::test_attack_is_measured_beside_the_servers_quiet",
-    ),
-    Capability(
-        "disk tier beside fio",
-        "kvtide-lab bench disk",
-        _MEASURE,
-        "this machine",
-        Source.OURS,
-        "tests/lab/bench/test_disk_bench.py::test_round_measures_both_sides_and_leaves_nothing",
-    ),
-    Capability(
-        "promotion policies",
-        "kvtide-lab bench stack",
-        _MEASURE,
-        "a replayed trace",
-        Source.IMPRESS,
-        "tests/lab/bench/test_stack_bench.py::test_every_policy_replays_the_same_look_ups",
-    ),
-    Capability(
-        "prefix index",
-        "kvtide-lab bench index",
-        _MEASURE,
-        "this machine",
-        Source.PREFIX,
-        "tests/lab/bench/test_index.py::test_every_policy_is_measured_at_both_sizes",
-    ),
-    Capability(
-        "selectors, guards and ratios",
-        "kvtide-lab bench importance",
-        "docs/benchmarks.md: Loading what matters of a prefix",
-        _REAL,
-        Source.IMPRESS,
-        "tests/lab/bench/test_importance_bench.py::test_guards_are_tried_on_every_kind_and_length_and_fallbacks_are_exact",
-    ),
-    Capability(
-        "vLLM beside its peers",
-        "kvtide-lab bench engine",
-        _MEASURE,
-        "made-up engines",
-        Source.OFFLOADING,
-        "tests/lab/bench/test_engine_bench.py::test_engines_answer_the_same_request_one_after_another_and_another_one_first_each_time",
-    ),
-    Capability(
-        "agents beside what a user would pick",
-        "kvtide-lab bench agents",
-        _MEASURE,
-        "made-up engines",
-        Source.OURS,
-        "tests/lab/bench/test_agents_bench.py::test_rows_say_how_kvtide_stands_to_every_contender",
-    ),
-    Capability(
-        "swaps beside computing",
-        "kvtide-lab bench offload",
-        _MEASURE,
-        "this machine",
-        Source.OFFLOADING,
-        "tests/lab/bench/test_offload_bench.py::test_swaps_are_measured_for_the_studys_shapes",
-    ),
-    Capability(
-        "all ways to offload, side by side",
-        "kvtide-lab bench offload",
-        _MEASURE,
-        "made-up engines",
-        Source.OFFLOADING,
-        "tests/lab/bench/test_offload_bench.py::test_second_table_has_medians_of_all_ways",
-    ),
-    Capability(
-        "items a second, measured",
-        "kvtide-lab bench prompts",
-        _MEASURE,
-        "made-up engines",
-        Source.PREFIX,
-        "tests/lab/bench/test_documents_bench.py::test_frequent_prompts_are_found_and_new_ones_are_not",
-    ),
-    Capability(
-        "completion by codec, hit and miss",
-        "kvtide-lab bench completion",
-        _MEASURE,
-        "made-up engines",
-        Source.ASCEND,
-        "tests/lab/bench/test_documents_bench.py::test_completion_is_measured_on_hits_and_on_misses_of_every_codec",
-    ),
-    Capability(
-        "eviction beside the best possible",
-        "kvtide-lab sim trace FILE --policy P --capacity 3%",
-        _MEASURE,
-        "a made-up trace",
-        Source.OURS,
-        "tests/lab/test_sim.py::test_trace_prints_hit_rates_between_lru_and_bound",
-    ),
-    Capability(
-        "policies on several traces",
-        "kvtide-lab sim trace FILE FILE made:loop --compare --room",
-        _MEASURE,
-        "made-up traces",
-        Source.OURS,
-        "tests/lab/test_sim.py::test_several_traces_give_a_line_each",
-    ),
-    Capability(
-        "traces as tenants of one cache",
-        "kvtide-lab sim trace made:loop+made:drift --compare",
-        _MEASURE,
-        "made-up traces",
-        Source.OURS,
-        "tests/lab/test_sim.py::test_traces_share_a_cache_as_tenants_and_hints_come_with_each",
-    ),
-    Capability(
-        "refinements leave before blocks, simulated",
-        "kvtide-lab sim shrink FILE",
-        _MEASURE,
-        "a made-up trace",
-        Source.OURS,
-        "tests/lab/test_sim.py::test_shrink_prints_a_row_for_each_way_to_spend_the_bytes",
-    ),
-    Capability(
-        "advice of clients, simulated",
-        "kvtide-lab sim trace FILE --policy mix --hints ends",
-        _MEASURE,
-        "a made-up trace",
-        Source.OURS,
-        "tests/lab/sim/test_hints.py::test_true_ends_help_and_lies_cost_little",
-    ),
-    Capability(
-        "regions, simulated",
-        "kvtide-lab sim regions",
-        _MEASURE,
-        "simulator",
-        Source.CACHEGEN,
-        "tests/lab/sim/test_regions.py::test_centre_helps_more_the_more_regions_share_and_nothing_is_sent_twice",
-    ),
-    Capability(
-        "placements, simulated",
-        "kvtide-lab sim pool",
-        _MEASURE,
-        "simulator",
-        Source.CACHEGEN,
-        "tests/lab/sim/test_pool.py::test_table_shows_what_is_known_of_each_placement",
-    ),
-    Capability(
-        "random prompts",
-        "kvtide-lab sim prompts",
-        _MEASURE,
-        "simulator",
-        Source.PREFIX,
-        "tests/lab/test_sim.py::test_prompts_prints_both_figures",
-    ),
-    Capability(
-        "streaming, simulated",
-        "kvtide-lab sim stream --link L",
-        _MEASURE,
-        "simulator",
-        Source.CACHEGEN,
-        "tests/lab/test_sim_stream.py::test_rows_have_what_they_promise",
-    ),
-    Capability(
-        "sending, simulated",
-        "kvtide-lab sim fairness --client KIB:COUNT",
-        _MEASURE,
-        "simulator",
-        Source.CACHEGEN,
-        "tests/lab/test_sim.py::test_fairness_prints_a_row_for_each_policy",
-    ),
+LAB = table(
+    """
+codecs by bits and quality | kvtide-lab bench codec-quality | @measure | made-up cases | ASCEND
+    tests/lab/bench/test_codec_quality.py::test_each_case_is_judged_once_and_parts_take_the_best_tables
+loss by position, and the law in profiles | kvtide-lab bench position | @measure | @tiny | OURS
+    tests/lab/bench/test_position_bench.py::test_bench_goes_on_from_its_file_and_its_profile_carries_the_law
+loss over a chat | kvtide-lab bench turns | @measure | @tiny | OURS
+    tests/lab/bench/test_turns_bench.py::test_exact_codec_is_exactly_exact_and_a_coarse_one_is_felt_from_the_second_turn_on
+speed of codecs | kvtide-lab bench codec-speed | @measure | @machine | ASCEND
+    tests/lab/bench/test_codec_speed.py::test_quick_run_renders_a_row_for_each_path_and_coder
+server beside others | kvtide-lab bench server | @measure | @process | OURS
+    tests/lab/bench/test_server_bench.py::test_small_round_measures_every_side
+Valkey beside others | kvtide-lab bench valkey | @measure | Valkey | OURS
+    tests/lab/bench/test_valkey_bench.py::test_every_client_moves_every_value
+Mooncake beside others | kvtide-lab bench stores | @measure | Mooncake | OURS
+    tests/lab/bench/test_stores_bench.py::test_every_store_moves_every_value
+streaming over shaped links | kvtide-lab bench stream | @measure | @tiny | CACHEGEN
+    tests/lab/bench/test_stream_bench.py::test_every_policy_is_judged_by_the_model_on_what_came
+who gets how much of a link | kvtide-lab bench fairness | @measure | a link of 1 Gbit/s | CACHEGEN
+    tests/lab/bench/test_fairness_bench.py::test_every_policy_is_measured_over_a_real_link
+a tenant among attackers | kvtide-lab bench siege | @measure | @process | OURS
+    tests/lab/bench/test_siege_bench.py::test_attack_is_measured_beside_the_servers_quiet
+disk tier beside fio | kvtide-lab bench disk | @measure | @machine | OURS
+    tests/lab/bench/test_disk_bench.py::test_round_measures_both_sides_and_leaves_nothing
+promotion policies | kvtide-lab bench stack | @measure | a replayed trace | IMPRESS
+    tests/lab/bench/test_stack_bench.py::test_every_policy_replays_the_same_look_ups
+prefix index | kvtide-lab bench index | @measure | @machine | PREFIX
+    tests/lab/bench/test_index.py::test_every_policy_is_measured_at_both_sizes
+selectors, guards and ratios | kvtide-lab bench importance | docs/benchmarks.md: Loading what matters of a prefix
+    @real | IMPRESS
+    tests/lab/bench/test_importance_bench.py::test_guards_are_tried_on_every_kind_and_length_and_fallbacks_are_exact
+vLLM beside its peers | kvtide-lab bench engine | @measure | @engines | OFFLOADING
+    tests/lab/bench/test_engine_bench.py::test_engines_answer_the_same_request_one_after_another_and_another_one_first_each_time
+agents beside what a user would pick | kvtide-lab bench agents | @measure | @engines | OURS
+    tests/lab/bench/test_agents_bench.py::test_rows_say_how_kvtide_stands_to_every_contender
+swaps beside computing | kvtide-lab bench offload | @measure | @machine | OFFLOADING
+    tests/lab/bench/test_offload_bench.py::test_swaps_are_measured_for_the_studys_shapes
+all ways to offload, side by side | kvtide-lab bench offload | @measure | @engines | OFFLOADING
+    tests/lab/bench/test_offload_bench.py::test_second_table_has_medians_of_all_ways
+items a second, measured | kvtide-lab bench prompts | @measure | @engines | PREFIX
+    tests/lab/bench/test_documents_bench.py::test_frequent_prompts_are_found_and_new_ones_are_not
+completion by codec, hit and miss | kvtide-lab bench completion | @measure | @engines | ASCEND
+    tests/lab/bench/test_documents_bench.py::test_completion_is_measured_on_hits_and_on_misses_of_every_codec
+eviction beside the best possible | kvtide-lab sim trace FILE --policy P --capacity 3% | @measure | @a-trace | OURS
+    tests/lab/test_sim.py::test_trace_prints_hit_rates_between_lru_and_bound
+policies on several traces | kvtide-lab sim trace FILE FILE made:loop --compare --room | @measure | @traces | OURS
+    tests/lab/test_sim.py::test_several_traces_give_a_line_each
+traces as tenants of one cache | kvtide-lab sim trace made:loop+made:drift --compare | @measure | @traces | OURS
+    tests/lab/test_sim.py::test_traces_share_a_cache_as_tenants_and_hints_come_with_each
+refinements leave before blocks, simulated | kvtide-lab sim shrink FILE | @measure | @a-trace | OURS
+    tests/lab/test_sim.py::test_shrink_prints_a_row_for_each_way_to_spend_the_bytes
+advice of clients, simulated | kvtide-lab sim trace FILE --policy mix --hints ends | @measure | @a-trace | OURS
+    tests/lab/sim/test_hints.py::test_true_ends_help_and_lies_cost_little
+regions, simulated | kvtide-lab sim regions | @measure | simulator | CACHEGEN
+    tests/lab/sim/test_regions.py::test_centre_helps_more_the_more_regions_share_and_nothing_is_sent_twice
+placements, simulated | kvtide-lab sim pool | @measure | simulator | CACHEGEN
+    tests/lab/sim/test_pool.py::test_table_shows_what_is_known_of_each_placement
+random prompts | kvtide-lab sim prompts | @measure | simulator | PREFIX
+    tests/lab/test_sim.py::test_prompts_prints_both_figures
+streaming, simulated | kvtide-lab sim stream --link L | @measure | simulator | CACHEGEN
+    tests/lab/test_sim_stream.py::test_rows_have_what_they_promise
+sending, simulated | kvtide-lab sim fairness --client KIB:COUNT | @measure | simulator | CACHEGEN
+    tests/lab/test_sim.py::test_fairness_prints_a_row_for_each_policy
+""",
+    CELLS,
 )

@@ -2,523 +2,203 @@
 
 from __future__ import annotations
 
-from tests.doors.capability import Capability, Source
+from tests.doors.capability import table
 
-_HF = "docs/transformers.md: kvtide with Hugging Face transformers"
-_VLLM = "docs/vllm.md: Options (`kv_connector_extra_config`)"
-_STREAM = "docs/streaming.md: Streaming a stored prefix"
-_LINK = "tiny Llama over a shaped link"
-_TINY = "tiny Llama, random weights"
-_REAL = "SmolLM2-135M"
-_REAL_VLLM = "vLLM 0.32 on a processor, `make test-vllm`"
-_TOY = "both halves of the connector on a toy engine"
-_TWIN = "emulation of a GPU, below the option"
+# Names for cells that come again.
+CELLS = {
+    "@hf": "docs/transformers.md: kvtide with Hugging Face transformers",
+    "@vllm": "docs/vllm.md: Options (`kv_connector_extra_config`)",
+    "@stream": "docs/streaming.md: Streaming a stored prefix",
+    "@link": "tiny Llama over a shaped link",
+    "@tiny": "tiny Llama, random weights",
+    "@real": "SmolLM2-135M",
+    "@real-vllm": "vLLM 0.32 on a processor, `make test-vllm`",
+    "@toy": "both halves of the connector on a toy engine",
+    "@twin": "emulation of a GPU, below the option",
+    "@profiles": "docs/transformers.md: Profiles of models",
+    "@models": "docs/transformers.md: Which models",
+    "@caches": "docs/vllm.md: Which caches",
+    "@beside": "docs/vllm.md: Beside others",
+    "@came": "docs/vllm.md: What came",
+    "@request": "docs/vllm.md: Options of a request",
+    "@interface": "its interface, no live engine",
+    "@small-vllm": "real vLLM on a processor, small random weights",
+}
 
-ATTACH = (
-    Capability("restore a stored prefix", 'attach(model, "disk:///var/cache/kvtide")', _HF, _TINY, Source.PREFIX),
-    Capability("restore what was answered", "cached.flush(10)", _HF, _TINY, Source.OURS),
-    Capability("memory alone", 'attach(model, "memory://")', _HF, _TINY, Source.OURS),
-    Capability("lossless codec", 'codec="lossless"', _HF, _TINY, Source.OURS),
-    Capability("raw codec", 'codec="raw"', _HF, _TINY, Source.ASCEND),
-    Capability("tide codec and its quality", 'codec="tide:5e-3", profiles=…', _HF, _TINY, Source.OURS),
-    Capability(
-        "installed profiles of tide-light, tide-deep",
-        'codec="tide-light", "tide-deep", profiles=installed_profiles()',
-        _HF,
-        _REAL,
-        Source.OURS,
-    ),
-    Capability(
-        "a profile that is found in the store",
-        'kvtide calibrate MODEL_FOLDER --store URL; attach(model, URL, codec="tide:5e-3")',
-        "docs/transformers.md: Profiles of models",
-        "tiny Llama, Qwen3, Mixtral",
-        Source.OURS,
-        "tests/engines/test_profiles.py::test_calibrating_into_the_store_is_all_that_tide_needs",
-    ),
-    Capability(
-        "tide for windows, latents, several shapes and beside states",
-        'kvtide calibrate MODEL_FOLDER --store URL; attach(model, URL, codec="tide:5e-3")',
-        "docs/transformers.md: Profiles of models",
-        "tiny Gemma 2 and 3, Gemma 4, Mistral, DeepSeek-V3, LFM2, Granite 4",
-        Source.OURS,
-        "tests/engines/test_group_profiles.py::test_calibrating_into_the_store_is_all_that_groups_need",
-    ),
-    Capability(
-        "blocks held to their profile's promise",
-        "tide:5e-3",
-        "docs/codec.md: What the profile promises",
-        "a made-up profile",
-        Source.OURS,
-        "tests/store/test_profiles.py::test_block_that_breaks_the_promise_is_stored_losslessly_and_the_next_ones_are_checked",
-    ),
-    Capability(
-        "calibration beside a running model",
-        'calibrate="background"',
-        "docs/transformers.md: Profiles of models",
-        _TINY,
-        Source.OURS,
-        "tests/engines/test_profiles.py::test_child_calibrates_while_the_model_answers",
-    ),
-    Capability("CacheGen's codec and its levels", 'codec="cachegen:2"', _HF, _TINY, Source.CACHEGEN),
-    Capability("groups of five tokens, bins by layer number", 'codec="cachegen-snippet"', _HF, _TINY, Source.CACHEGEN),
-    Capability("prefix coder", 'codec="cachegen:2:prefix"', _HF, _TINY, Source.ASCEND),
-    Capability("chunkwise codec", 'codec="chunkwise:1"', _HF, _TINY, Source.ASCEND),
-    Capability("never coarser than asked", 'codec="cachegen:2"', _HF, _TINY, Source.OURS),
-    Capability("lossy apart from exact", 'codec="cachegen:2"', _HF, _TINY, Source.OURS),
-    Capability("load what matters", "importance=0.25, profiles=installed_profiles()", _HF, _REAL, Source.IMPRESS),
-    Capability(
-        "pack blocks anew by their uses",
-        "importance=0.25",
-        "docs/decisions/0013-importance.md: 0013: A rough base of all tokens, exact chunks of the important ones",
-        _TINY,
-        Source.IMPRESS,
-        "tests/engines/test_importance.py::test_uses_are_learnt_and_blocks_packed_anew_stay_exact",
-    ),
-    Capability(
-        "fall back where importance says nothing",
-        "importance=0.25",
-        _HF,
-        _TINY,
-        Source.IMPRESS,
-        "tests/engines/test_importance.py::test_a_refused_selection_gives_the_exact_answer",
-    ),
-    Capability(
-        "several sequences in a call",
-        "attach",
-        _HF,
-        _TINY,
-        Source.OURS,
-        "tests/engines/test_batches.py::test_padded_rows_restore_up_to_the_column_that_all_reach",
-    ),
-    Capability(
-        "static caches",
-        'cache_implementation="static"',
-        _HF,
-        _TINY,
-        Source.OURS,
-        "tests/engines/test_batches.py::test_static_cache_is_filled_as_it_is_made",
-    ),
-    Capability(
-        "quantised caches of transformers",
-        'cache_implementation="quantized"',
-        "docs/transformers.md: Which models",
-        _TINY,
-        Source.OURS,
-        "tests/engines/test_made.py::test_a_quantised_cache_goes_on_as_if_all_had_run_at_once",
-    ),
-    Capability(
-        "offloaded caches of transformers",
-        'cache_implementation="offloaded"',
-        "docs/transformers.md: Which models",
-        "a model with random weights, stand-ins of CUDA's streams",
-        Source.OURS,
-        "tests/engines/test_made.py::test_an_offloaded_cache_is_filled_as_it_is_made",
-    ),
-    Capability(
-        "three heads choose, and their agreement guards",
-        "importance=Impress(0.25)",
-        _HF,
-        _TINY,
-        Source.IMPRESS,
-        "tests/engines/test_importance.py::test_the_papers_way_by_steps",
-    ),
-    Capability(
-        "store tokens in the order in which the first prompt needs them",
-        "importance=0.25",
-        _HF,
-        _TINY,
-        Source.OURS,
-        "tests/engines/test_importance.py::test_a_first_prompt_says_in_which_order_its_blocks_are_stored",
-    ),
-    Capability(
-        "joined reads of chunks",
-        "importance=0.25",
-        "docs/decisions/0013-importance.md: 0013: A rough base of all tokens, exact chunks of the important ones",
-        "memory",
-        Source.IMPRESS,
-        "tests/store/load/test_sparse.py::test_a_block_whose_leading_chunks_matter_comes_by_one_read",
-    ),
-    Capability("tenants by salt", 'tenant_salt=b"…"', _HF, _TINY, Source.OURS),
-    Capability("fingerprint of one's own", "fingerprint=", _HF, _TINY, Source.OURS),
-    Capability("say that weights changed", "cached.weights_changed()", _HF, _TINY, Source.OURS),
-    Capability("bound of the disk", "limits=Limits(disk_bytes_max=…)", _HF, _TINY, Source.OURS),
-    Capability("bound of what encoding takes", "limits=Limits(encode_scratch_bytes_max=…)", _HF, _TINY, Source.ASCEND),
-    Capability("bound of the memory", "limits=Limits(memory_bytes_max=…)", _HF, _TINY, Source.OURS),
-    Capability("bound of what waits to be stored", "limits=Limits(store_queue_bytes_max=…)", _HF, _TINY, Source.ASCEND),
-    Capability("stream a prefix to a deadline", "attach(start_within_s=0.5)", _STREAM, _LINK, Source.CACHEGEN),
-    Capability("load no more than a quality needs", 'attach(quality="5e-3")', _STREAM, _LINK, Source.OURS),
-    Capability(
-        "a deadline and a quality for each request",
-        "generate(kvtide_start_within_s=0.2, kvtide_quality=0.1)",
-        _STREAM,
-        _LINK,
-        Source.OURS,
-    ),
-    Capability(
-        "advice of each request",
-        'generate(kvtide_hint={"session": "a1", "is_last": True, "retain_s": 600, "priority": 1})',
-        "docs/operations.md: Advice of clients",
-        _TINY,
-        Source.OURS,
-    ),
-    Capability(
-        "the end of a session, said afterwards",
-        'cache.end_session("a1")',
-        "docs/operations.md: Advice of clients",
-        _TINY,
-        Source.OURS,
-    ),
-    Capability("compute what would come too late", 'policy="two-ended"', _STREAM, _LINK, Source.CACHEGEN),
-    Capability("read only the base on a slow link", 'policy="layered"', _STREAM, _LINK, Source.OURS),
-    Capability("levels of one context together", 'codec="cachegen:1-4"', _STREAM, _LINK, Source.CACHEGEN),
-    Capability(
-        "level of each chunk by the bandwidth",
-        'policy="cachegen", chunk_tokens=1536',
-        _STREAM,
-        _LINK,
-        Source.CACHEGEN,
-    ),
-    Capability("never slower than computing, in transformers", "attach(model, …)", _HF, _LINK, Source.OURS),
-    Capability(
-        "anchors first, then deltas", 'codec="cachegen", policy="anchor-first"', _STREAM, _LINK, Source.CACHEGEN
-    ),
-    Capability("deltas one by one on a slow link", 'policy="deltas-first-when-slow"', _STREAM, _LINK, Source.CACHEGEN),
-    Capability(
-        "refine first what mattered to past prompts", 'policy="importance-first"', _STREAM, _LINK, Source.IMPRESS
-    ),
-    Capability("text where computing fits", 'policy="cachegen"', _STREAM, _LINK, Source.CACHEGEN),
-    Capability("never rougher in the store than it says", "start_within_s=0.5", _STREAM, _LINK, Source.OURS),
+ATTACH = table(
+    """
+restore a stored prefix | attach(model, "disk:///var/cache/kvtide") | @hf | @tiny | PREFIX
+restore what was answered | cached.flush(10) | @hf | @tiny | OURS
+memory alone | attach(model, "memory://") | @hf | @tiny | OURS
+lossless codec | codec="lossless" | @hf | @tiny | OURS
+raw codec | codec="raw" | @hf | @tiny | ASCEND
+tide codec and its quality | codec="tide:5e-3", profiles=… | @hf | @tiny | OURS
+installed profiles of tide-light, tide-deep | codec="tide-light", "tide-deep", profiles=installed_profiles() | @hf
+    @real | OURS
+a profile that is found in the store | kvtide calibrate MODEL_FOLDER --store URL; attach(model, URL, codec="tide:5e-3")
+    @profiles | tiny Llama, Qwen3, Mixtral | OURS
+    tests/engines/test_profiles.py::test_calibrating_into_the_store_is_all_that_tide_needs
+tide for windows, latents, several shapes and beside states
+    kvtide calibrate MODEL_FOLDER --store URL; attach(model, URL, codec="tide:5e-3") | @profiles
+    tiny Gemma 2 and 3, Gemma 4, Mistral, DeepSeek-V3, LFM2, Granite 4 | OURS
+    tests/engines/test_group_profiles.py::test_calibrating_into_the_store_is_all_that_groups_need
+blocks held to their profile's promise | tide:5e-3 | docs/codec.md: What the profile promises | a made-up profile | OURS
+    tests/store/test_profiles.py::test_block_that_breaks_the_promise_is_stored_losslessly_and_the_next_ones_are_checked
+calibration beside a running model | calibrate="background" | @profiles | @tiny | OURS
+    tests/engines/test_profiles.py::test_child_calibrates_while_the_model_answers
+CacheGen's codec and its levels | codec="cachegen:2" | @hf | @tiny | CACHEGEN
+groups of five tokens, bins by layer number | codec="cachegen-snippet" | @hf | @tiny | CACHEGEN
+prefix coder | codec="cachegen:2:prefix" | @hf | @tiny | ASCEND
+chunkwise codec | codec="chunkwise:1" | @hf | @tiny | ASCEND
+never coarser than asked | codec="cachegen:2" | @hf | @tiny | OURS
+lossy apart from exact | codec="cachegen:2" | @hf | @tiny | OURS
+load what matters | importance=0.25, profiles=installed_profiles() | @hf | @real | IMPRESS
+pack blocks anew by their uses | importance=0.25
+    docs/decisions/0013-importance.md: 0013: A rough base of all tokens, exact chunks of the important ones | @tiny
+    IMPRESS
+    tests/engines/test_importance.py::test_uses_are_learnt_and_blocks_packed_anew_stay_exact
+fall back where importance says nothing | importance=0.25 | @hf | @tiny | IMPRESS
+    tests/engines/test_importance.py::test_a_refused_selection_gives_the_exact_answer
+several sequences in a call | attach | @hf | @tiny | OURS
+    tests/engines/test_batches.py::test_padded_rows_restore_up_to_the_column_that_all_reach
+static caches | cache_implementation="static" | @hf | @tiny | OURS
+    tests/engines/test_batches.py::test_static_cache_is_filled_as_it_is_made
+quantised caches of transformers | cache_implementation="quantized" | @models | @tiny | OURS
+    tests/engines/test_made.py::test_a_quantised_cache_goes_on_as_if_all_had_run_at_once
+offloaded caches of transformers | cache_implementation="offloaded" | @models
+    a model with random weights, stand-ins of CUDA's streams | OURS
+    tests/engines/test_made.py::test_an_offloaded_cache_is_filled_as_it_is_made
+three heads choose, and their agreement guards | importance=Impress(0.25) | @hf | @tiny | IMPRESS
+    tests/engines/test_importance.py::test_the_papers_way_by_steps
+store tokens in the order in which the first prompt needs them | importance=0.25 | @hf | @tiny | OURS
+    tests/engines/test_importance.py::test_a_first_prompt_says_in_which_order_its_blocks_are_stored
+joined reads of chunks | importance=0.25
+    docs/decisions/0013-importance.md: 0013: A rough base of all tokens, exact chunks of the important ones | memory
+    IMPRESS
+    tests/store/load/test_sparse.py::test_a_block_whose_leading_chunks_matter_comes_by_one_read
+tenants by salt | tenant_salt=b"…" | @hf | @tiny | OURS
+fingerprint of one's own | fingerprint= | @hf | @tiny | OURS
+say that weights changed | cached.weights_changed() | @hf | @tiny | OURS
+bound of the disk | limits=Limits(disk_bytes_max=…) | @hf | @tiny | OURS
+bound of what encoding takes | limits=Limits(encode_scratch_bytes_max=…) | @hf | @tiny | ASCEND
+bound of the memory | limits=Limits(memory_bytes_max=…) | @hf | @tiny | OURS
+bound of what waits to be stored | limits=Limits(store_queue_bytes_max=…) | @hf | @tiny | ASCEND
+stream a prefix to a deadline | attach(start_within_s=0.5) | @stream | @link | CACHEGEN
+load no more than a quality needs | attach(quality="5e-3") | @stream | @link | OURS
+a deadline and a quality for each request | generate(kvtide_start_within_s=0.2, kvtide_quality=0.1) | @stream | @link
+    OURS
+advice of each request | generate(kvtide_hint={"session": "a1", "is_last": True, "retain_s": 600, "priority": 1})
+    docs/operations.md: Advice of clients | @tiny | OURS
+the end of a session, said afterwards | cache.end_session("a1") | docs/operations.md: Advice of clients | @tiny | OURS
+compute what would come too late | policy="two-ended" | @stream | @link | CACHEGEN
+read only the base on a slow link | policy="layered" | @stream | @link | OURS
+levels of one context together | codec="cachegen:1-4" | @stream | @link | CACHEGEN
+level of each chunk by the bandwidth | policy="cachegen", chunk_tokens=1536 | @stream | @link | CACHEGEN
+never slower than computing, in transformers | attach(model, …) | @hf | @link | OURS
+anchors first, then deltas | codec="cachegen", policy="anchor-first" | @stream | @link | CACHEGEN
+deltas one by one on a slow link | policy="deltas-first-when-slow" | @stream | @link | CACHEGEN
+refine first what mattered to past prompts | policy="importance-first" | @stream | @link | IMPRESS
+text where computing fits | policy="cachegen" | @stream | @link | CACHEGEN
+never rougher in the store than it says | start_within_s=0.5 | @stream | @link | OURS
+""",
+    CELLS,
 )
 
-VLLM = (
-    Capability(
-        "load what matters, in vLLM",
-        '"importance": 0.25',
-        "docs/vllm.md: A part of what is stored",
-        _REAL_VLLM,
-        Source.IMPRESS,
-        "tests/vllm/test_streams.py::test_a_share_comes_exactly_and_the_rest_rough",
-    ),
-    Capability(
-        "a prefix streamed to a deadline, in vLLM",
-        '"start_within_s": 0.5, "quality": 5e-3',
-        "docs/streaming.md: In vLLM",
-        _REAL_VLLM,
-        Source.CACHEGEN,
-        "tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start",
-    ),
-    Capability(
-        "what loads brought, in vLLM's log and metrics",
-        "vllm:kvtide_…_total loads hit_tokens decided_tokens tier_hits",
-        "docs/vllm.md: What came",
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start",
-    ),
-    Capability(
-        "beside another connector of vLLM's",
-        '"kv_connector": "MultiConnector" "kv_load_failure_policy": "recompute"',
-        "docs/vllm.md: Beside others",
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_beside.py::test_beside_another_connector_prompts_in_chunks_and_weights_that_are_loaded_anew",
-    ),
-    Capability(
-        "without vLLM's own prefix cache",
-        "--no-enable-prefix-caching",
-        "docs/vllm.md: Beside others",
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_beside.py::test_without_a_prefix_cache_of_vllm_s_own_each_prompt_is_restored",
-    ),
-    Capability(
-        "data parallel ranks that share a store",
-        "--data-parallel-size",
-        "docs/vllm.md: Beside others",
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_home.py::test_what_one_data_parallel_rank_stored_another_restores",
-    ),
-    Capability(
-        "found by name, in vLLM",
-        '"kv_connector": "KVTideConnector"',
-        "docs/vllm.md: Quick start",
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_home.py::test_second_process_restores_by_the_short_name_and_is_seen",
-    ),
-    Capability(
-        "routers hear of blocks, from vLLM",
-        "--kv-events-config BlockStored BlockRemoved",
-        "docs/vllm.md: What came",
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_home.py::test_subscriber_of_kv_events_hears_of_restored_and_of_stored_blocks",
-    ),
-    Capability(
-        "spans of look-ups, loads and stores, in vLLM",
-        "--otlp-traces-endpoint kvtide.lookup kvtide.load kvtide.store",
-        "docs/vllm.md: What came",
-        "OpenTelemetry's own package, in memory",
-        Source.OURS,
-        "tests/vllm/test_spans.py::test_span_has_its_parent_its_duration_and_its_values",
-    ),
-    Capability(
-        "agents' hints, in vLLM",
-        "agent_hint session retain_s priority is_last",
-        "docs/vllm.md: Options of a request",
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_home.py::test_agent_s_hint_reaches_the_tiers_and_bad_ones_fail_nothing",
-    ),
-    Capability(
-        "prefetch of a prompt that comes next, in vLLM",
-        '"agent_hint": {"prefetch": [token ids]}',
-        "docs/vllm.md: Options of a request",
-        _TOY,
-        Source.OURS,
-        "tests/engines/paged/test_halves.py::"
-        "test_hint_of_a_request_reaches_what_evicts_and_its_prefetch_the_fastest_tier",
-    ),
-    Capability(
-        "requests that load or store nothing, in vLLM",
-        "kvtide_no_load kvtide_no_store",
-        "docs/vllm.md: Options of a request",
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_home.py::test_request_says_not_to_load_and_not_to_store",
-    ),
-    Capability(
-        "files of profiles in vLLM",
-        '"profiles": […]',
-        _VLLM,
-        "options alone",
-        Source.OURS,
-        "tests/engines/test_settings.py::test_users_profiles_come_before_installed_ones",
-    ),
-    Capability(
-        "what a stream asks for first, in vLLM",
-        '"policy": "anchor-first"',
-        "docs/streaming.md: In vLLM",
-        _TOY,
-        Source.CACHEGEN,
-        "tests/engines/paged/test_streams.py::test_policy_of_the_settings_plans_the_load",
-    ),
-    Capability(
-        "lossy codecs in vLLM",
-        '"codec": "tide:5e-3"',
-        _VLLM,
-        _REAL_VLLM,
-        Source.ASCEND,
-        "tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start",
-    ),
-    Capability(
-        "profiles of other models in vLLM",
-        '"codec": "tide:5e-3"',
-        _VLLM,
-        "tiny Llama in vLLM 0.32 on a processor, `make test-vllm`",
-        Source.OURS,
-        "tests/vllm/test_profiles.py::test_profile_in_the_store_is_all_that_vllm_needs",
-    ),
-    Capability(
-        "vLLM restores after a restart",
-        '"store": "disk:///var/cache/kvtide"',
-        "docs/vllm.md: Quick start",
-        _REAL_VLLM,
-        Source.OFFLOADING,
-        "tests/vllm/test_engine.py::test_restarted_engine_restores_every_full_page_and_says_the_same",
-    ),
-    Capability(
-        "blocks within the step or aside",
-        "load async layers auto",
-        _VLLM,
-        _REAL_VLLM,
-        Source.OFFLOADING,
-        "tests/vllm/test_engine.py::test_blocks_come_within_the_step_or_aside_and_faults_are_recomputed",
-    ),
-    Capability(
-        "what a prompt has behind its last full block",
-        '"tail_tokens": 16',
-        _VLLM,
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_engine.py::test_what_a_prompt_has_behind_its_last_full_block_is_restored_in_pieces",
-    ),
-    Capability(
-        "codec in vLLM",
-        "codec raw lossless",
-        _VLLM,
-        _REAL_VLLM,
-        Source.ASCEND,
-        "tests/vllm/test_engine.py::test_blocks_come_within_the_step_or_aside_and_faults_are_recomputed",
-    ),
-    Capability(
-        "bound of vLLM's disk",
-        "disk_bytes_max",
-        _VLLM,
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_engine.py::test_full_disk_under_the_engine_fails_no_request",
-    ),
-    Capability(
-        "length of a block",
-        "block_tokens",
-        _VLLM,
-        "options alone",
-        Source.OURS,
-        "tests/engines/test_settings.py::test_blocks_are_whole_pages",
-    ),
-    Capability(
-        "tenants in vLLM",
-        "tenant_salt cache_salt",
-        _VLLM,
-        _TOY,
-        Source.OURS,
-        "tests/engines/paged/test_halves.py::test_other_salt_finds_nothing",
-    ),
-    Capability(
-        "longest look-up",
-        "match_s_max",
-        _VLLM,
-        _TOY,
-        Source.OURS,
-        "tests/engines/paged/test_halves.py::test_slow_store_makes_the_engine_ask_again_and_then_compute",
-    ),
-    Capability(
-        "longest load",
-        "load_s_max",
-        _VLLM,
-        _TOY,
-        Source.OURS,
-        "tests/engines/paged/test_halves.py::test_slow_load_ends_at_its_deadline_and_the_next_is_declined",
-    ),
-    Capability(
-        "weights changed in place",
-        "reset_prefix_cache(reset_connector=True)",
-        "docs/vllm.md: When it loads, and when it does not",
-        _TOY,
-        Source.OURS,
-        "tests/engines/paged/test_halves.py::test_reset_serves_nothing_that_was_stored_before",
-    ),
-    Capability(
-        "below vLLM's own offloading",
-        '"type": "KVTideTier"',
-        "docs/vllm.md: Below vLLM's own offloading",
-        _REAL_VLLM,
-        Source.OFFLOADING,
-        "tests/vllm/test_tiering.py::test_restarted_engine_restores_what_its_own_tiering_gave_to_kvtide",
-    ),
-    Capability(
-        "groups of any kind of layer, below vLLM's own offloading",
-        '"type": "KVTideTier"',
-        "docs/vllm.md: Below vLLM's own offloading",
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_tiering.py::test_any_groups_of_layers_come_back_as_they_were",
-    ),
-    Capability(
-        "kernels of our own on a GPU",
-        "device_kernels",
-        _VLLM,
-        "which pages are chosen, without a GPU",
-        Source.OFFLOADING,
-        "tests/vllm/test_model.py::test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for",
-    ),
-    Capability(
-        "published codecs on a GPU",
-        '"codec": "cachegen:2", "device_kernels": true',
-        _VLLM,
-        _TWIN,
-        Source.ASCEND,
-        "tests/gpu/test_pages.py::test_decoding_and_encoding_are_the_device_s",
-    ),
-    Capability(
-        "swapping by streams in an engine",
-        "device_kernels device_multiprocessors",
-        "docs/gpu.md: What is there",
-        _TWIN,
-        Source.OFFLOADING,
-        "tests/gpu/test_swap.py::test_blocks_come_in_behind_the_engine_and_not_behind_decoding",
-    ),
-    Capability(
-        "objects in a GPU's memory",
-        "device_bytes_max",
-        _VLLM,
-        _TWIN,
-        Source.IMPRESS,
-        "tests/gpu/test_device_tier.py::test_stack_moves_what_is_used_to_the_device_and_lets_the_least_used_go",
-    ),
-    Capability(
-        "below SGLang's hierarchical cache",
-        "--hicache-storage-backend dynamic",
-        "docs/vllm.md: SGLang",
-        "its interface, no live engine",
-        Source.OURS,
-        "tests/engines/sglang/test_storage.py::test_pages_come_back_in_another_process_pool",
-    ),
-    Capability(
-        "leave pages alone that come slower than they are computed",
-        "prefill_tokens_per_s",
-        "docs/vllm.md: SGLang",
-        "its interface, no live engine",
-        Source.OURS,
-        "tests/engines/sglang/test_storage.py::test_pages_that_come_slower_than_they_are_computed_are_left_alone",
-    ),
-    Capability(
-        "sliding windows, latents and states",
-        "attach",
-        "docs/transformers.md: Which models",
-        "fifteen families with small random weights",
-        Source.OURS,
-        "tests/engines/test_groups.py::test_a_restart_restores_every_group_and_the_answer_is_the_model_s_own",
-    ),
-    Capability(
-        "windows, chunked attention, states and groups of several shapes in vLLM",
-        "KVTideConnector",
-        "docs/vllm.md: Which caches",
-        "real vLLM on a processor, small random weights",
-        Source.OURS,
-        "tests/vllm/test_opaque.py::test_all_groups_come_back_as_far_as_they_reach",
-    ),
-    Capability(
-        "latents, fp8 and what AMX packs, in vLLM",
-        "KVTideConnector",
-        "docs/vllm.md: Which caches",
-        "real vLLM on a processor, small random weights",
-        Source.OURS,
-        "tests/vllm/test_opaque.py::test_pages_come_back_as_they_were",
-    ),
-    Capability(
-        "a draft model's layers, in vLLM",
-        "KVTideConnector",
-        "docs/vllm.md: Which caches",
-        "real vLLM on a processor, small random weights",
-        Source.OURS,
-        "tests/vllm/test_opaque.py::test_draft_s_layers_come_back_beside_the_model_s",
-    ),
-    Capability(
-        "adapters, images and embeddings, in vLLM",
-        "LoRA",
-        "docs/vllm.md: When it loads, and when it does not",
-        "requests as vLLM has them, no engine",
-        Source.OURS,
-        "tests/vllm/test_model.py::test_adapter_is_known_by_its_weights_and_not_by_its_name",
-    ),
-    Capability(
-        "how often states are kept",
-        "state_every_tokens",
-        _VLLM,
-        "tiny LFM2, random weights",
-        Source.OURS,
-        "tests/engines/test_groups.py::test_states_are_kept_as_often_as_one_says",
-    ),
-    Capability(
-        "prefill elsewhere, in vLLM",
-        "follow_s",
-        _VLLM,
-        _REAL_VLLM,
-        Source.OURS,
-        "tests/vllm/test_follow.py::test_engine_follows_another_and_computes_the_rest_where_the_link_is_cut",
-    ),
+VLLM = table(
+    """
+load what matters, in vLLM | "importance": 0.25 | docs/vllm.md: A part of what is stored | @real-vllm | IMPRESS
+    tests/vllm/test_streams.py::test_a_share_comes_exactly_and_the_rest_rough
+a prefix streamed to a deadline, in vLLM | "start_within_s": 0.5, "quality": 5e-3 | docs/streaming.md: In vLLM
+    @real-vllm | CACHEGEN
+    tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start
+what loads brought, in vLLM's log and metrics | vllm:kvtide_…_total loads hit_tokens decided_tokens tier_hits | @came
+    @real-vllm | OURS
+    tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start
+beside another connector of vLLM's | "kv_connector": "MultiConnector" "kv_load_failure_policy": "recompute" | @beside
+    @real-vllm | OURS
+    tests/vllm/test_beside.py::test_beside_another_connector_prompts_in_chunks_and_weights_that_are_loaded_anew
+without vLLM's own prefix cache | --no-enable-prefix-caching | @beside | @real-vllm | OURS
+    tests/vllm/test_beside.py::test_without_a_prefix_cache_of_vllm_s_own_each_prompt_is_restored
+data parallel ranks that share a store | --data-parallel-size | @beside | @real-vllm | OURS
+    tests/vllm/test_home.py::test_what_one_data_parallel_rank_stored_another_restores
+found by name, in vLLM | "kv_connector": "KVTideConnector" | docs/vllm.md: Quick start | @real-vllm | OURS
+    tests/vllm/test_home.py::test_second_process_restores_by_the_short_name_and_is_seen
+routers hear of blocks, from vLLM | --kv-events-config BlockStored BlockRemoved | @came | @real-vllm | OURS
+    tests/vllm/test_home.py::test_subscriber_of_kv_events_hears_of_restored_and_of_stored_blocks
+spans of look-ups, loads and stores, in vLLM | --otlp-traces-endpoint kvtide.lookup kvtide.load kvtide.store | @came
+    OpenTelemetry's own package, in memory | OURS
+    tests/vllm/test_spans.py::test_span_has_its_parent_its_duration_and_its_values
+agents' hints, in vLLM | agent_hint session retain_s priority is_last | @request | @real-vllm | OURS
+    tests/vllm/test_home.py::test_agent_s_hint_reaches_the_tiers_and_bad_ones_fail_nothing
+prefetch of a prompt that comes next, in vLLM | "agent_hint": {"prefetch": [token ids]} | @request | @toy | OURS
+    tests/engines/paged/test_halves.py::test_hint_of_a_request_reaches_what_evicts_and_its_prefetch_the_fastest_tier
+requests that load or store nothing, in vLLM | kvtide_no_load kvtide_no_store | @request | @real-vllm | OURS
+    tests/vllm/test_home.py::test_request_says_not_to_load_and_not_to_store
+files of profiles in vLLM | "profiles": […] | @vllm | options alone | OURS
+    tests/engines/test_settings.py::test_users_profiles_come_before_installed_ones
+what a stream asks for first, in vLLM | "policy": "anchor-first" | docs/streaming.md: In vLLM | @toy | CACHEGEN
+    tests/engines/paged/test_streams.py::test_policy_of_the_settings_plans_the_load
+lossy codecs in vLLM | "codec": "tide:5e-3" | @vllm | @real-vllm | ASCEND
+    tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start
+profiles of other models in vLLM | "codec": "tide:5e-3" | @vllm
+    tiny Llama in vLLM 0.32 on a processor, `make test-vllm` | OURS
+    tests/vllm/test_profiles.py::test_profile_in_the_store_is_all_that_vllm_needs
+vLLM restores after a restart | "store": "disk:///var/cache/kvtide" | docs/vllm.md: Quick start | @real-vllm
+    OFFLOADING
+    tests/vllm/test_engine.py::test_restarted_engine_restores_every_full_page_and_says_the_same
+blocks within the step or aside | load async layers auto | @vllm | @real-vllm | OFFLOADING
+    tests/vllm/test_engine.py::test_blocks_come_within_the_step_or_aside_and_faults_are_recomputed
+what a prompt has behind its last full block | "tail_tokens": 16 | @vllm | @real-vllm | OURS
+    tests/vllm/test_engine.py::test_what_a_prompt_has_behind_its_last_full_block_is_restored_in_pieces
+codec in vLLM | codec raw lossless | @vllm | @real-vllm | ASCEND
+    tests/vllm/test_engine.py::test_blocks_come_within_the_step_or_aside_and_faults_are_recomputed
+bound of vLLM's disk | disk_bytes_max | @vllm | @real-vllm | OURS
+    tests/vllm/test_engine.py::test_full_disk_under_the_engine_fails_no_request
+length of a block | block_tokens | @vllm | options alone | OURS
+    tests/engines/test_settings.py::test_blocks_are_whole_pages
+tenants in vLLM | tenant_salt cache_salt | @vllm | @toy | OURS
+    tests/engines/paged/test_halves.py::test_other_salt_finds_nothing
+longest look-up | match_s_max | @vllm | @toy | OURS
+    tests/engines/paged/test_halves.py::test_slow_store_makes_the_engine_ask_again_and_then_compute
+longest load | load_s_max | @vllm | @toy | OURS
+    tests/engines/paged/test_halves.py::test_slow_load_ends_at_its_deadline_and_the_next_is_declined
+weights changed in place | reset_prefix_cache(reset_connector=True) | docs/vllm.md: When it loads, and when it does not
+    @toy | OURS
+    tests/engines/paged/test_halves.py::test_reset_serves_nothing_that_was_stored_before
+below vLLM's own offloading | "type": "KVTideTier" | docs/vllm.md: Below vLLM's own offloading | @real-vllm | OFFLOADING
+    tests/vllm/test_tiering.py::test_restarted_engine_restores_what_its_own_tiering_gave_to_kvtide
+groups of any kind of layer, below vLLM's own offloading | "type": "KVTideTier"
+    docs/vllm.md: Below vLLM's own offloading | @real-vllm | OURS
+    tests/vllm/test_tiering.py::test_any_groups_of_layers_come_back_as_they_were
+kernels of our own on a GPU | device_kernels | @vllm | which pages are chosen, without a GPU | OFFLOADING
+    tests/vllm/test_model.py::test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for
+published codecs on a GPU | "codec": "cachegen:2", "device_kernels": true | @vllm | @twin | ASCEND
+    tests/gpu/test_pages.py::test_decoding_and_encoding_are_the_device_s
+swapping by streams in an engine | device_kernels device_multiprocessors | docs/gpu.md: What is there | @twin
+    OFFLOADING
+    tests/gpu/test_swap.py::test_blocks_come_in_behind_the_engine_and_not_behind_decoding
+objects in a GPU's memory | device_bytes_max | @vllm | @twin | IMPRESS
+    tests/gpu/test_device_tier.py::test_stack_moves_what_is_used_to_the_device_and_lets_the_least_used_go
+below SGLang's hierarchical cache | --hicache-storage-backend dynamic | docs/vllm.md: SGLang | @interface | OURS
+    tests/engines/sglang/test_storage.py::test_pages_come_back_in_another_process_pool
+leave pages alone that come slower than they are computed | prefill_tokens_per_s | docs/vllm.md: SGLang | @interface
+    OURS
+    tests/engines/sglang/test_storage.py::test_pages_that_come_slower_than_they_are_computed_are_left_alone
+sliding windows, latents and states | attach | @models | fifteen families with small random weights | OURS
+    tests/engines/test_groups.py::test_a_restart_restores_every_group_and_the_answer_is_the_model_s_own
+windows, chunked attention, states and groups of several shapes in vLLM | KVTideConnector | @caches | @small-vllm | OURS
+    tests/vllm/test_opaque.py::test_all_groups_come_back_as_far_as_they_reach
+latents, fp8 and what AMX packs, in vLLM | KVTideConnector | @caches | @small-vllm | OURS
+    tests/vllm/test_opaque.py::test_pages_come_back_as_they_were
+a draft model's layers, in vLLM | KVTideConnector | @caches | @small-vllm | OURS
+    tests/vllm/test_opaque.py::test_draft_s_layers_come_back_beside_the_model_s
+adapters, images and embeddings, in vLLM | LoRA | docs/vllm.md: When it loads, and when it does not
+    requests as vLLM has them, no engine | OURS
+    tests/vllm/test_model.py::test_adapter_is_known_by_its_weights_and_not_by_its_name
+how often states are kept | state_every_tokens | @vllm | tiny LFM2, random weights | OURS
+    tests/engines/test_groups.py::test_states_are_kept_as_often_as_one_says
+prefill elsewhere, in vLLM | follow_s | @vllm | @real-vllm | OURS
+    tests/vllm/test_follow.py::test_engine_follows_another_and_computes_the_rest_where_the_link_is_cut
+""",
+    CELLS,
 )

@@ -2,400 +2,165 @@
 
 from __future__ import annotations
 
-from tests.doors.capability import Capability, Source
+from tests.doors.capability import table
 
-_SERVER = "docs/operations.md: A server of our own"
-_CLIENTS = "docs/operations.md: Clients"
-_LEAVES = "docs/operations.md: What leaves first"
-_ADVICE = "docs/operations.md: Advice of clients"
-_VALKEY = "docs/operations.md: Valkey and Redis"
-_POOL = "docs/operations.md: A pool of kvtide servers"
-_REGIONS = "docs/regions.md: Regions and a centre"
-_MOONCAKE = "docs/operations.md: Mooncake"
-_BUCKETS = "docs/operations.md: Buckets: S3, Google, Azure"
-_SEALED = "docs/seal.md: Sealed stores"
-_SENDING = "docs/operations.md: Sharing a server's link"
-_QUOTAS = "docs/operations.md: Quotas"
-_WATCHING = "docs/monitoring.md: Watching a server"
-_GRANTS = "docs/security.md: Who asks"
-_PROCESS = "server process"
-_HEADERS = "docs/protocol.md: Request headers"
+# Names for cells that come again.
+CELLS = {
+    "@server": "docs/operations.md: A server of our own",
+    "@clients": "docs/operations.md: Clients",
+    "@leaves": "docs/operations.md: What leaves first",
+    "@advice": "docs/operations.md: Advice of clients",
+    "@valkey": "docs/operations.md: Valkey and Redis",
+    "@pool": "docs/operations.md: A pool of kvtide servers",
+    "@regions": "docs/regions.md: Regions and a centre",
+    "@mooncake": "docs/operations.md: Mooncake",
+    "@buckets": "docs/operations.md: Buckets: S3, Google, Azure",
+    "@sealed": "docs/seal.md: Sealed stores",
+    "@sending": "docs/operations.md: Sharing a server's link",
+    "@quotas": "docs/operations.md: Quotas",
+    "@watching": "docs/monitoring.md: Watching a server",
+    "@grants": "docs/security.md: Who asks",
+    "@process": "server process",
+    "@headers": "docs/protocol.md: Request headers",
+    "@two-processes": "two server processes",
+    "@two-regions": "two regions, a centre",
+}
 
-STORES = (
-    Capability("a server behind an engine", "http://host:7421", "README.md: Serve", _PROCESS, Source.CACHEGEN),
-    Capability("replicas", "http://one:7421,two:7421", _CLIENTS, "two server processes", Source.OURS),
-    Capability(
-        "a silent server's replica answers",
-        "http://one:7421,two:7421",
-        _CLIENTS,
-        "two servers, one of them silent",
-        Source.OURS,
-        "tests/tier/test_roaming.py::test_silent_server_is_left_for_the_other_one_in_time",
-    ),
-    Capability(
-        "go on at another server",
-        "http://EAST:7421,WEST:7421",
-        _REGIONS,
-        "two servers, one of them breaks off",
-        Source.CACHEGEN,
-        "tests/tier/test_roaming.py::test_other_region_sends_only_the_rest",
-    ),
-    Capability("a socket of this machine", "http+unix:///run/kvtide.sock", _CLIENTS, _PROCESS, Source.CACHEGEN),
-    Capability(
-        "several tiers, and what is evicted",
-        "disk:///var/cache/kvtide http://host:7421?write=evicted",
-        _CLIENTS,
-        _PROCESS,
-        Source.CACHEGEN,
-    ),
-    Capability("advice in headers", "Kvtide-Session", _HEADERS, _PROCESS, Source.OURS),
-    Capability("bring a prefix up before it is asked for", "POST …/prefetch", _ADVICE, _PROCESS, Source.OURS),
-    Capability("token of a client", "?token_file=/etc/kvtide/token", _CLIENTS, _PROCESS, Source.OURS),
-    Capability("TLS and certificates of clients", "?ca_file=…&cert_file=…&key_file=…", _CLIENTS, _PROCESS, Source.OURS),
-    Capability(
-        "engines find what other regions have", "?force_latest=1", _CLIENTS, "two regions, a centre", Source.CACHEGEN
-    ),
-    Capability("uploads in pieces, resumed after a cut", "?upload=pieces", _CLIENTS, _PROCESS, Source.CACHEGEN),
-    Capability("what leaves memory first", "memory://?policy=lru", _LEAVES, _PROCESS, Source.CACHEGEN),
-    Capability("what leaves the disk first", "disk:///var/cache/kvtide?policy=…", _LEAVES, _PROCESS, Source.OURS),
-    Capability("the report's pool of freed blocks", "?policy=pool", _LEAVES, _PROCESS, Source.PREFIX),
-    Capability(
-        "the best of several policies",
-        "?policy=mix",
-        _LEAVES,
-        "memory and disk beside the simulator",
-        Source.OURS,
-        "tests/store/test_replayed_trace.py"
-        "::test_cache_holds_in_memory_what_the_simulator_says_and_finds_the_rest_on_disk",
-    ),
-    Capability(
-        "objects of unlike size, by what they take",
-        "?policy=mix",
-        _LEAVES,
-        "memory, two tenants",
-        Source.OURS,
-        "tests/evict/test_sizes.py::test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more",
-    ),
-    Capability(
-        "a hybrid model's states, with the blocks that need them",
-        "?policy=mix",
-        _LEAVES,
-        "an order beside made-up prompts",
-        Source.OURS,
-        "tests/lab/sim/test_groups.py::test_states_that_are_named_to_the_order_save_more",
-    ),
-    Capability(
-        "policies as simulated",
-        "?policy= lru s3fifo mix",
-        _LEAVES,
-        "memory tier beside the simulator",
-        Source.OURS,
-        "tests/evict/test_order.py::test_real_tier_keeps_block_by_block_what_the_simulator_says",
-    ),
-    Capability("Valkey and Redis", "valkey://… prefix", _VALKEY, "Valkey", Source.OURS),
-    Capability("lifetime in Valkey", "ttl_s", _VALKEY, "Valkey", Source.OURS),
-    Capability("largest value in Valkey", "value_bytes_max", _VALKEY, "Valkey", Source.OURS),
-    Capability(
-        "a Valkey cluster",
-        "valkey://… HOST",
-        _VALKEY,
-        "cluster of six",
-        Source.OURS,
-        "tests/tier/test_valkey.py::test_objects_spread_over_all_primaries",
-    ),
-    Capability("Mooncake's store", "mooncake://HOST prefix", _MOONCAKE, "Mooncake", Source.OURS),
-    Capability(
-        "copies in Mooncake",
-        "mooncake://… replicas",
-        _MOONCAKE,
-        "two stores of Mooncake",
-        Source.OURS,
-        "tests/tier/test_mooncake.py::test_each_store_has_a_copy",
-    ),
-    Capability(
-        "S3 bucket",
-        "s3://BUCKET",
-        _BUCKETS,
-        "SeaweedFS",
-        Source.CACHEGEN,
-        "tests/tier/test_s3.py::test_long_object_moves_in_parts",
-    ),
-    Capability(
-        "Azure container",
-        "az://",
-        _BUCKETS,
-        "Azurite",
-        Source.OURS,
-        "tests/tier/test_azure.py::test_long_object_moves_in_parts",
-    ),
-    Capability("a sealed store", "?seal=file:/etc/kvtide/seal.keys", _SEALED, _PROCESS, Source.OURS),
-    Capability(
-        "a key for each tenant",
-        "TENANT KEY seal=file:/etc/kvtide/seal.keys",
-        _SEALED,
-        "server process, sealed disk",
-        Source.OURS,
-    ),
-    Capability(
-        "keys from elsewhere",
-        "seal= env:NAME command:WORDS",
-        _SEALED,
-        "a keyring",
-        Source.OURS,
-        "tests/tier/test_seal.py::test_keys_come_from_a_file_the_environment_or_a_command",
-    ),
-    Capability("a pool of servers", "pool://HOST:PORT,HOST:PORT", _POOL, "three server processes", Source.CACHEGEN),
-    Capability("copies in a pool", "pool://… replicas", _POOL, "two server processes", Source.CACHEGEN),
-    Capability("placement by remainder", "kind=mod", _POOL, "two server processes", Source.CACHEGEN),
-    Capability(
-        "a file with the pool's map", "pool+file:///PATH weight", _POOL, "two server processes", Source.CACHEGEN
-    ),
-    Capability(
-        "a pool by names",
-        "pool+dns://NAME:PORT",
-        _POOL,
-        "made-up answers of a name server",
-        Source.CACHEGEN,
-        "tests/tier/test_pool.py::test_names_addresses_are_servers",
-    ),
-    Capability(
-        "a pool that registers itself",
-        "pool+etcd://HOST:PORT",
-        _POOL,
-        "etcd",
-        Source.CACHEGEN,
-        "tests/tier/test_membership_etcd.py::test_members_come_and_go_and_everybody_sees_one_map",
-    ),
-    Capability(
-        "the pool's server on this machine first",
-        "host socket_path",
-        _POOL,
-        "five servers",
-        Source.CACHEGEN,
-        "tests/tier/test_pool.py::test_server_of_this_machine_is_read_through_its_socket",
-    ),
-    Capability(
-        "a pool under TLS",
-        "scheme=https",
-        _POOL,
-        "two servers",
-        Source.OURS,
-        "tests/server/test_pool_reach.py::test_pool_of_servers_under_tls_is_used_by_one_url",
-    ),
+STORES = table(
+    """
+a server behind an engine | http://host:7421 | README.md: Serve | @process | CACHEGEN
+replicas | http://one:7421,two:7421 | @clients | @two-processes | OURS
+a silent server's replica answers | http://one:7421,two:7421 | @clients | two servers, one of them silent | OURS
+    tests/tier/test_roaming.py::test_silent_server_is_left_for_the_other_one_in_time
+go on at another server | http://EAST:7421,WEST:7421 | @regions | two servers, one of them breaks off | CACHEGEN
+    tests/tier/test_roaming.py::test_other_region_sends_only_the_rest
+a socket of this machine | http+unix:///run/kvtide.sock | @clients | @process | CACHEGEN
+several tiers, and what is evicted | disk:///var/cache/kvtide http://host:7421?write=evicted | @clients | @process
+    CACHEGEN
+advice in headers | Kvtide-Session | @headers | @process | OURS
+bring a prefix up before it is asked for | POST …/prefetch | @advice | @process | OURS
+token of a client | ?token_file=/etc/kvtide/token | @clients | @process | OURS
+TLS and certificates of clients | ?ca_file=…&cert_file=…&key_file=… | @clients | @process | OURS
+engines find what other regions have | ?force_latest=1 | @clients | @two-regions | CACHEGEN
+uploads in pieces, resumed after a cut | ?upload=pieces | @clients | @process | CACHEGEN
+what leaves memory first | memory://?policy=lru | @leaves | @process | CACHEGEN
+what leaves the disk first | disk:///var/cache/kvtide?policy=… | @leaves | @process | OURS
+the report's pool of freed blocks | ?policy=pool | @leaves | @process | PREFIX
+the best of several policies | ?policy=mix | @leaves | memory and disk beside the simulator | OURS
+    tests/store/test_replayed_trace.py::test_cache_holds_in_memory_what_the_simulator_says_and_finds_the_rest_on_disk
+objects of unlike size, by what they take | ?policy=mix | @leaves | memory, two tenants | OURS
+    tests/evict/test_sizes.py::test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more
+a hybrid model's states, with the blocks that need them | ?policy=mix | @leaves | an order beside made-up prompts | OURS
+    tests/lab/sim/test_groups.py::test_states_that_are_named_to_the_order_save_more
+policies as simulated | ?policy= lru s3fifo mix | @leaves | memory tier beside the simulator | OURS
+    tests/evict/test_order.py::test_real_tier_keeps_block_by_block_what_the_simulator_says
+Valkey and Redis | valkey://… prefix | @valkey | Valkey | OURS
+lifetime in Valkey | ttl_s | @valkey | Valkey | OURS
+largest value in Valkey | value_bytes_max | @valkey | Valkey | OURS
+a Valkey cluster | valkey://… HOST | @valkey | cluster of six | OURS
+    tests/tier/test_valkey.py::test_objects_spread_over_all_primaries
+Mooncake's store | mooncake://HOST prefix | @mooncake | Mooncake | OURS
+copies in Mooncake | mooncake://… replicas | @mooncake | two stores of Mooncake | OURS
+    tests/tier/test_mooncake.py::test_each_store_has_a_copy
+S3 bucket | s3://BUCKET | @buckets | SeaweedFS | CACHEGEN
+    tests/tier/test_s3.py::test_long_object_moves_in_parts
+Azure container | az:// | @buckets | Azurite | OURS
+    tests/tier/test_azure.py::test_long_object_moves_in_parts
+a sealed store | ?seal=file:/etc/kvtide/seal.keys | @sealed | @process | OURS
+a key for each tenant | TENANT KEY seal=file:/etc/kvtide/seal.keys | @sealed | server process, sealed disk | OURS
+keys from elsewhere | seal= env:NAME command:WORDS | @sealed | a keyring | OURS
+    tests/tier/test_seal.py::test_keys_come_from_a_file_the_environment_or_a_command
+a pool of servers | pool://HOST:PORT,HOST:PORT | @pool | three server processes | CACHEGEN
+copies in a pool | pool://… replicas | @pool | @two-processes | CACHEGEN
+placement by remainder | kind=mod | @pool | @two-processes | CACHEGEN
+a file with the pool's map | pool+file:///PATH weight | @pool | @two-processes | CACHEGEN
+a pool by names | pool+dns://NAME:PORT | @pool | made-up answers of a name server | CACHEGEN
+    tests/tier/test_pool.py::test_names_addresses_are_servers
+a pool that registers itself | pool+etcd://HOST:PORT | @pool | etcd | CACHEGEN
+    tests/tier/test_membership_etcd.py::test_members_come_and_go_and_everybody_sees_one_map
+the pool's server on this machine first | host socket_path | @pool | five servers | CACHEGEN
+    tests/tier/test_pool.py::test_server_of_this_machine_is_read_through_its_socket
+a pool under TLS | scheme=https | @pool | two servers | OURS
+    tests/server/test_pool_reach.py::test_pool_of_servers_under_tls_is_used_by_one_url
+""",
+    CELLS,
 )
 
-SERVE = (
-    Capability(
-        "tiers of a server",
-        "kvtide serve --tier memory:// --tier disk:///var/lib/kvtide",
-        _SERVER,
-        _PROCESS,
-        Source.CACHEGEN,
-    ),
-    Capability("tokens and scopes", "[[grants]] scopes token_sha256", _GRANTS, _PROCESS, Source.OURS),
-    Capability("tenants on a server", "[[grants]] tenant", _GRANTS, _PROCESS, Source.OURS),
-    Capability("largest object", "object_bytes_max", _SERVER, _PROCESS, Source.OURS),
-    Capability("memory of a server", "memory_bytes_max", _SERVER, _PROCESS, Source.CACHEGEN),
-    Capability("requests of a tenant", "tenant_requests_s_max", _SERVER, _PROCESS, Source.OURS),
-    Capability("connections of a tenant", "tenant_connections_max", _SERVER, _PROCESS, Source.OURS),
-    Capability("idle connections and slow heads", "head_s_max", _SERVER, _PROCESS, Source.OURS),
-    Capability(
-        "buffers of a tenant",
-        "tenant_buffer_bytes_max",
-        _SERVER,
-        "server",
-        Source.OURS,
-        "tests/attacks/test_bodies.py::test_tenants_never_take_all_buffers",
-    ),
-    Capability(
-        "slowest body",
-        "rate_bytes_s_min",
-        _SERVER,
-        "server",
-        Source.OURS,
-        "tests/attacks/test_bodies.py::test_upload_that_stands_still_ends_however_large_it_is",
-    ),
-    Capability(
-        "guesses of tokens",
-        "stranger_requests_s_max",
-        _SERVER,
-        "server",
-        Source.OURS,
-        "tests/attacks/test_connections.py::test_strangers_of_one_address_are_answered_no_faster_than_their_rate",
-    ),
-    Capability(
-        "threads of a tenant",
-        "io_threads",
-        _SERVER,
-        "server",
-        Source.OURS,
-        "tests/attacks/test_threads.py::test_slow_reads_of_one_tenant_leave_threads_to_others",
-    ),
-    Capability(
-        "shutdown that balancers can follow",
-        "drain_delay_s",
-        _SERVER,
-        _PROCESS,
-        Source.OURS,
-        "tests/server/test_health.py::test_shutdown_says_not_ready_while_requests_are_still_taken",
-    ),
-    Capability("quota of bytes and objects", "bytes_max objects_max", _QUOTAS, _PROCESS, Source.OURS),
-    Capability("lifetime by tenant", "ttl_s", _QUOTAS, _PROCESS, Source.OURS),
-    Capability("byte-fair sending", 'policy = "vtc" or "drr"', _SENDING, _PROCESS, Source.OURS),
-    Capability("the report's lottery", 'policy = "lottery"', _SENDING, _PROCESS, Source.CACHEGEN),
-    Capability("first come, first served", 'policy = "fifo"', _SENDING, _PROCESS, Source.OURS),
-    Capability("bodies of a tenant at a time", "tenant_sends_max", _SENDING, _PROCESS, Source.OURS),
-    Capability("rate of the link", "link_bits_s", _SENDING, _PROCESS, Source.CACHEGEN),
-    Capability(
-        "shares by weight",
-        "sending.weights",
-        _SENDING,
-        "the server's scheduler",
-        Source.OURS,
-        "tests/server/test_reload.py::test_weights_change_under_waiting_bodies",
-    ),
-    Capability("settings without a restart", "kill -HUP", _SERVER, _PROCESS, Source.OURS),
-    Capability("health on a port of its own", "--health HOST:PORT", _SERVER, _PROCESS, Source.OURS),
-    Capability("access log", "--access-log FILE", _SERVER, _PROCESS, Source.OURS),
-    Capability("audit log", "--audit-log FILE", _SERVER, _PROCESS, Source.OURS),
-    Capability("clients behind a proxy", "trusted_proxies proxy_header", _SERVER, _PROCESS, Source.OURS),
-    Capability("metrics", "GET /metrics", _WATCHING, _PROCESS, Source.OURS),
-    Capability(
-        "dashboard, status and history", "GET /  GET /v1/status  GET /v1/history", _WATCHING, _PROCESS, Source.OURS
-    ),
-    Capability("events", "GET /events", "docs/monitoring.md: Events", _PROCESS, Source.OURS),
-    Capability(
-        "ranges, tags and look-ups by curl",
-        "GET /v1/{namespace}/{key}",
-        "docs/protocol.md: The server's protocol, version 1",
-        "curl",
-        Source.OURS,
-        "tests/server/test_protocol_page.py::test_curl_says_what_the_page_shows",
-    ),
-    Capability(
-        "deadline of a request",
-        "Kvtide-Deadline-Ms: N",
-        "docs/protocol.md: Request headers",
-        "server",
-        Source.OURS,
-        "tests/attacks/test_threads.py::test_deadline_holds_while_a_tier_hangs",
-    ),
-    Capability("read through from the centre", "--central", _REGIONS, "two regions, a centre", Source.CACHEGEN),
-    Capability("synchronise with the centre", "sync_bytes_s_max", _REGIONS, "two regions, a centre", Source.CACHEGEN),
-    Capability(
-        "go on synchronising after a restart",
-        "--manifest /var/kvtide/manifest",
-        _REGIONS,
-        "two servers",
-        Source.CACHEGEN,
-        "tests/server/test_regions.py::test_manifest_goes_on_after_a_restart",
-    ),
-    Capability("force the latest", "Kvtide-Force-Latest: 1", _REGIONS, "two regions, a centre", Source.CACHEGEN),
-    Capability(
-        "bound on staleness", "Kvtide-Max-Staleness: SECONDS", _REGIONS, "two regions, a centre", Source.CACHEGEN
-    ),
-    Capability(
-        "connections in all",
-        "connections_max",
-        _SERVER,
-        "server",
-        Source.OURS,
-        "tests/server/test_gateway.py::test_connections_above_the_bound_are_turned_away",
-    ),
-    Capability(
-        "buffers in all",
-        "buffer_bytes_max",
-        _SERVER,
-        "server",
-        Source.OURS,
-        "tests/server/test_gateway.py::test_buffers_that_are_all_in_use_are_a_503",
-    ),
-    Capability(
-        "sections put together by the server",
-        "POST /v1/{namespace}/{key}",
-        "docs/protocol.md: Uploads in pieces",
-        "server",
-        Source.CACHEGEN,
-    ),
-    Capability(
-        "objects that come in pieces",
-        "uploads_bytes_max",
-        _SERVER,
-        "the server's uploads",
-        Source.OURS,
-        "tests/server/test_pieces.py::test_bytes_are_bounded_for_each_owner_and_for_all",
-    ),
-    Capability(
-        "readers that take nothing",
-        "stall_s_max",
-        _SERVER,
-        "server",
-        Source.OURS,
-        "tests/server/test_gateway.py::test_stalled_reader_leaves_its_slot_to_others",
-    ),
-    Capability("order within a tenant", "Priority: u=N", _HEADERS, _PROCESS, Source.OURS),
-    Capability(
-        "hit rate as clients say it",
-        "Kvtide-Decisions:",
-        _HEADERS,
-        "server",
-        Source.OURS,
-        "tests/server/test_gateway.py::test_what_clients_decided_is_counted_and_nonsense_refused",
-    ),
-    Capability(
-        "tokens that expire",
-        "expires_s",
-        _GRANTS,
-        "server",
-        Source.OURS,
-        "tests/server/test_security.py::test_grant_expires_by_the_clock",
-    ),
-    Capability(
-        "certificates renewed in place",
-        "[tls]",
-        _SERVER,
-        _PROCESS,
-        Source.OURS,
-        "tests/server/test_reload.py::test_certificate_is_renewed_and_connections_stay",
-    ),
-    Capability(
-        "listen for everybody",
-        "--open-to-all",
-        _GRANTS,
-        "settings",
-        Source.OURS,
-        "tests/server/test_security.py::test_listening_for_others_needs_grants_or_the_flag",
-    ),
-    Capability(
-        "regions that ask for tenants",
-        "on_behalf_of",
-        "docs/security.md: Whose is a namespace",
-        "two regions, a centre",
-        Source.OURS,
-        "tests/server/test_region_records.py::test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name",
-    ),
-    Capability(
-        "where a pool reaches a server",
-        "--advertise HOST:PORT",
-        _POOL,
-        "settings",
-        Source.OURS,
-        "tests/server/test_pool_reach.py::test_server_of_a_pool_must_be_reached_by_others_and_may_advertise_where",
-    ),
-    Capability(
-        "etcd under TLS with a user",
-        "pool+etcds:// etcd_ca_file etcd_user_file",
-        _POOL,
-        "etcd",
-        Source.OURS,
-        "tests/server/test_pool_reach.py::test_etcd_under_tls_lets_its_user_in_and_nobody_else",
-    ),
-    Capability(
-        "invalidation reaches engines",
-        "kvtide invalidate NAMESPACE",
-        _REGIONS,
-        "engine and server",
-        Source.OURS,
-        "tests/tier/test_invalidation.py::test_a_running_engine_loses_what_was_invalidated_and_nothing_else",
-    ),
+SERVE = table(
+    """
+tiers of a server | kvtide serve --tier memory:// --tier disk:///var/lib/kvtide | @server | @process | CACHEGEN
+tokens and scopes | [[grants]] scopes token_sha256 | @grants | @process | OURS
+tenants on a server | [[grants]] tenant | @grants | @process | OURS
+largest object | object_bytes_max | @server | @process | OURS
+memory of a server | memory_bytes_max | @server | @process | CACHEGEN
+requests of a tenant | tenant_requests_s_max | @server | @process | OURS
+connections of a tenant | tenant_connections_max | @server | @process | OURS
+idle connections and slow heads | head_s_max | @server | @process | OURS
+buffers of a tenant | tenant_buffer_bytes_max | @server | server | OURS
+    tests/attacks/test_bodies.py::test_tenants_never_take_all_buffers
+slowest body | rate_bytes_s_min | @server | server | OURS
+    tests/attacks/test_bodies.py::test_upload_that_stands_still_ends_however_large_it_is
+guesses of tokens | stranger_requests_s_max | @server | server | OURS
+    tests/attacks/test_connections.py::test_strangers_of_one_address_are_answered_no_faster_than_their_rate
+threads of a tenant | io_threads | @server | server | OURS
+    tests/attacks/test_threads.py::test_slow_reads_of_one_tenant_leave_threads_to_others
+shutdown that balancers can follow | drain_delay_s | @server | @process | OURS
+    tests/server/test_health.py::test_shutdown_says_not_ready_while_requests_are_still_taken
+quota of bytes and objects | bytes_max objects_max | @quotas | @process | OURS
+lifetime by tenant | ttl_s | @quotas | @process | OURS
+byte-fair sending | policy = "vtc" or "drr" | @sending | @process | OURS
+the report's lottery | policy = "lottery" | @sending | @process | CACHEGEN
+first come, first served | policy = "fifo" | @sending | @process | OURS
+bodies of a tenant at a time | tenant_sends_max | @sending | @process | OURS
+rate of the link | link_bits_s | @sending | @process | CACHEGEN
+shares by weight | sending.weights | @sending | the server's scheduler | OURS
+    tests/server/test_reload.py::test_weights_change_under_waiting_bodies
+settings without a restart | kill -HUP | @server | @process | OURS
+health on a port of its own | --health HOST:PORT | @server | @process | OURS
+access log | --access-log FILE | @server | @process | OURS
+audit log | --audit-log FILE | @server | @process | OURS
+clients behind a proxy | trusted_proxies proxy_header | @server | @process | OURS
+metrics | GET /metrics | @watching | @process | OURS
+dashboard, status and history | GET /  GET /v1/status  GET /v1/history | @watching | @process | OURS
+events | GET /events | docs/monitoring.md: Events | @process | OURS
+ranges, tags and look-ups by curl | GET /v1/{namespace}/{key} | docs/protocol.md: The server's protocol, version 1
+    curl | OURS
+    tests/server/test_protocol_page.py::test_curl_says_what_the_page_shows
+deadline of a request | Kvtide-Deadline-Ms: N | @headers | server | OURS
+    tests/attacks/test_threads.py::test_deadline_holds_while_a_tier_hangs
+read through from the centre | --central | @regions | @two-regions | CACHEGEN
+synchronise with the centre | sync_bytes_s_max | @regions | @two-regions | CACHEGEN
+go on synchronising after a restart | --manifest /var/kvtide/manifest | @regions | two servers | CACHEGEN
+    tests/server/test_regions.py::test_manifest_goes_on_after_a_restart
+force the latest | Kvtide-Force-Latest: 1 | @regions | @two-regions | CACHEGEN
+bound on staleness | Kvtide-Max-Staleness: SECONDS | @regions | @two-regions | CACHEGEN
+connections in all | connections_max | @server | server | OURS
+    tests/server/test_gateway.py::test_connections_above_the_bound_are_turned_away
+buffers in all | buffer_bytes_max | @server | server | OURS
+    tests/server/test_gateway.py::test_buffers_that_are_all_in_use_are_a_503
+sections put together by the server | POST /v1/{namespace}/{key} | docs/protocol.md: Uploads in pieces | server
+    CACHEGEN
+objects that come in pieces | uploads_bytes_max | @server | the server's uploads | OURS
+    tests/server/test_pieces.py::test_bytes_are_bounded_for_each_owner_and_for_all
+readers that take nothing | stall_s_max | @server | server | OURS
+    tests/server/test_gateway.py::test_stalled_reader_leaves_its_slot_to_others
+order within a tenant | Priority: u=N | @headers | @process | OURS
+hit rate as clients say it | Kvtide-Decisions: | @headers | server | OURS
+    tests/server/test_gateway.py::test_what_clients_decided_is_counted_and_nonsense_refused
+tokens that expire | expires_s | @grants | server | OURS
+    tests/server/test_security.py::test_grant_expires_by_the_clock
+certificates renewed in place | [tls] | @server | @process | OURS
+    tests/server/test_reload.py::test_certificate_is_renewed_and_connections_stay
+listen for everybody | --open-to-all | @grants | settings | OURS
+    tests/server/test_security.py::test_listening_for_others_needs_grants_or_the_flag
+regions that ask for tenants | on_behalf_of | docs/security.md: Whose is a namespace | @two-regions | OURS
+    tests/server/test_region_records.py::test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name
+where a pool reaches a server | --advertise HOST:PORT | @pool | settings | OURS
+    tests/server/test_pool_reach.py::test_server_of_a_pool_must_be_reached_by_others_and_may_advertise_where
+etcd under TLS with a user | pool+etcds:// etcd_ca_file etcd_user_file | @pool | etcd | OURS
+    tests/server/test_pool_reach.py::test_etcd_under_tls_lets_its_user_in_and_nobody_else
+invalidation reaches engines | kvtide invalidate NAMESPACE | @regions | engine and server | OURS
+    tests/tier/test_invalidation.py::test_a_running_engine_loses_what_was_invalidated_and_nothing_else
+""",
+    CELLS,
 )
