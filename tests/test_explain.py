@@ -9,11 +9,12 @@ from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
 from kvtide.cli.app import app
+from kvtide.cli.explain import MatchVerdict, explain_prompt, weigh
+from kvtide.cli.store import read_header, read_object
 from kvtide.codec import CodecRegistry
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.errors import CorruptPayload
-from kvtide.explain import MatchVerdict, explain, read_header, read_object, weigh
 from kvtide.plan import PrefillSpeed, Way
 from kvtide.server.auth import tenant_namespace
 from kvtide.store.cache import Cache
@@ -36,13 +37,13 @@ def stored(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> Cache:
 
 
 def test_whole_prompt_is_found(stored: Cache) -> None:
-    found = explain(stored.tiers, namespace(), PROMPT, 16)
+    found = explain_prompt(stored.tiers, namespace(), PROMPT, 16)
     assert (found.hit_tokens, found.verdict, found.first_missing) == (64, MatchVerdict.ALL_FULL_BLOCKS, None)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "way"), [(1e12, Way.LOAD), (0.0, Way.RECOMPUTE), (1.0, Way.RECOMPUTE)])
 def test_link_decides_between_loading_and_recomputing(stored: Cache, bytes_per_s: float, way: Way) -> None:
-    decision = weigh(explain(stored.tiers, namespace(), PROMPT, 16), PrefillSpeed(100.0), bytes_per_s)
+    decision = weigh(explain_prompt(stored.tiers, namespace(), PROMPT, 16), PrefillSpeed(100.0), bytes_per_s)
     assert decision is not None
     assert (decision.way, decision.recompute_s) == (way, 0.64)
 
@@ -52,7 +53,7 @@ def test_load_time_counts_what_is_needed_least(layout: BlockLayout, tmp_path: Pa
     sections = codec.encode(meta, smooth_bits(layout, 1))
     packed = pack_object(meta, codec.codec_id, sections)
     tier.put_from(meta.id, packed)
-    found = explain(tier, namespace(), PROMPT, 16)
+    found = explain_prompt(tier, namespace(), PROMPT, 16)
     later = sum(len(section.data) for section in sections if section.id.refinement)
     assert later > 0
     assert found.base_bytes == (len(packed) - later,)
@@ -62,15 +63,15 @@ def test_load_time_counts_what_is_needed_least(layout: BlockLayout, tmp_path: Pa
 
 
 def test_nothing_found_is_nothing_to_decide(stored: Cache) -> None:
-    assert weigh(explain(stored.tiers, namespace(), range(5), 16), PrefillSpeed(1.0), 1.0) is None
+    assert weigh(explain_prompt(stored.tiers, namespace(), range(5), 16), PrefillSpeed(1.0), 1.0) is None
 
 
 def test_short_prompt_is_named(stored: Cache) -> None:
-    assert explain(stored.tiers, namespace(), range(5), 16).verdict is MatchVerdict.SHORTER_THAN_BLOCK
+    assert explain_prompt(stored.tiers, namespace(), range(5), 16).verdict is MatchVerdict.SHORTER_THAN_BLOCK
 
 
 def test_unknown_prompt_was_never_stored(stored: Cache, layout: BlockLayout) -> None:
-    found = explain(stored.tiers, namespace(), [*range(32), *range(100, 132)], 16)
+    found = explain_prompt(stored.tiers, namespace(), [*range(32), *range(100, 132)], 16)
     assert (found.hit_blocks, found.verdict) == (2, MatchVerdict.NEVER_STORED)
     assert found.first_missing is not None
 
@@ -80,19 +81,19 @@ def test_removed_block_is_explained_by_the_journal(
     reason: str, verdict: MatchVerdict, stored: Cache, layout: BlockLayout
 ) -> None:
     stored.tiers.delete(metas_of(layout, 2)[1].id, reason)
-    found = explain(stored.tiers, namespace(), PROMPT, 16)
+    found = explain_prompt(stored.tiers, namespace(), PROMPT, 16)
     assert (found.hit_blocks, found.verdict) == (1, verdict)
 
 
 def test_corrupt_block_is_named_and_left(stored: Cache, tmp_path: Path) -> None:
     for record in stored_records(tmp_path):
         record.write_body(b"garbage" * 100)
-    assert explain(stored.tiers, namespace(), PROMPT, 16).verdict is MatchVerdict.CORRUPT_NOW
+    assert explain_prompt(stored.tiers, namespace(), PROMPT, 16).verdict is MatchVerdict.CORRUPT_NOW
     assert len(stored_records(tmp_path)) == 4
 
 
 def test_other_namespace_is_named(stored: Cache) -> None:
-    found = explain(stored.tiers, namespace("another model"), PROMPT, 16)
+    found = explain_prompt(stored.tiers, namespace("another model"), PROMPT, 16)
     assert (found.hit_blocks, found.verdict, found.elsewhere) == (0, MatchVerdict.OTHER_NAMESPACE, (namespace(),))
 
 
@@ -105,10 +106,10 @@ def test_profile_that_is_not_here_is_named(tmp_path: Path, layout: BlockLayout, 
     tier = open_cache(tmp_path).tiers
     meta, codec = metas_of(layout, 1)[0], CachegenCodec(profile=profile)
     tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, blocks[0]), profile.digest))
-    found = explain(tier, namespace(), PROMPT, 16, CodecRegistry())
+    found = explain_prompt(tier, namespace(), PROMPT, 16, CodecRegistry())
     assert (found.hit_blocks, found.verdict) == (0, MatchVerdict.CODEC_ABSENT)
     assert found.needs.startswith(f"codec cachegen-2 with profile {profile.digest.hex()[:16]}, of model ")
-    assert explain(tier, namespace(), PROMPT, 16, CodecRegistry([profile])).hit_blocks == 1
+    assert explain_prompt(tier, namespace(), PROMPT, 16, CodecRegistry([profile])).hit_blocks == 1
     (tmp_path / "mine").write_bytes(profile.to_bytes())
     for files, where in (([], ""), ([str(tmp_path / "mine")], str(tmp_path / "mine"))):
         said = CliRunner().invoke(app, ["profile", "ls", *files, "--json", "--store", str(tmp_path)]).stdout

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
 from kvtide.cli.app import app
-from kvtide.cli.ping import pays_from
+from kvtide.cli.store import pays_from
 from kvtide_lab.bench.services import (
     mooncake_folder,
     mooncake_servers,

@@ -13,13 +13,13 @@ import pytest
 import torch
 from tests.families import EXACT, LOSSY, REFUSED, SUPPORT, TIDE, families, model_of_family
 
+from kvtide.cli.explain import Explanation, MatchVerdict, explain_prompt
 from kvtide.config import Limits
 from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.transformers import CachedModel, Impress, attach
 from kvtide.engines.transformers.fingerprint import NamespaceSettings, groups_of
 from kvtide.engines.transformers.generation import cache_argument
 from kvtide.errors import UnsupportedModel
-from kvtide.explain import MatchVerdict, explain_groups
 from kvtide.group import GroupKind
 from kvtide.types import Namespace
 from kvtide.wire import parse_object
@@ -167,6 +167,11 @@ def test_a_talk_goes_on_from_where_it_was(tmp_path: Path) -> None:
     assert hits == [0, 192, 256]
 
 
+def explained_groups(cached: CachedModel, prompt: torch.Tensor, quality: float | None = None) -> Explanation:
+    (_, first), *_ = groups = cached.groups
+    return explain_prompt(cached.cache.tiers, first, prompt[0, :-1].tolist(), BLOCK, None, quality, groups)
+
+
 @pytest.mark.parametrize("kind", list(GroupKind)[:3])
 def test_a_part_that_is_gone_or_damaged_costs_the_hit_and_no_answer(kind: GroupKind, tmp_path: Path) -> None:
     prompt = prompt_of(300)
@@ -178,7 +183,7 @@ def test_a_part_that_is_gone_or_damaged_costs_the_hit_and_no_answer(kind: GroupK
         meta = cached._grouped._metas(prompt[0, :-1].numpy())[group][3]
         assert cached.cache.tiers.delete(meta.id, "removed")
         cached.cache.index.remove(meta.id.key)
-        explained = explain_groups(cached.cache.tiers, cached.groups, prompt[0, :-1].tolist(), BLOCK)
+        explained = explained_groups(cached, prompt)
         # Of the other family no state was kept there.
         assert assert_as_plain(cached, prompt) == (192 if kind is GroupKind.KV else 0)
         assert cached.last is not None and cached.last.ended_by is not None
@@ -214,7 +219,7 @@ def test_states_stay_exact_beside_a_lossy_codec(tmp_path: Path) -> None:
             codecs[stored.meta.layout.tokens, stored.codec_id] += 1
         said(cached, prompt)
         assert cached.last is not None and cached.last.hit_tokens == 256
-        ask = functools.partial(explain_groups, cached.cache.tiers, cached.groups, prompt[0, :-1].tolist(), BLOCK)
+        ask = functools.partial(explained_groups, cached, prompt)
         assert ask(quality=1.0).hit_tokens == 256
         coarse = ask(quality=1e-6)
         assert (coarse.hit_tokens, coarse.verdict) == (0, MatchVerdict.COARSE)

@@ -12,9 +12,9 @@ from tests.codec.tide_profiles import fitted_on
 from tests.servers import running_server
 from tests.stores import stored_records
 
+from kvtide.cli.explain import MatchVerdict, explain_prompt
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.explain import MatchVerdict, explain
 from kvtide.store.load import MissReason
 from kvtide.wire import parse_header
 from kvtide_lab.bench.services import valkey_server
@@ -117,7 +117,7 @@ def test_explain_says_that_a_block_is_too_coarse(tiny_model: Any, prompt: torch.
     with attached(tiny_model, tmp_path, "cachegen:4") as cached:
         cached.generate(prompt, **GREEDY)
         assert cached.flush(20)
-        look = partial(explain, cached.cache.tiers, cached.namespace, prompt[0].tolist(), 16, None)
+        look = partial(explain_prompt, cached.cache.tiers, cached.namespace, prompt[0].tolist(), 16, None)
         assert look(0.1).verdict is look(None).verdict is MatchVerdict.ALL_FULL_BLOCKS
         found = look(5e-3)
         assert (found.verdict, found.hit_blocks) == (MatchVerdict.COARSE, 0)

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from kvtide.block import KVDtype
-from kvtide.cli.calibrate import TextOption
+from kvtide.cli.profile import TextOption
 from kvtide.cli.report import JsonOption, emit, progress_bars
 from kvtide_lab.cli.options import PartialOption, PlotOption, QuickOption, profiles_of, subject, texts_of, tokenizer
 from kvtide_lab.config import leave_a_core

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtide.cli import calibrate, demo, doctor, explain, ping, profile, serve, size, store
+from kvtide.cli import demo, doctor, explain, profile, serve, size, store
 from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
@@ -42,14 +42,14 @@ app.command("stats")(store.stats)
 app.command("ls")(store.ls)
 app.command("rm")(store.rm)
 app.add_typer(profile.app, name="profile")
-app.command("ping")(ping.ping)
+app.command("ping")(store.ping)
 app.command("size")(size.size)
 app.command("explain")(explain.explain)
 app.command("serve")(serve.serve)
 app.command("token")(serve.token)
 app.command("invalidate")(serve.invalidate)
 app.command("record")(serve.record)
-app.command("calibrate")(calibrate.calibrate)
+app.command("calibrate")(profile.calibrate)
 
 
 def run(commands: typer.Typer) -> None:

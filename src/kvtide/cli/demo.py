@@ -1,4 +1,7 @@
-"""`kvtide demo`: prefill once, restore in another process, on a real model; says what that was worth."""
+"""`kvtide demo`: prefill once, restore in another process, on a real model; says what that was worth.
+
+Its runs are `demo_run`, in processes of their own: jobs go there and measurements come back, a line of JSON each.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,89 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
 from rich.console import Console, Group
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvtide.cli.demo_runner import DemoJob, DemoLink, DemoRun, demo_runs, figure_type
-from kvtide.cli.report import CONSOLE, JsonOption, cpu_name, emit, emit_json, format_bytes, narrow_table
+from kvtide.cli.report import CONSOLE, JsonOption, cpu_name, emit, format_bytes, narrow_table, say
 from kvtide.cli.store import DEFAULT_STORE, StoreOption
 from kvtide.codec import CodecRegistry
+from kvtide.config import cache_home
 from kvtide.engines import installed_profiles
 from kvtide.tier import disk_path
 
 # New processes that restore, one after the other: half a second on a shared machine is too short to be judged once.
 _WARM_RUNS = 3
-# What is shown beside the codec that was asked for.
+# Shown beside the codec that was asked for.
 _LOSSY = "tide"
+# Of a demo over a link: a base and three refinements.
+LINK_CODEC = "tide:1e-3:3"
+RATE_BITS_S_MIN, RATE_BITS_S_MAX = 1e6, 1e11
+# Times to start within, in shares of a plain prefill; None waits for the stored quality.
+_SHARES = (0.1, 0.25, 0.5, None)
+# Small enough that a slow link, too, carries many of them within a run.
+_SLICE_BYTES = 64 << 10
+_SERVER_STOP_S_MAX = 10.0
+# Below this, rounding of float32 is what a KL divergence measures.
+_KL_SHOWN_MIN = 1e-6
+# A run's steps, in order: its bar has a part for each. The model is loaded once, and converted in the first demo.
+_STEPS = {"load model": "load the model", "prefill": "prefill", "answer": "answer", "store": "store blocks"}
+
+
+class DemoJob(msgspec.Struct, frozen=True):
+    """The work of one run. `is_cold`: prefill, and store. `exact`: a codec that stored the prompt, to compare with.
+
+    `said_path`: of a demo over a link, log probabilities of the exact answer's tokens, written by the cold run. A
+    streamed run says `answer_ids`, the exact answer, after the prefix that came within `start_within_s`.
+    """
+
+    store: str
+    codec: str
+    prefix_tokens: int
+    answer_tokens: int
+    is_cold: bool
+    exact: str = ""
+    said_path: str = ""
+    start_within_s: float | None = None
+    answer_ids: list[int] = []
+
+
+class DemoRun(msgspec.Struct, frozen=True):
+    """Measurements of one run. `was_warm`: the store had blocks of this prompt, and a cold run left the cache out.
+
+    `loaded_tokens`, `kl_law`: of a streamed prefix, what was not computed and what the codec's law says that costs.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    was_warm: bool
+    ttft_s: float
+    raw_bytes: int
+    stored_bytes: int
+    answer_ids: list[int]
+    answer: str
+    kl: float = 0.0
+    loaded_tokens: int = 0
+    kl_law: float = 0.0
+
+
+class DemoWord(msgspec.Struct, frozen=True):
+    """A line that a run says: how far a step is, or one of the others, at its end."""
+
+    step: str = ""
+    done: int = 0
+    total: int = 1
+    result: DemoRun | None = None
+    mistake: str = ""
+    status: int | None = None
 
 
 class DemoLossy(msgspec.Struct, frozen=True):
@@ -68,6 +132,32 @@ class DemoResult(msgspec.Struct, frozen=True):
     tide: DemoLossy
 
 
+class LinkRow(msgspec.Struct, frozen=True):
+    """One load. `computed`: share of the prompt that the model computed.
+
+    `kl_law`: what the codec's law says the load cost; `kl`: the model's own, mean over the exact answer's tokens, nats.
+    """
+
+    start_within_s: float | None
+    ttft_s: float
+    received_bytes: int
+    computed: float
+    kl_law: float
+    kl: float
+
+
+class LinkResult(msgspec.Struct, frozen=True):
+    """The figures of a demo over a link. `plain_ttft_s`: of a full prefill. `raw_bytes`: of the stored blocks."""
+
+    link_bits_s: float
+    codec: str
+    prompt_tokens: int
+    plain_ttft_s: float
+    raw_bytes: int
+    rows: list[LinkRow]
+    plot: str | None
+
+
 def demo(
     url: StoreOption = DEFAULT_STORE,
     codec: Annotated[
@@ -84,42 +174,40 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Answer a question over a long text twice: a cold process prefills and stores, a new one restores."""
-    store = _disk_store(url)
+    path = disk_path(url)
+    if path is None:
+        raise ValueError(f"the demo needs a store that a second process can open, as disk:///path, got {url!r}")
+    store = path.absolute()
     console = Console(stderr=True) if as_json else CONSOLE
+    job = DemoJob(str(store), codec or (LINK_CODEC if link else "lossless"), prefix_tokens, answer_tokens, is_cold=True)
     if link is not None:
-        chart = store.with_name(f"{store.name}-link.png")
-        emit(stream_over(link, codec or LINK_CODEC, prefix_tokens, answer_tokens, chart, console), link_table, as_json)
+        emit(_over_link(link, job, store.with_name(f"{store.name}-link.png"), console), _link_table, as_json)
         return
-    codec = codec or "lossless"
+    result = _side_by_side(job, store, console)
+    if as_json:
+        say(result, as_json)
+    else:
+        _print(result)
+
+
+def _side_by_side(cold: DemoJob, store: Path, console: Console) -> DemoResult:
+    codec = cold.codec
     CodecRegistry().make(codec)
-    cold = DemoJob(str(store), codec, prefix_tokens, answer_tokens, is_cold=True)
     warm = msgspec.structs.replace(cold, is_cold=False)
     # Blocks of lossy codecs have a namespace of their own: the first run stores them, and restores them the next time.
     jobs = {f"{codec}: prefill and store": cold}
     jobs |= {f"{codec}: new process {number} of {_WARM_RUNS}": warm for number in range(1, _WARM_RUNS + 1)}
     jobs[f"{_LOSSY}: prefill and store"] = msgspec.structs.replace(warm, codec=_LOSSY, answer_tokens=2)
     jobs[f"{_LOSSY}: new process"] = msgspec.structs.replace(warm, codec=_LOSSY, exact="lossless")
-    with demo_runs(jobs, console) as run:
+    with _runs(jobs, console) as run:
         first, *others, _, lossy = [run(name, job) for name, job in jobs.items()]
     if first.was_warm:
         console.print("The store has this text from an earlier run: the full prefill is measured without it.")
-    result = _result(store, codec, first, others, lossy)
-    plot = _plot(result, store.with_name(f"{store.name}.png"))
-    result = msgspec.structs.replace(result, plot=plot)
-    if as_json:
-        emit_json(result)
-    else:
-        _print(result)
+    result = _result(codec, store, first, others, lossy)
+    return msgspec.structs.replace(result, plot=_plot(result, store.with_name(f"{store.name}.png")))
 
 
-def _disk_store(url: str) -> Path:
-    path = disk_path(url)
-    if path is None:
-        raise ValueError(f"the demo needs a store that a second process can open, as disk:///path, got {url!r}")
-    return path.absolute()
-
-
-def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun], lossy: DemoRun) -> DemoResult:
+def _result(codec: str, store: Path, cold: DemoRun, warm: Sequence[DemoRun], lossy: DemoRun) -> DemoResult:
     warm_ttft_s = statistics.median(run.ttft_s for run in warm)
     return DemoResult(
         prompt_tokens=warm[0].prompt_tokens,
@@ -143,7 +231,7 @@ def _result(store: Path, codec: str, cold: DemoRun, warm: Sequence[DemoRun], los
             identical_tokens=lossy.answer_ids == cold.answer_ids,
             raw_bytes=lossy.raw_bytes,
             stored_bytes=lossy.stored_bytes,
-            kl=lossy.kl or 0.0,
+            kl=lossy.kl,
             answer=lossy.answer,
         ),
     )
@@ -173,9 +261,8 @@ def _same(is_same: bool) -> str:
 
 
 def _plot(result: DemoResult, path: Path) -> str | None:
-    """Draw every way's time beside the store; None where matplotlib is not installed."""
-    make = figure_type()
-    if make is None:
+    """Draw every way's time; None where matplotlib is not installed."""
+    if (make := _figure_type()) is None:
         return None
     figure = make(figsize=(6, 2.9), layout="constrained")
     axes = figure.add_subplot()
@@ -191,46 +278,8 @@ def _plot(result: DemoResult, path: Path) -> str | None:
     return str(path)
 
 
-# Its base and three refinements: what comes first says roughly what the rest says better.
-LINK_CODEC = "tide:1e-3:3"
-RATE_BITS_S_MIN, RATE_BITS_S_MAX = 1e6, 1e11
-# Times to start within, in shares of a plain prefill; None waits for the stored quality.
-_SHARES = (0.1, 0.25, 0.5, None)
-# Small enough that a slow link, too, carries many of them within a run.
-_SLICE_BYTES = 64 << 10
-_SERVER_STOP_S_MAX = 10.0
-# Below this, rounding of float32 is what a KL divergence measures.
-_KL_SHOWN_MIN = 1e-6
-
-
-class LinkRow(msgspec.Struct, frozen=True):
-    """One load. `computed`: share of the prompt that the model computed.
-
-    `kl_law`: what the codec's law says the load cost; `kl`: the model's own, mean over the exact answer's tokens, nats.
-    """
-
-    start_within_s: float | None
-    ttft_s: float
-    received_bytes: int
-    computed: float
-    kl_law: float
-    kl: float
-
-
-class LinkResult(msgspec.Struct, frozen=True):
-    """The figures of a demo over a link. `plain_ttft_s`: of a full prefill. `raw_bytes`: of the stored blocks."""
-
-    link_bits_s: float
-    codec: str
-    prompt_tokens: int
-    plain_ttft_s: float
-    raw_bytes: int
-    rows: list[LinkRow]
-    plot: str | None
-
-
 def rate_bits_s(text: str) -> float:
-    """Return the bits a second that `20mbit` or `1gbit` says. ValueError for anything else."""
+    """Bits a second of `20mbit` or `1gbit`. ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(m|g)bit", text.lower())
     rate = float(found[1]) * {"m": 1e6, "g": 1e9}[found[2]] if found else 0.0
     if not RATE_BITS_S_MIN <= rate <= RATE_BITS_S_MAX:
@@ -238,38 +287,30 @@ def rate_bits_s(text: str) -> float:
     return rate
 
 
-def stream_over(
-    link: str, codec: str, prefix_tokens: int, answer_tokens: int, chart: Path, console: Console
-) -> LinkResult:
+def _over_link(link: str, job: DemoJob, chart: Path, console: Console) -> LinkResult:
     """Store a prompt on a server of its own, then stream it to one new process after the other."""
     rate = rate_bits_s(link)
-    CodecRegistry(installed_profiles()).make(codec)
+    CodecRegistry(installed_profiles()).make(job.codec)
     chart.parent.mkdir(parents=True, exist_ok=True)
-    plain = f"{codec}: plain prefill, and store"
-    names = {share: f"over {link}: {_share_name(share)}" for share in _SHARES}
+    plain = f"{job.codec}: plain prefill, and store"
+    shares = {
+        f"over {link}: " + ("without a deadline" if share is None else f"start within {share:.0%} of that"): share
+        for share in _SHARES
+    }
+    rows = []
     with TemporaryDirectory(prefix="kvtide-demo-") as made, limited_server(Path(made), rate) as url:
-        said_path = str(Path(made) / "said.npy")
-        job = DemoJob(url, codec, prefix_tokens, answer_tokens, is_cold=True, link=DemoLink(said_path))
-        with demo_runs([plain, *names.values()], console) as run:
+        job = msgspec.structs.replace(job, store=url, said_path=str(Path(made) / "said.npy"))
+        with _runs([plain, *shares], console) as run:
             cold = run(plain, job)
-            answers = msgspec.structs.replace(job, is_cold=False, answer_tokens=len(cold.answer_ids))
-            rows = []
-            for share, name in names.items():
+            ids = cold.answer_ids
+            job = msgspec.structs.replace(job, is_cold=False, answer_tokens=len(ids), answer_ids=ids)
+            for name, share in shares.items():
                 within_s = None if share is None else share * cold.ttft_s
-                link_part = DemoLink(said_path, within_s, cold.answer_ids)
-                rows.append(_row(within_s, run(name, msgspec.structs.replace(answers, link=link_part))))
-    result = LinkResult(rate, codec, cold.prompt_tokens, cold.ttft_s, cold.raw_bytes, rows, plot=None)
+                found = run(name, msgspec.structs.replace(job, start_within_s=within_s))
+                computed = 1 - found.loaded_tokens / found.prompt_tokens
+                rows.append(LinkRow(within_s, found.ttft_s, found.stored_bytes, computed, found.kl_law, found.kl))
+    result = LinkResult(rate, job.codec, cold.prompt_tokens, cold.ttft_s, cold.raw_bytes, rows, plot=None)
     return msgspec.structs.replace(result, plot=_plot_link(result, chart))
-
-
-def _share_name(share: float | None) -> str:
-    return "without a deadline" if share is None else f"start within {share:.0%} of that"
-
-
-def _row(within_s: float | None, run: DemoRun) -> LinkRow:
-    assert run.kl is not None
-    computed = 1 - run.loaded_tokens / run.prompt_tokens
-    return LinkRow(within_s, run.ttft_s, run.stored_bytes, computed, run.kl_law, run.kl)
 
 
 @contextmanager
@@ -303,14 +344,15 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def link_table(result: LinkResult) -> Group:
+def _link_table(result: LinkResult) -> Group:
     """Show a row a load, the plain prefill first."""
-    table = narrow_table(">start within", ">first token", ">MB received", ">computed", ">KL by law", ">KL, model's")
-    table.add_row("plain", f"{result.plain_ttft_s:.2f} s", "0", "100%", "0", "0")
+    rows = [("plain", f"{result.plain_ttft_s:.2f} s", "0", "100%", "0", "0")]
     for row in result.rows:
         within = "no deadline" if row.start_within_s is None else f"{row.start_within_s:.2f} s"
         received, computed = f"{row.received_bytes / 1e6:.2f}", f"{row.computed:.0%}"
-        table.add_row(within, f"{row.ttft_s:.2f} s", received, computed, f"{row.kl_law:.1e}", f"{row.kl:.1e}")
+        rows.append((within, f"{row.ttft_s:.2f} s", received, computed, f"{row.kl_law:.1e}", f"{row.kl:.1e}"))
+    columns = (">start within", ">first token", ">MB received", ">computed", ">KL by law", ">KL, model's")
+    table = narrow_table(columns, rows)
     title = f"SmolLM2-135M, {result.prompt_tokens:,} tokens, {result.raw_bytes / 1e6:.1f} MB raw, as {result.codec}:"
     return Group(title, table, _finding(result), *([f"chart: {result.plot}"] if result.plot else []))
 
@@ -323,8 +365,7 @@ def _finding(result: LinkResult) -> str:
 
 def _plot_link(result: LinkResult, path: Path) -> str | None:
     """Draw bytes and KL over the time to the first token; None where matplotlib is not installed."""
-    make = figure_type()
-    if make is None:
+    if (make := _figure_type()) is None:
         return None
     figure = make(figsize=(6.4, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -346,3 +387,55 @@ def _plot_link(result: LinkResult, path: Path) -> str | None:
     figure.suptitle(_finding(result), fontsize=10)
     figure.savefig(path, dpi=150)
     return str(path)
+
+
+def _figure_type() -> Any:
+    """Matplotlib's figure; None where it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    return Figure
+
+
+@contextmanager
+def _runs(names: Iterable[str], console: Console) -> Iterator[Callable[[str, DemoJob], DemoRun]]:
+    """Do jobs by name, one after the other, each in a process of its own; all have their bars from the start."""
+    columns = (TextColumn("{task.description:48}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "kvtide.cli.demo_run"]
+    with (
+        Progress(*columns, console=console) as progress,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as runs,
+    ):
+        bars = {name: progress.add_task(name, total=len(_STEPS), start=False) for name in names}
+        # What draws is imported while the runs import what computes: nothing is measured yet.
+        _figure_type()
+        yield lambda name, job: _run(job, name, bars[name], runs, progress)
+
+
+def _run(job: DemoJob, name: str, bar: TaskID, runs: subprocess.Popen[bytes], progress: Progress) -> DemoRun:
+    assert runs.stdin is not None and runs.stdout is not None
+    runs.stdin.write(msgspec.json.encode(job) + b"\n")
+    runs.stdin.flush()
+    progress.start_task(bar)
+    result: DemoRun | None = None
+    for line in runs.stdout:
+        word = msgspec.json.decode(line, type=DemoWord)
+        result = word.result or result
+        if word.mistake:
+            raise ValueError(word.mistake)
+        if word.step:
+            done = list(_STEPS).index(word.step) + word.done / word.total
+            progress.update(bar, completed=done, description=f"{name}, {_shown(word.step)}")
+        if word.status is not None:
+            break
+    progress.update(bar, completed=len(_STEPS), description=name)
+    progress.stop_task(bar)
+    if result is None:
+        raise ValueError(f"a run of the demo failed ({name}); its error is above")
+    return result
+
+
+def _shown(step: str) -> str:
+    is_first = step == "load model" and not any((cache_home() / "models").glob("*/config.json"))
+    return "convert the model, once" if is_first else _STEPS[step]

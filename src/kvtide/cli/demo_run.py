@@ -1,21 +1,20 @@
 """Runs of the demo, each in a process of its own: answer, report. Started by `kvtide demo`.
 
-Takes jobs on stdin and says `DemoWord`s on stdout, a line of JSON each. A run is a fork of a process that has imported
-torch, loaded the model and computed nothing, so that six runs do that once.
+Takes `DemoJob`s on stdin and says `DemoWord`s on stdout, a line of JSON each. A run is a fork of a process that has
+imported torch, loaded the model and computed nothing, so that six runs do that once.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pydoc_data.topics import topics
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvtide.cli.demo_runner import DemoJob, DemoLink, DemoRun, DemoWord
+from kvtide.cli.demo import DemoJob, DemoRun, DemoWord
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate import restored_kl
@@ -27,29 +26,24 @@ _QUESTION = "\n\nIn one or two sentences: what is this text about?"
 class _Watch:
     """A streamer that notes the time of each token that generate puts."""
 
-    def __init__(self, say: Callable[[str, int, int], None], answer_tokens: int) -> None:
+    def __init__(self, answer_tokens: int) -> None:
         self._clock = SystemClock()
-        self._say = say
         self._answer_tokens = answer_tokens
-        self.started_s = self._clock.monotonic_s()
-        self.times_s: list[float] = []
+        self._started_s = self._clock.monotonic_s()
+        self._times_s: list[float] = []
 
     def put(self, value: Any) -> None:
         # The first call brings the prompt.
-        self.times_s.append(self._clock.monotonic_s())
-        if len(self.times_s) > 1:
-            self._say("answer", len(self.times_s) - 1, self._answer_tokens)
+        self._times_s.append(self._clock.monotonic_s())
+        if len(self._times_s) > 1:
+            _tell(DemoWord("answer", len(self._times_s) - 1, self._answer_tokens))
 
     def end(self) -> None:
-        self._say("answer", self._answer_tokens, self._answer_tokens)
+        _tell(DemoWord("answer", self._answer_tokens, self._answer_tokens))
 
     @property
     def ttft_s(self) -> float:
-        return self.times_s[1] - self.started_s
-
-
-def _say(step: str, done: int, total: int) -> None:
-    _tell(DemoWord(step, done, total))
+        return self._times_s[1] - self._started_s
 
 
 def _tell(word: DemoWord) -> None:
@@ -74,45 +68,45 @@ def _watch_layers(model: Any) -> None:
         # Only a long forward is prefill worth showing; tokens of the answer come one by one.
         def hook(module: Any, inputs: Any, output: Any, position: int = position) -> None:
             if inputs[0].shape[1] > 1:
-                _say("prefill", position + 1, len(layers))
+                _tell(DemoWord("prefill", position + 1, len(layers)))
 
         layer.register_forward_hook(hook)
 
 
 def _run(job: DemoJob, tokenizer: Any, model: Any) -> DemoRun:
     input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
-    _say("load model", 1, 1)
+    _tell(DemoWord("load model", 1))
     # The first call in a process pays for warm-up that has nothing to do with caching.
     model.generate(input_ids[:, :8], max_new_tokens=2, do_sample=False)
     _watch_layers(model)
     # Our hooks change nothing, which the cache can't know: the model is named without them.
     name = model_fingerprint(model)
     streaming: dict[str, Any] = {}
-    if job.link is not None and not job.is_cold:
-        streaming = {"policy": "two-ended", "start_within_s": job.link.start_within_s}
+    if job.answer_ids:
+        streaming = {"policy": "two-ended", "start_within_s": job.start_within_s}
     profiles = installed_profiles()
     with attach(model, job.store, codec=job.codec, profiles=profiles, fingerprint=name, **streaming) as cached:
-        if job.link is not None:
-            return _answer_over_link(job, job.link, cached, tokenizer, input_ids)
+        if job.said_path:
+            return _answer_over_link(job, cached, tokenizer, input_ids)
         found, _ = _answer(job, cached, tokenizer, input_ids)
-        if job.exact is None:
+        if not job.exact:
             return found
         with attach(model, job.store, codec=job.exact, fingerprint=name) as exact:
             return msgspec.structs.replace(found, kl=restored_kl(cached, exact, input_ids, found.answer_ids))
 
 
-def _answer_over_link(job: DemoJob, link: DemoLink, cached: CachedModel, tokenizer: Any, input_ids: Any) -> DemoRun:
+def _answer_over_link(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -> DemoRun:
     """Answer and keep what the model says of each token, or say the exact answer and judge it by what was kept."""
     wanted: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
     if not job.is_cold:
         start = input_ids.shape[1]
-        wanted["prefix_allowed_tokens_fn"] = lambda batch, ids: [link.answer_ids[len(ids) - start]]
+        wanted["prefix_allowed_tokens_fn"] = lambda batch, ids: [job.answer_ids[len(ids) - start]]
     found, output = _answer(job, cached, tokenizer, input_ids, **wanted)
     said = np.stack([each[0].float().log_softmax(-1).numpy() for each in output.logits])
     if job.is_cold:
-        np.save(link.said_path, said)
+        np.save(job.said_path, said)
         return found
-    right = np.load(link.said_path)
+    right = np.load(job.said_path)
     kl = float((np.exp(right) * (right - said)).sum(-1).mean())
     streamed = cached.last.streamed if cached.last else None
     if streamed is None:
@@ -124,31 +118,28 @@ def _answer_over_link(job: DemoJob, link: DemoLink, cached: CachedModel, tokeniz
 def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, **wanted: Any) -> tuple[DemoRun, Any]:
     """Return measurements of a call of generate, and its output. wanted: further arguments of the call."""
     # A streamed run finds out by loading, as a user's call does.
-    was_warm = (job.is_cold or job.link is None) and cached.hit_tokens(input_ids) > 0
+    was_warm = (job.is_cold or not job.said_path) and cached.hit_tokens(input_ids) > 0
     # A cold run on a warm store measures the full prefill all the same.
     generate = cached.model.generate if job.is_cold and was_warm else cached.generate
-    _say("prefill", 0, cached.layout.layers)
-    watch = _Watch(_say, job.answer_tokens)
+    _tell(DemoWord("prefill"))
+    watch = _Watch(job.answer_tokens)
     mask = input_ids.new_ones(input_ids.shape)
     wanted |= {"attention_mask": mask, "max_new_tokens": job.answer_tokens, "do_sample": False}
     output = generate(input_ids, streamer=watch, **wanted)
-    _say("store", 0, 1)
-    cached.cache.flush(60.0)
-    _say("store", 1, 1)
+    _tell(DemoWord("store"))
+    cached.flush(60.0)
+    _tell(DemoWord("store", 1))
     answer_ids = getattr(output, "sequences", output)[0][input_ids.shape[1] :].tolist()
-    tiers = cached.cache.stats().tiers
-    blocks = job.prefix_tokens // cached.layout.tokens
+    last, used_bytes = cached.last, cached.cache.stats().tiers[-1].used_bytes
     run = DemoRun(
         prompt_tokens=input_ids.shape[1],
-        prefix_blocks=blocks,
-        hit_tokens=cached.last.hit_tokens if cached.last else 0,
+        hit_tokens=last.hit_tokens if last else 0,
         was_warm=was_warm,
         ttft_s=watch.ttft_s,
-        raw_bytes=blocks * cached.layout.raw_bytes,
-        stored_bytes=cached.last.stored_bytes_read if cached.last else tiers[-1].used_bytes,
+        raw_bytes=job.prefix_tokens // cached.layout.tokens * cached.layout.raw_bytes,
+        stored_bytes=last.stored_bytes_read if last else used_bytes,
         answer_ids=answer_ids,
         answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
-        kl=None,
     )
     return run, output
 
@@ -160,17 +151,14 @@ def main() -> None:
         job = msgspec.json.decode(line, type=DemoJob)
         try:
             if loaded is None:
-                _say("load model", 0, 1)
+                _tell(DemoWord("load model"))
                 loaded = load_to_fork()
+            child = os.fork()
+            if child == 0:
+                _tell(DemoWord(result=_run(job, *loaded)))
+                return
         except ValueError as error:
             _tell(DemoWord(mistake=str(error)))
-            return
-        child = os.fork()
-        if child == 0:
-            try:
-                _tell(DemoWord(result=_run(job, *loaded)))
-            except ValueError as error:
-                _tell(DemoWord(mistake=str(error)))
             return
         _tell(DemoWord(status=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 

@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvtide
-from kvtide.cli.report import CONSOLE, DoctorFinding, JsonOption, cpu_name, emit_json, format_bytes
+from kvtide.cli.report import CONSOLE, DoctorFinding, JsonOption, cpu_name, format_bytes, say
 from kvtide.cli.store import DEFAULT_STORE, StoreOption, listed, looking_at, rows_of
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
@@ -191,7 +191,7 @@ def doctor(url: StoreOption = DEFAULT_STORE, gpu: GpuOption = None, as_json: Jso
         findings = [*installed, _cpu(), _gpu(), _model(), _port(), _descriptors(), *store_findings(url)]
     is_good = all(finding.status != "bad" for finding in findings)
     if as_json:
-        emit_json({"version": kvtide.__version__, "ok": is_good, "rows": findings})
+        say({"version": kvtide.__version__, "ok": is_good, "rows": findings}, as_json)
     else:
         _show(findings)
     if not is_good:

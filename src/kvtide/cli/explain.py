@@ -1,68 +1,79 @@
-"""`kvtide explain`: why a prompt hits only so many tokens of a store, and whether loading them pays."""
+"""`kvtide explain`: why a prompt hits only so many tokens of a store, block by block, and whether loading them pays."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
+from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-import msgspec
 import typer
 
-from kvtide.cli.report import CONSOLE, JsonOption, emit_json
-from kvtide.cli.store import DEFAULT_STORE, StoreOption, below_seal, looking_at
+from kvtide.cli.report import JsonOption, say
+from kvtide.cli.store import DEFAULT_STORE, StoreOption, below_seal, looking_at, read_header, read_object
 from kvtide.codec import CodecRegistry
 from kvtide.engines import installed_profiles, read_profile
-from kvtide.explain import Explanation, MatchVerdict, explain_groups, weigh
-from kvtide.explain import explain as explain_prompt
-from kvtide.group import LayerGroup
-from kvtide.plan import PrefillSpeed
+from kvtide.errors import CorruptPayload
+from kvtide.group import LayerGroup, hit_of, part_keys
+from kvtide.keys import TokenIds, block_keys, tokens_array
+from kvtide.outcomes import Decided
+from kvtide.plan import Decision, PrefillSpeed, decide
+from kvtide.plan.base import Chunk, Request
 from kvtide.store import ProfileStore
+from kvtide.store.load import QUALITY_SLACK
 from kvtide.tier import Tier
 from kvtide.tier.disk import DiskTier
-from kvtide.types import Namespace
+from kvtide.tier.seal import SEALED_CODEC
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import StoredObject
 
 
-class DecisionRow(msgspec.Struct, frozen=True):
-    """Load or recompute, and the seconds that each way takes; None where a way never ends."""
+class MatchVerdict(Enum):
+    """The reason why matching ended."""
 
-    way: str
-    reason: str
-    load_s: float | None
-    recompute_s: float
-    both_s: float | None
-
-
-class DecidedRow(msgspec.Struct, frozen=True):
-    """Tokens of prompts by what engines did with them beside this store, as far back as its journal goes."""
-
-    decision: str
-    reason: str
-    meaning: str
-    tokens: int
+    ALL_FULL_BLOCKS = "every full block is stored"
+    SHORTER_THAN_BLOCK = "the prompt is shorter than one block"
+    NEVER_STORED = "the first missing block was never stored, or so long ago that nobody remembers"
+    EVICTED = "the first missing block was evicted"
+    CORRUPT = "the first missing block was corrupt and has been removed"
+    REMOVED = "the first missing block was removed by hand (kvtide rm)"
+    CORRUPT_NOW = "the first missing block's object is corrupt; the next load removes it"
+    CODEC_ABSENT = "the first missing block is stored, but its codec or profile is not here"
+    COARSE = "the first missing block is stored, but coarser than asked for; it is replaced once it is computed"
+    OTHER_NAMESPACE = "the same tokens are stored under another namespace (model, dtype, block size or tenant)"
 
 
-class ExplainRow(msgspec.Struct, frozen=True):
-    """An explanation as the command prints it; `decision` only where link and engine were given.
+_REMOVED = {"evicted": MatchVerdict.EVICTED, "corrupt": MatchVerdict.CORRUPT, "removed": MatchVerdict.REMOVED}
 
-    ended_by: the group of layers whose part is missing, of a model that has several.
+
+class Explanation(NamedTuple):
+    """The blocks that a look-up of this prompt finds, and why it ends there.
+
+    first_missing: the block, or of a model of several groups of layers the part; ended_by: then its group. needs: names
+    a codec or profile that is not here, or the quality that the block has. base_bytes: what each hit block takes at its
+    least quality.
     """
 
-    store: str
-    namespace: str
     prompt_tokens: int
     full_blocks: int
     hit_blocks: int
     hit_tokens: int
-    reason: str
-    first_missing_key: str | None
-    ended_by: str
-    elsewhere: list[str]
-    needs: str
-    decision: DecisionRow | None
-    decided: list[DecidedRow]
+    verdict: MatchVerdict
+    first_missing: BlockKey | None
+    elsewhere: tuple[Namespace, ...] = ()
+    needs: str = ""
+    base_bytes: tuple[int, ...] = ()
+    ended_by: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The verdict in words."""
+        left_over = self.prompt_tokens - self.hit_tokens
+        is_partial = self.verdict is MatchVerdict.ALL_FULL_BLOCKS and left_over
+        return self.verdict.value + (f"; the last {left_over} tokens don't fill a block" if is_partial else "")
 
 
 def explain(
@@ -87,101 +98,77 @@ def explain(
     """Say why a prompt hits only so many tokens: first missing block, evicted, corrupt, profile, other namespace."""
     if (link is None) != (prefill is None):
         raise ValueError("load or recompute is decided by both: give --link-mbit-s and --prefill-tokens-s")
-    known = [*installed_profiles(), *(read_profile(path) for path in profile or ())]
     if (text is None) == (tokens is None):
         raise ValueError("give the prompt as --text FILE or as --tokens FILE")
+    registry = CodecRegistry([*installed_profiles(), *(read_profile(path) for path in profile or ())])
     with looking_at(url) as tier:
-        groups: Sequence[tuple[LayerGroup, Namespace]] = ()
-        if tokens is not None:
-            ids = _token_ids(_read(tokens))
-        else:
-            assert text is not None
-            ids = _tokenized(_read(text), model)
-        if text is not None or model is not None:
-            groups = _groups_of(model, block_tokens)
+        ids = _token_ids(_read(tokens)) if tokens is not None else _tokenized(text, model)
+        groups = _groups_of(model, block_tokens) if model is not None or text is not None else ()
         digest = groups[0][1] if groups else _namespace_in(tier, namespace)
-        registry = CodecRegistry(known)
+        # One group's parts are the blocks themselves.
+        groups = groups if len(groups) > 1 else ()
 
-        def look() -> Explanation:
-            if len(groups) > 1:
-                return explain_groups(tier, groups, ids, block_tokens, registry, quality)
-            return explain_prompt(tier, digest, ids, block_tokens, registry, quality)
-
+        look = partial(explain_prompt, tier, digest, ids, block_tokens, registry, quality, groups)
         found = look()
         # As an engine does, that finds what blocks name.
         stored = ProfileStore(tier, may_remove=False)
         while registry.unknown and (profile_found := stored.read(registry.unknown.pop())) is not None:
             registry.add(profile_found)
             found = look()
-        decided = _decided_rows(tier)
-    row = _explain_row(url, digest, found, _decision_row(found, link, prefill), decided)
-    if as_json:
-        emit_json(row)
-    else:
-        _show(row)
+        # What a disk's journal says; servers have it in their metrics.
+        disk = below_seal(tier)
+        decided = sorted(disk.decisions().items()) if isinstance(disk, DiskTier) else []
+    decision = None if link is None or prefill is None else weigh(found, PrefillSpeed(prefill), link * 1e6 / 8)
+    past = [f"decided before: {kind.choice} {count} tokens, {kind.why.meaning}" for kind, count in decided]
+    say(_result(url, digest, found, decision, decided), as_json, *_lines(found, decision), *past)
 
 
-def _show(row: ExplainRow) -> None:
-    CONSOLE.print(f"{row.hit_tokens} of {row.prompt_tokens} tokens hit ({row.hit_blocks} of {row.full_blocks} blocks)")
-    CONSOLE.print(f"reason: {row.reason}")
-    if row.first_missing_key:
-        whose = f", of the layers named {row.ended_by}" if row.ended_by else ""
-        CONSOLE.print(f"first missing block: {row.first_missing_key[:16]} at token {row.hit_tokens}{whose}")
-    if row.needs:
-        CONSOLE.print(f"it needs {row.needs}")
-    for other in row.elsewhere:
-        CONSOLE.print(f"stored under namespace {other[:12]}; `kvtide stats` names its model")
-    if row.decision:
-        seconds = f"loading {_seconds(row.decision.load_s)}, computing {_seconds(row.decision.recompute_s)}"
-        CONSOLE.print(f"{row.decision.way}: {row.decision.reason} ({seconds}, both {_seconds(row.decision.both_s)})")
-    for past in row.decided:
-        CONSOLE.print(f"decided before: {past.decision} {past.tokens} tokens, {past.meaning}")
+def _result(
+    url: str, digest: Namespace, found: Explanation, decision: Decision | None, decided: Sequence[tuple[Decided, int]]
+) -> dict[str, object]:
+    return {
+        "store": url,
+        "namespace": digest.hex(),
+        "prompt_tokens": found.prompt_tokens,
+        "full_blocks": found.full_blocks,
+        "hit_blocks": found.hit_blocks,
+        "hit_tokens": found.hit_tokens,
+        "reason": found.reason,
+        "first_missing_key": found.first_missing.hex() if found.first_missing else None,
+        "ended_by": found.ended_by,
+        "elsewhere": [other.hex() for other in found.elsewhere],
+        "needs": found.needs,
+        "decision": decision and _decision_row(decision),
+        "decided": [
+            {"decision": kind.choice, "reason": kind.why, "meaning": kind.why.meaning, "tokens": count}
+            for kind, count in decided
+        ],
+    }
 
 
-def _decided_rows(tier: Tier) -> list[DecidedRow]:
-    """Return what a disk's journal says; servers have it in their metrics."""
-    disk = below_seal(tier)
-    counts = sorted(disk.decisions().items()) if isinstance(disk, DiskTier) else []
-    return [DecidedRow(kind.choice, kind.why, kind.why.meaning, tokens) for kind, tokens in counts]
+def _lines(found: Explanation, decision: Decision | None) -> list[str]:
+    blocks = f"{found.hit_blocks} of {found.full_blocks} blocks"
+    lines = [f"{found.hit_tokens} of {found.prompt_tokens} tokens hit ({blocks})", f"reason: {found.reason}"]
+    if found.first_missing:
+        whose = f", of the layers named {found.ended_by}" if found.ended_by else ""
+        lines.append(f"first missing block: {found.first_missing.hex()[:16]} at token {found.hit_tokens}{whose}")
+    if found.needs:
+        lines.append(f"it needs {found.needs}")
+    lines += [f"stored under namespace {other.hex()[:12]}; `kvtide stats` names its model" for other in found.elsewhere]
+    if decision:
+        load, both = (
+            f"{each:.3g} s" if math.isfinite(each) else "forever" for each in (decision.load_s, decision.both_s)
+        )
+        times = f"loading {load}, computing {decision.recompute_s:.3g} s, both {both}"
+        lines.append(f"{decision.way.name.lower()}: {decision.way.value} ({times})")
+    return lines
 
 
-def _seconds(value: float | None) -> str:
-    return "forever" if value is None else f"{value:.3g} s"
-
-
-def _decision_row(found: Explanation, link_mbit_s: float | None, prefill_tokens_s: float | None) -> DecisionRow | None:
-    if link_mbit_s is None or prefill_tokens_s is None:
-        return None
-    decision = weigh(found, PrefillSpeed(prefill_tokens_s), link_mbit_s * 1e6 / 8)
-    if decision is None:
-        return None
-    load_s, both_s = (value if math.isfinite(value) else None for value in (decision.load_s, decision.both_s))
-    way = decision.way
-    return DecisionRow(way.name.lower(), way.value, load_s, decision.recompute_s, both_s)
-
-
-def _explain_row(
-    url: str, digest: Namespace, found: Explanation, decision: DecisionRow | None, decided: list[DecidedRow]
-) -> ExplainRow:
-    left_over = found.prompt_tokens - found.hit_tokens
-    reason = found.verdict.value
-    if found.verdict is MatchVerdict.ALL_FULL_BLOCKS and left_over:
-        reason = f"{reason}; the last {left_over} tokens don't fill a block"
-    return ExplainRow(
-        store=url,
-        namespace=digest.hex(),
-        prompt_tokens=found.prompt_tokens,
-        full_blocks=found.full_blocks,
-        hit_blocks=found.hit_blocks,
-        hit_tokens=found.hit_tokens,
-        reason=reason,
-        first_missing_key=found.first_missing.hex() if found.first_missing else None,
-        ended_by=found.ended_by,
-        elsewhere=[other.hex() for other in found.elsewhere],
-        needs=found.needs,
-        decision=decision,
-        decided=decided,
-    )
+def _decision_row(decision: Decision) -> dict[str, str | float | None]:
+    """Load or recompute, and the seconds that each way takes; None where a way never ends."""
+    load_s, both_s = (each if math.isfinite(each) else None for each in (decision.load_s, decision.both_s))
+    way = {"way": decision.way.name.lower(), "reason": decision.way.value}
+    return {**way, "load_s": load_s, "recompute_s": decision.recompute_s, "both_s": both_s}
 
 
 def _read(path: Path) -> str:
@@ -210,15 +197,136 @@ def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
     return matching[0]
 
 
-def _tokenized(text: str, model: str | None) -> list[int]:
+def _tokenized(path: Path | None, model: str | None) -> list[int]:
     from kvtide.engines.transformers import converted_folder, load_tokenizer
 
-    ids: list[int] = load_tokenizer(model or converted_folder())(text).input_ids
+    assert path is not None
+    ids: list[int] = load_tokenizer(model or converted_folder())(_read(path)).input_ids
     return ids
 
 
 def _groups_of(model: str | None, block_tokens: int) -> Sequence[tuple[LayerGroup, Namespace]]:
-    """Return a model's groups of layers, each with its namespace."""
+    """A model's groups of layers, each with its namespace."""
     from kvtide.engines.transformers import attach, converted_folder, load_model
 
     return attach(load_model(model or converted_folder()), "memory://", block_tokens=block_tokens).groups
+
+
+class _Look(NamedTuple):
+    """An object that is good, or why it can't be loaded and what it needs."""
+
+    stored: StoredObject | None
+    verdict: MatchVerdict = MatchVerdict.ALL_FULL_BLOCKS
+    needs: str = ""
+
+
+def explain_prompt(
+    tier: Tier,
+    namespace: Namespace,
+    tokens: TokenIds,
+    block_tokens: int,
+    registry: CodecRegistry | None = None,
+    quality: float | None = None,
+    groups: Sequence[tuple[LayerGroup, Namespace]] = (),
+) -> Explanation:
+    """Match a prompt against a store and name the reason where the run of blocks ends. Reads, changes nothing.
+
+    namespace: of the blocks. groups: those of a model that has several, each with its own. quality: the KL divergence
+    that the engine asks for, None for any. Without a registry every codec and profile counts as being here.
+    """
+    prompt = tokens_array(tokens)
+    keys = block_keys(namespace, prompt, block_tokens)
+    parts = [(space, part_keys(space, keys)) for _, space in groups] or [(namespace, keys)]
+    reaches = [group.reach_blocks(block_tokens) for group, _ in groups] or [0]
+    looks = list[list[_Look]]()
+    for (space, mine), reach in zip(parts, reaches, strict=True):
+        looks.append([])
+        for key in mine:
+            # What is behind a gap of layers that see everything is no part of any hit.
+            is_over = not reach and looks[-1] and looks[-1][-1].stored is None
+            looks[-1].append(_Look(None) if is_over else _look(tier, ObjectId(space, key), registry, quality))
+    present = [[look.stored is not None for look in seen] for seen in looks]
+    hits, ended_by, _ = hit_of(present, reaches)
+    bases = [0] * hits
+    for seen, reach in zip(looks, reaches, strict=True):
+        for position in range(hits - min(reach or hits, hits), hits):
+            bases[position] += _base_bytes(seen[position].stored)
+    counts = (len(prompt), len(keys), hits, hits * block_tokens)
+    if ended_by is None:
+        verdict = MatchVerdict.ALL_FULL_BLOCKS if keys else MatchVerdict.SHORTER_THAN_BLOCK
+        return Explanation(*counts, verdict, None, base_bytes=tuple(bases))
+    # A hit of one block more needs it.
+    missing = max(position for position in range(hits + 1) if not present[ended_by][position])
+    _, verdict, needs = looks[ended_by][missing]
+    elsewhere: tuple[Namespace, ...] = ()
+    if verdict is MatchVerdict.NEVER_STORED and not groups:
+        elsewhere = _namespaces_with(tier, namespace, prompt, block_tokens, hits)
+        verdict = MatchVerdict.OTHER_NAMESPACE if elsewhere else verdict
+    name = groups[ended_by][0].name if groups else ""
+    return Explanation(*counts, verdict, parts[ended_by][1][missing], elsewhere, needs, tuple(bases), name)
+
+
+def _look(tier: Tier, object_id: ObjectId, registry: CodecRegistry | None, quality: float | None) -> _Look:
+    try:
+        stored = read_object(tier, object_id)
+    except CorruptPayload:
+        return _Look(None, MatchVerdict.CORRUPT_NOW)
+    if stored is None:
+        return _Look(None, _REMOVED.get(tier.removed_reason(object_id) or "", MatchVerdict.NEVER_STORED))
+    if stored.meta.id != object_id:
+        return _Look(None, MatchVerdict.CORRUPT_NOW)
+    if registry is not None and registry.get(stored.codec_id, stored.profile) is None:
+        return _Look(None, MatchVerdict.CODEC_ABSENT, _needs(stored))
+    if quality is not None and stored.quality > quality * (1 + QUALITY_SLACK):
+        needs = f"a quality of {quality:.2g}; {stored.codec_id} has {stored.quality:.2g}"
+        return _Look(None, MatchVerdict.COARSE, needs)
+    return _Look(stored)
+
+
+def _base_bytes(stored: StoredObject | None) -> int:
+    assert stored is not None
+    return stored.object_bytes - sum(entry.size for entry in stored.entries if entry.id.refinement)
+
+
+def _needs(stored: StoredObject) -> str:
+    if stored.codec_id == SEALED_CODEC:
+        return "the key that sealed it: add ?seal= to the store's URL"
+    profile = f" with profile {stored.profile.hex()[:16]}" if stored.profile else ""
+    return f"codec {stored.codec_id}{profile}, of model {stored.meta.model or 'unknown'}"
+
+
+def _namespaces_with(
+    tier: Tier, namespace: Namespace, tokens: TokenIds, block_tokens: int, hits: int
+) -> tuple[Namespace, ...]:
+    """The other namespaces that hold more of this prompt than we found."""
+    samples = {info.id.namespace: info.id for info in tier.objects() if info.id.namespace != namespace}
+    found = []
+    for other, sample in sorted(samples.items()):
+        keys = block_keys(other, tokens, _block_tokens_of(tier, sample) or block_tokens)[: hits + 1]
+        if keys and all(tier.contains(ObjectId(other, key)) for key in keys):
+            found.append(other)
+    return tuple(found)
+
+
+def _block_tokens_of(tier: Tier, sample: ObjectId) -> int | None:
+    try:
+        stored = read_header(tier, sample)
+    except CorruptPayload:
+        return None
+    return stored.meta.layout.tokens if stored else None
+
+
+def weigh(found: Explanation, prefill: PrefillSpeed, bytes_per_s: float) -> Decision | None:
+    """Decide as streamed loads do whether loading what was found beats recomputing it over a link of this rate.
+
+    None if nothing was found. ValueError for a negative rate.
+    """
+    if not found.hit_blocks:
+        return None
+    block_tokens = found.hit_tokens // found.hit_blocks
+    starts = range(0, found.hit_tokens, block_tokens)
+    chunks = [
+        Chunk(start, start + block_tokens, (size,), (0.0,))
+        for start, size in zip(starts, found.base_bytes, strict=True)
+    ]
+    return decide(Request(tuple(chunks), True, prefill, 0.0), bytes_per_s)

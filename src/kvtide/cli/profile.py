@@ -1,34 +1,41 @@
-"""`kvtide profile`: profiles of models in a store, put, fetched, listed and removed."""
+"""Profiles of models: `kvtide calibrate` fits one to texts; `kvtide profile` keeps them in a store."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import hashlib
+import math
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import typer
 from rich.markup import escape
+from rich.table import Table
 
-from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes, narrow_table
+from kvtide.cli.report import JsonOption, format_bytes, narrow_table, progress_bars, say
 from kvtide.cli.store import (
     DEFAULT_STORE,
     STATS_LIMIT,
     HeadsOption,
     StoreOption,
+    adding,
     changing,
     listed,
     looking_at,
-    opened,
     rows_of,
 )
 from kvtide.clock import SystemClock
 from kvtide.codec import Profile
-from kvtide.config import TENANT_SALT_VARIABLE, Limits
+from kvtide.codec.published import PROFILE_KINDS, ProfileFitter
+from kvtide.codec.tide import COSTS
+from kvtide.config import TENANT_SALT_VARIABLE, cache_home
 from kvtide.engines import installed_profiles, option_bytes, read_profile
 from kvtide.store import ProfileStore, ProfileVersion, newest_of, profile_name
-from kvtide.tier import Tier, open_tier
+from kvtide.tier import Tier, shown_url
 
 app = typer.Typer(help="Profiles of models: what lossy codecs know of each, kept in the store.", no_args_is_help=True)
 
@@ -43,6 +50,12 @@ SaltOption = Annotated[
 ]
 DigestArgument = Annotated[str, typer.Argument(help="Leading hex digits of the profile's digest.")]
 FilesArgument = Annotated[list[Path] | None, typer.Argument(help="Profiles beside those that are installed.")]
+TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
+
+_TIDE_KINDS = tuple(f"tide-{cost}" for cost in COSTS)
+_KINDS = (*PROFILE_KINDS, *_TIDE_KINDS)
+_SEED = 1
+_Progress = Callable[[str, int, int], None]
 
 
 class ProfileRow(msgspec.Struct, frozen=True):
@@ -58,16 +71,8 @@ class ProfileRow(msgspec.Struct, frozen=True):
     stored_bytes: int = 0
 
 
-def adding(url: str) -> AbstractContextManager[Tier]:
-    """Open a store to add to it; a folder is made. ValueError for memory of this process, or if it does not answer."""
-    if url.startswith("memory://"):
-        raise ValueError("memory:// is gone when this command ends: give a store that engines open too")
-    tier = open_tier(url, Limits(), SystemClock(), lambda key: False)
-    return opened(tier, tier.open)
-
-
-def names_of(folder: Path, fingerprint: str, tenant_salt: str, model: Any = None) -> list[bytes]:
-    """Return a tenant's names of a model: by the fingerprint that its engines are given, or of the one in a folder.
+def _names_of(folder: Path, fingerprint: str, tenant_salt: str, model: Any = None) -> list[bytes]:
+    """A tenant's names of a model: by the fingerprint that its engines are given, or of the one in a folder.
 
     Those are by its weight files, and as transformers loads it in each dtype: weights differ, a profile is good for
     all. model: the folder's, if it is loaded already, in float32. ValueError if it has no weight files.
@@ -85,9 +90,11 @@ def names_of(folder: Path, fingerprint: str, tenant_salt: str, model: Any = None
     return [profile_name(each, salt) for each in found]
 
 
-def store_profile(tier: Tier, profile: Profile, names: Sequence[bytes]) -> None:
-    """Make a profile the newest of the models of these names."""
-    ProfileStore(tier).put(profile, names, SystemClock().wall_s())
+def _put(url: str, profiles: Sequence[Profile], names: Sequence[bytes]) -> None:
+    """Make each profile the newest of the models of these names, for its group of layers."""
+    with adding(url) as tier:
+        for each in profiles:
+            ProfileStore(tier).put(each, names, SystemClock().wall_s())
 
 
 @app.command()
@@ -102,13 +109,11 @@ def put(
     """Put a profile into a store, as the newest of a model: engines take it within minutes."""
     if (model is None) == (not fingerprint):
         raise ValueError("say whose profile it is: --model FOLDER, or the --fingerprint that its engines are given")
-    profile, names = read_profile(file), names_of(model or Path(), fingerprint, tenant_salt)
-    with adding(url) as tier:
-        store_profile(tier, profile, names)
-    if as_json:
-        emit_json({"store": url, "profile": profile.digest.hex(), "codec": profile.kind, "names": len(names)})
-    else:
-        CONSOLE.print(f"put {profile.kind} profile {profile.digest.hex()[:12]}")
+    profile, names = read_profile(file), _names_of(model or Path(), fingerprint, tenant_salt)
+    _put(url, [profile], names)
+    digest = profile.digest.hex()
+    result = {"store": url, "profile": digest, "codec": profile.kind, "names": len(names)}
+    say(result, as_json, f"put {profile.kind} profile {digest[:12]}")
 
 
 @app.command()
@@ -125,10 +130,8 @@ def get(
     if found is None:
         raise ValueError(f"the store has not all of profile {digest}")
     output.write_bytes(found.to_bytes())
-    if as_json:
-        emit_json({"store": url, "profile": found.digest.hex(), "file": str(output)})
-    else:
-        CONSOLE.print(f"{output}: {found.kind} profile {found.digest.hex()[:12]} of {escape(found.model)}")
+    line = f"{output}: {found.kind} profile {found.digest.hex()[:12]} of {escape(found.model)}"
+    say({"store": url, "profile": found.digest.hex(), "file": str(output)}, as_json, line)
 
 
 @app.command()
@@ -141,17 +144,16 @@ def ls(
     """List the profiles that a store has and those that its blocks need: a block without its profile is a miss."""
     with looking_at(url) as tier:
         found, looked_into = _rows(tier, limit, files or [])
-    if as_json:
-        emit_json({"store": url, "looked_into": looked_into, "rows": found})
-        return
-    table = narrow_table("profile", "model", "codec", "here", ">size", ">blocks", ">stored")
+    shown = []
     for each in found:
         here = ("newest" if each.is_newest else "yes") if each.found else "no"
         figures = (format_bytes(each.profile_bytes), str(each.objects), format_bytes(each.stored_bytes))
-        table.add_row(each.profile[:12], escape(each.model), escape(each.codec), here, *figures)
-    CONSOLE.print(table if found else f"no profiles, and none of {looked_into} blocks needs one")
+        shown.append((each.profile[:12], each.model, each.codec, here, *figures))
+    table = narrow_table(("profile", "model", "codec", "here", ">size", ">blocks", ">stored"), shown)
+    lines = [table if found else f"no profiles, and none of {looked_into} blocks needs one"]
     if any(not each.found for each in found):
-        CONSOLE.print("What is not here is a miss: kvtide profile put FILE --model FOLDER")
+        lines.append("What is not here is a miss: kvtide profile put FILE --model FOLDER")
+    say({"store": url, "looked_into": looked_into, "rows": found}, as_json, *lines)
 
 
 def _rows(tier: Tier, limit: int, files: Sequence[Path]) -> tuple[list[ProfileRow], int]:
@@ -199,15 +201,192 @@ def rm(
         if needed and not is_sure:
             raise ValueError(f"{needed} of {looked_into} objects need profile {digest}: --yes makes them misses")
         models = store.remove(chosen, SystemClock().wall_s())
-    if as_json:
-        emit_json({"store": url, "profile": chosen.hex(), "names": models, "objects": needed})
-    else:
-        CONSOLE.print(f"removed {chosen.hex()[:12]}; {needed} of {looked_into} objects needed it")
+    line = f"removed {chosen.hex()[:12]}; {needed} of {looked_into} objects needed it"
+    say({"store": url, "profile": chosen.hex(), "names": models, "objects": needed}, as_json, line)
 
 
 def _chosen(store: ProfileStore, digits: str) -> bytes:
-    """Return the digest of the one profile that begins so. ValueError for none or several."""
+    """The digest of the one profile that begins so. ValueError for none or several."""
     found = {each.digest for each in store.all() if each.digest.startswith(digits.lower())}
     if len(found) != 1:
         raise ValueError(f"{len(found)} profiles of the store begin with {digits!r}: see `kvtide profile ls`")
     return bytes.fromhex(found.pop())
+
+
+def calibrate(
+    model: Annotated[str | None, typer.Argument(help="A model folder; default: SmolLM2-135M.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file to write the profile to.")] = None,
+    url: Annotated[str | None, typer.Option("--store", help="The store in which engines look for it.")] = None,
+    fingerprint: FingerprintOption = "",
+    tenant_salt: SaltOption = "",
+    text: TextOption = None,
+    pieces: Annotated[
+        int, typer.Option("--snippets", min=0, help="Instead of whole texts, so many pieces of files of many kinds.")
+    ] = 0,
+    codec: Annotated[str, typer.Option("--codec", help=f"One of {', '.join(_KINDS)}.")] = "tide-layer",
+    tokens: Annotated[int, typer.Option("--tokens", min=256, help="Tokens of each text.")] = 1664,
+    seconds: Annotated[float, typer.Option("--seconds", help="Stop after so long; run it again to go on.")] = math.inf,
+    memory: Annotated[int, typer.Option("--memory-bytes", min=0, help="Take no more memory than this; 0: any.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit a profile: what a codec needs to know of one model, from texts, once.
+
+    A model with several groups of layers (windows, latents, states beside attention) gets one of tide for each group
+    that keeps rows of tokens; files of all but the first are FILE-1, FILE-2, ….
+
+    With --store the model's engines find it, also those that run already. Profiles of tide are fitted in four passes;
+    one that was stopped goes on.
+    """
+    from kvtide.engines.calibrate import read_texts, snippets
+    from kvtide.engines.transformers import converted_folder
+
+    if codec not in _KINDS:
+        raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got {codec!r}")
+    if output is None and url is None:
+        raise ValueError("say where the profile is to go: --store URL, --output FILE, or both")
+    if memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    own = [each.content for each in (read_texts(text) if text else snippets(pieces) if pieces else [])]
+    folder = Path(model or converted_folder())
+    if url:
+        # What is wrong with the store is an error now, and not when all is done.
+        with adding(url):
+            pass
+    subject = _Subject(folder, tokens)
+    names = _names_of(folder, fingerprint, tenant_salt, subject.model) if url else []
+    report: dict[str, Any] = {}
+    with progress_bars() as bars:
+        show = _Progressing(bars, seconds)
+        if codec in _TIDE_KINDS:
+            partial = _partial(output, folder, codec)
+            profiles, report = _tide(subject, own, codec.removeprefix("tide-"), partial, show)
+        else:
+            profiles = [_published(subject, own, codec, show)]
+    if output is not None:
+        for number, each in enumerate(profiles):
+            path = output.with_stem(f"{output.stem}-{number}") if number else output
+            path.write_bytes(each.to_bytes())
+    if url:
+        _put(url, profiles, names)
+    places = {"profile": str(output or ""), "store": url or ""}
+    where = " and ".join(filter(None, (places["profile"], url and shown_url(url))))
+    say({**places, "codec": codec, **_fitted(profiles), **report}, as_json, *_lines(where, profiles, report))
+
+
+def _fitted(profiles: Sequence[Profile]) -> dict[str, Any]:
+    first, sizes = profiles[0], [len(each.to_bytes()) for each in profiles]
+    rows = [
+        {"group": each.group, "digest": each.digest.hex(), "profile_bytes": size}
+        for each, size in zip(profiles, sizes, strict=True)
+    ]
+    counts = {"texts": first.texts, "tokens": first.tokens, "profile_bytes": sum(sizes)}
+    return {"digest": first.digest.hex(), "model": first.model, **counts, "rows": rows}
+
+
+def _lines(where: str, profiles: Sequence[Profile], report: dict[str, Any]) -> Iterator[Any]:
+    first, size = profiles[0], sum(len(each.to_bytes()) for each in profiles)
+    yield f"{where}: {format_bytes(size)}, fitted on {first.tokens} tokens of {first.texts} texts"
+    for each in profiles:
+        yield f"digest {each.digest.hex()} {escape(each.group)}".rstrip()
+    if not report:
+        return
+    table = Table("step", "bits an element", "KL", title=f"Predicted, from {report['held_out_texts']} held-out texts")
+    for point in report["points"]:
+        table.add_row(str(point["step_units"]), f"{point['bits_per_element']:.3f}", f"{point['kl']:.5f}")
+    yield table
+    ratio = report["held_out_over_fitted"]
+    if ratio is None:
+        yield "too few texts to hold any out: the table is that of texts that were fitted on"
+        return
+    verdict = " [bold]: overfitted, give more texts[/]" if report["is_overfitted"] else ""
+    if report["texts_wanted"]:
+        verdict += f"; about {report['texts_wanted']} more texts would halve that"
+    yield f"held-out texts take {100 * (ratio - 1):+.1f} % bits of what fitted ones do{verdict}"
+
+
+class _Subject:
+    """The model, and texts as its token ids."""
+
+    def __init__(self, folder: Path, tokens: int) -> None:
+        from kvtide.engines import transformers
+
+        self.model = transformers.load_model(folder)
+        self.name = folder.name
+        self.block_tokens = transformers.BLOCK_TOKENS
+        self._tokens = tokens
+        self._tokenizer: Any = None
+        if any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists():
+            self._tokenizer = transformers.load_tokenizer(folder)
+        else:
+            print(f"no tokenizer in {folder}: tokens are bytes of the texts, and any", file=sys.stderr)
+
+    def ids(self, contents: Sequence[str]) -> list[list[int]]:
+        """Return the first tokens of each text; without a tokenizer its bytes, and as many texts of random tokens."""
+        tokens = self._tokens
+        if self._tokenizer is not None:
+            return [self._tokenizer(content[: 8 * tokens]).input_ids[:tokens] for content in contents]
+        size = self.model.config.get_text_config(decoder=True).vocab_size
+        rng = np.random.default_rng([_SEED, len(contents)])
+        found = [[byte % size for byte in content.encode()[:tokens]] for content in contents]
+        return [*found, *(rng.integers(0, size, len(ids)).tolist() for ids in found)]
+
+
+class _Progressing:
+    """Tells of each text, in lines where stderr is no terminal, and ends the fitting when its time is over."""
+
+    def __init__(self, bars: _Progress, seconds: float) -> None:
+        self._bars = bars
+        self._seconds = seconds
+        self._clock = SystemClock()
+        self._started_s = self._clock.monotonic_s()
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        self._bars(step, done, total)
+        if not sys.stderr.isatty():
+            print(f"{step} {done}/{total}", file=sys.stderr, flush=True)
+        if self._clock.monotonic_s() - self._started_s > self._seconds:
+            raise ValueError(f"stopped after {self._seconds:.0f} s, at text {done} of {total}: run it again to go on")
+
+
+def _partial(output: Path | None, folder: Path, codec: str) -> Path:
+    """The file in which an unfinished fitting is kept."""
+    if output is not None:
+        return output.with_name(f"{output.name}.partial")
+    name = hashlib.sha256(f"{folder.resolve()} {codec}".encode()).hexdigest()
+    partial = cache_home() / "calibrations" / f"{name[:32]}.partial"
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    return partial
+
+
+def _published(subject: _Subject, own: Sequence[str], codec: str, show: _Progress) -> Profile:
+    from kvtide.engines.calibrate import calibration_texts, capture_blocks
+    from kvtide.engines.transformers import model_layout
+
+    layout = model_layout(subject.model, subject.block_tokens)
+    fitter = ProfileFitter(codec, subject.name, layout)
+    all_ids = subject.ids(own or [each.content for each in calibration_texts()])
+    for number, ids in enumerate(all_ids):
+        show("texts", number, len(all_ids))
+        blocks = capture_blocks(subject.model, ids, layout)
+        if not fitter.deviation.any():
+            fitter.scale(blocks)
+        for bits in blocks:
+            fitter.add(bits)
+    show("texts", len(all_ids), len(all_ids))
+    return fitter.profile(len(all_ids))
+
+
+def _tide(
+    subject: _Subject, own: Sequence[str], cost: str, partial: Path, show: _Progress
+) -> tuple[list[Profile], dict[str, Any]]:
+    """own: some of these texts are judged on; empty for those of the package, which has others to judge on."""
+    from kvtide.engines.calibrate import TextSplit, TideCalibration, calibration_texts, held_out_texts, split_texts
+
+    if own:
+        split = split_texts(subject.ids(own))
+    else:
+        of_package = (calibration_texts(), held_out_texts())
+        split = TextSplit(*(subject.ids([each.content for each in texts]) for texts in of_package))
+    calibration = TideCalibration(subject.model, subject.name, cost, split, subject.block_tokens, partial)
+    profiles, report = calibration.run(show)
+    return profiles, msgspec.to_builtins(report)

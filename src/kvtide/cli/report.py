@@ -1,4 +1,4 @@
-"""Output that all commands share: the JSON envelope, sizes, errors."""
+"""Output that all commands share: results as JSON or for people, tables, sizes, errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -44,7 +45,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class DoctorFinding(msgspec.Struct, frozen=True):
-    """One line of `kvtide doctor`. `status` is ok, off (optional and absent) or bad; `hint`: what changes it."""
+    """A line of `kvtide doctor`. `status` is ok, off (optional and absent) or bad; `hint`: a command that mends it."""
 
     subject: str
     status: str
@@ -53,7 +54,7 @@ class DoctorFinding(msgspec.Struct, frozen=True):
 
 
 def envelope() -> dict[str, str]:
-    """Return where, on what and from which source a result comes: machine, cpu, commit, command."""
+    """Machine, processor, commit and command that a result comes from."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB",
@@ -64,7 +65,7 @@ def envelope() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, or its architecture where the system does not tell."""
+    """The processor's name, or its architecture where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -83,18 +84,22 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
-def emit_json(result: Any) -> None:
-    """Print one JSON object on stdout: the envelope, then the result's own fields."""
-    print(json.dumps({**envelope(), **msgspec.to_builtins(result)}))
+def say(result: Any, as_json: bool, *shown: Any) -> None:
+    """Print a result: as one JSON object on stdout, or as people see it, each a line of markup or a table."""
+    if as_json:
+        print(json.dumps({**envelope(), **msgspec.to_builtins(result)}))
+        return
+    for each in shown:
+        CONSOLE.print(each)
 
 
 def emit(result: Any, render: Callable[[Any], Any], as_json: bool) -> None:
     """Print a measurement: as JSON, or as a table with the command, commit and machine that it comes from."""
     if as_json:
-        emit_json(result)
+        say(result, as_json)
         return
-    CONSOLE.print(render(result))
     where = envelope()
+    CONSOLE.print(render(result))
     CONSOLE.print(f"{where['command']} at {where['commit']} on {where['cpu']}, {where['machine']}", style="dim")
 
 
@@ -104,18 +109,20 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def narrow_table(*columns: str) -> Table:
-    """Return a table that fits 80 columns: only the model's name gives way. Columns that begin with > are figures."""
+def narrow_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table that fits 80 columns: only the model's name gives way. Columns that begin with > are figures."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in columns:
         width_max = max(12, CONSOLE.width - _OTHERS_WIDTH) if column == "model" else None
         side: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         table.add_column(column.removeprefix(">"), justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 
 def format_age(age_s: float) -> str:
-    """Return how long ago something was, as people read it."""
+    """A duration as people read it: `3 d`, `5 h`."""
     for size_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if age_s >= size_s:
             return f"{age_s / size_s:.0f} {unit}"
@@ -123,7 +130,7 @@ def format_age(age_s: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Return a size as people read it, in powers of 1024."""
+    """A size as people read it, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from kvtide.cli.report import CONSOLE, JsonOption, emit_json
+from kvtide.cli.report import JsonOption, say
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server import Service, SettingsFile, backing_for, new_token, token_digest
@@ -181,10 +181,8 @@ def invalidate(
                 raise ValueError(f"{namespace!r} is neither a namespace nor an alias for one")
             namespace = found.value
         generation = raise_generation(clients, _name(RecordKind.GENERATION, namespace).name)
-    if as_json:
-        emit_json({"server": server, "namespace": namespace, "generation": generation})
-    else:
-        CONSOLE.print(f"{namespace[:12]}… is at generation {generation}: its older blocks are misses")
+    line = f"{namespace[:12]}… is at generation {generation}: its older blocks are misses"
+    say({"server": server, "namespace": namespace, "generation": generation}, as_json, line)
 
 
 def record(
@@ -225,7 +223,7 @@ def record(
 
 def _say(shown: str, as_json: bool, server: str, **said: object) -> None:
     if as_json:
-        emit_json({"server": server, **said})
+        say({"server": server, **said}, as_json)
     else:
         print(shown)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_bytes, narrow_table
+from kvtide.cli.report import JsonOption, format_bytes, narrow_table, say
 
 CONFIG_BYTES_MAX = 4 << 20
 _DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
@@ -65,24 +64,28 @@ def size(
     """Say how large a model's cache is by codec, what a disk holds, and what to choose."""
     shape = cache_shape(read_config(model), dtype)
     rows = size_rows(shape, disk_gb)
-    if as_json:
-        emit_json({"model": str(model), "disk_gb": disk_gb, "shape": shape, "rows": rows})
-        return
-    table = narrow_table("codec", ">KB a token", ">GB per 1,000 tokens", f">tokens in {disk_gb:g} GB")
-    for row in rows:
-        figures = (f"{row.gb_per_1000_tokens * 1e3:.1f}", f"{row.gb_per_1000_tokens:.3f}", f"{row.disk_tokens:,}")
-        table.add_row(row.codec, *figures)
-    CONSOLE.print(f"{shape.full_layers} layers, {shape.elements_a_token:,} elements a token, {shape.dtype}")
-    if shape.other_layers:
-        CONSOLE.print(f"{shape.other_layers} more keep a window or a state, which does not grow with the prompt.")
-    CONSOLE.print(table)
-    CONSOLE.print("raw and lossless are exact. All but raw are as measured on SmolLM2-135M.")
-    for line in _advice(rows):
-        CONSOLE.print(line)
+    others = f"{shape.other_layers} more keep a window or a state, which does not grow with the prompt."
+    block = format_bytes(rows[0].gb_per_1000_tokens * 1e6 * 256)
+    columns = ("codec", ">KB a token", ">GB per 1,000 tokens", f">tokens in {disk_gb:g} GB")
+    figures = [
+        (row.codec, f"{row.gb_per_1000_tokens * 1e3:.1f}", f"{row.gb_per_1000_tokens:.3f}", f"{row.disk_tokens:,}")
+        for row in rows
+    ]
+    say(
+        {"model": str(model), "disk_gb": disk_gb, "shape": shape, "rows": rows},
+        as_json,
+        f"{shape.full_layers} layers, {shape.elements_a_token:,} elements a token, {shape.dtype}",
+        *([others] if shape.other_layers else []),
+        narrow_table(columns, figures),
+        "raw and lossless are exact. All but raw are as measured on SmolLM2-135M.",
+        f"A block of 256 tokens takes {block} of memory: have room for your longest prompt.",
+        "Take lossless, the default, unless disk or link is too small.",
+        "For tide fit a profile: kvtide calibrate MODEL --store URL",
+    )
 
 
 def read_config(model: Path) -> Config:
-    """Return a model's config. ValueError if there is none to be read."""
+    """Read a model's config. ValueError if there is none to be read."""
     path = model / "config.json" if model.is_dir() else model
     try:
         with path.open("rb") as file:
@@ -95,7 +98,7 @@ def read_config(model: Path) -> Config:
 
 
 def cache_shape(config: Config, dtype: str = "") -> CacheShape:
-    """Return what a config says of the cache. ValueError if it does not say enough."""
+    """The cache that a config describes. ValueError if it does not say enough."""
     layers, heads = config.num_hidden_layers or config.n_layer, config.num_attention_heads or config.n_head
     hidden = config.hidden_size or config.n_embd
     chosen = dtype or (config.dtype or config.torch_dtype or "bfloat16").removeprefix("torch.")
@@ -114,17 +117,8 @@ def cache_shape(config: Config, dtype: str = "") -> CacheShape:
 
 
 def size_rows(shape: CacheShape, disk_gb: float) -> list[SizeRow]:
-    """Return a row for each codec, the exact ones first."""
+    """A row for each codec, the exact ones first."""
     raw_bits = float(_DTYPE_BITS[shape.dtype])
     bits = {"raw": raw_bits, "lossless": raw_bits * _LOSSLESS_SHARE[shape.dtype], **_LOSSY_BITS}
     token_bytes = {codec: shape.elements_a_token * each / 8 for codec, each in bits.items()}
     return [SizeRow(codec, each / 1e6, int(disk_gb * 1e9 / each) if each else 0) for codec, each in token_bytes.items()]
-
-
-def _advice(rows: Sequence[SizeRow]) -> list[str]:
-    block = format_bytes(rows[0].gb_per_1000_tokens * 1e6 * 256)
-    return [
-        f"A block of 256 tokens takes {block} of memory: have room for your longest prompt.",
-        "Take lossless, the default, unless disk or link is too small.",
-        "For tide fit a profile: kvtide calibrate MODEL --store URL",
-    ]

@@ -1,30 +1,44 @@
-"""`kvtide stats`, `ls` and `rm`, and stores of any URL as commands open them."""
+"""Stores of any URL as commands open them; `kvtide stats`, `ls`, `rm` and `ping`."""
 
 from __future__ import annotations
 
+import math
+import os
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import typer
 from rich.markup import escape
 
-from kvtide.cli.report import CONSOLE, JsonOption, emit_json, format_age, format_bytes, narrow_table
-from kvtide.clock import SystemClock
+from kvtide.cli.report import CONSOLE, JsonOption, format_age, format_bytes, narrow_table, say
+from kvtide.clock import Clock, SystemClock
 from kvtide.config import Limits, cache_home
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.explain import read_header, read_object
 from kvtide.store import NOTES
 from kvtide.tier import ObjectInfo, Tier, disk_path, open_tier
 from kvtide.tier.disk import DiskTier
+from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.wire import StoredObject, header_and_table_bytes, parse_header, parse_object
 
 DEFAULT_STORE = str(cache_home() / "demo-store")
-# Objects that are read at the same time: what is far away takes its time for each.
+# Objects that are read at the same time: a far store takes its time for each.
 READERS = 8
+# Most objects have header and table in so many bytes: one read.
+_HEAD_BYTES = 4096
+# Objects whose headers `stats` reads unless it is told otherwise; objects that `ls` shows.
+STATS_LIMIT = 10_000
+LS_LIMIT = 50
+# Objects of which `ping` takes the rate, the largest ones, and how long that may take.
+OBJECTS_MAX = 16
+READ_S_MAX = 5.0
+# Engines for which `ping` says whether loading pays, in tokens a second of prefill.
+PREFILLS = (500.0, 5000.0, 50000.0)
 
 StoreOption = Annotated[
     str,
@@ -38,31 +52,34 @@ HeadsOption = Annotated[
 NamespaceOption = Annotated[str, typer.Option("--namespace", help="Leading hex digits: of these namespaces alone.")]
 
 
-# Whose headers `stats` reads unless it is told otherwise; what `ls` shows.
-STATS_LIMIT = 10_000
-LS_LIMIT = 50
-
-
 def looking_at(url: str) -> AbstractContextManager[Tier]:
     """Open an existing store to look at it: nothing in it changes. ValueError if it is not there or does not answer."""
     tier = _tier_at(url)
     below = below_seal(tier)
-    return opened(tier, below.open_read_only if isinstance(below, DiskTier) else tier.open)
+    return _opened(tier, below.open_read_only if isinstance(below, DiskTier) else tier.open)
 
 
 def changing(url: str) -> AbstractContextManager[Tier]:
     """Open an existing store to change it. ValueError as in `looking_at`."""
     tier = _tier_at(url)
-    return opened(tier, tier.open)
+    return _opened(tier, tier.open)
+
+
+def adding(url: str) -> AbstractContextManager[Tier]:
+    """Open a store to add to it; a folder is made. ValueError for memory of this process, or if it does not answer."""
+    if url.startswith("memory://"):
+        raise ValueError("memory:// is gone when this command ends: give a store that engines open too")
+    tier = open_tier(url, Limits(), SystemClock(), lambda key: False)
+    return _opened(tier, tier.open)
 
 
 def below_seal(tier: Tier) -> Tier:
-    """Return the tier that a sealed one wraps; another one as it is."""
+    """The tier that a sealed one wraps; another one as it is."""
     return getattr(tier, "tier", tier)
 
 
 def _tier_at(url: str) -> Tier:
-    """Return the tier of a store, not yet opened; nothing is made."""
+    """The tier of a store, not yet opened; nothing is made."""
     if url.startswith("memory://"):
         raise ValueError("memory:// is the memory of one process: ask the server that has it, http://host:port")
     path = disk_path(url)
@@ -74,8 +91,7 @@ def _tier_at(url: str) -> Tier:
 
 
 @contextmanager
-def opened(tier: Tier, action: Callable[[], None]) -> Iterator[Tier]:
-    """Open a tier by `action` for the time of the `with`. ValueError if it can't be used."""
+def _opened(tier: Tier, action: Callable[[], None]) -> Iterator[Tier]:
     try:
         action()
         yield tier
@@ -83,6 +99,39 @@ def opened(tier: Tier, action: Callable[[], None]) -> Iterator[Tier]:
         raise ValueError(str(error)) from error
     finally:
         tier.close()
+
+
+def read_header(tier: Tier, object_id: ObjectId) -> StoredObject | None:
+    """Read and verify header and section table alone. None and CorruptPayload as in `read_object`."""
+    buffer = memoryview(bytearray(_HEAD_BYTES))
+    size = tier.get_into(object_id, buffer)
+    if size == len(buffer) < (needed := header_and_table_bytes(buffer)):
+        buffer = memoryview(bytearray(needed))
+        size = tier.get_into(object_id, buffer)
+    if size is None:
+        return None
+    stored = parse_header(buffer[:size])
+    if stored.meta.id.key != object_id.key:
+        raise CorruptPayload(f"asked for {object_id}, the bytes are those of {stored.meta.id}")
+    return stored
+
+
+def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:
+    """Read an object and verify all of it. None if it is absent; CorruptPayload if it is not what its key says.
+
+    Its namespace may be another: servers store a tenant's objects under a hash of the tenant and the namespace.
+    """
+    header = read_header(tier, object_id)
+    if header is None:
+        return None
+    # One byte more than it says, so that what is too long shows.
+    buffer = bytearray(header.object_bytes + 1)
+    size = tier.get_into(object_id, memoryview(buffer))
+    if size is None:
+        return None
+    stored = parse_object(memoryview(buffer)[:size], header.meta.id)
+    stored.sections()
+    return stored
 
 
 class ObjectRow(msgspec.Struct, frozen=True):
@@ -102,8 +151,8 @@ class ObjectRow(msgspec.Struct, frozen=True):
     quality: float = 0.0
 
 
-def listed(tier: Tier, namespace: str = "", order: str = "use") -> list[ObjectInfo]:
-    """Return what a store lists of namespaces that begin so: newest use, largest or smallest key first."""
+def listed(tier: Tier, namespace: str = "", order: Literal["use", "size", "key"] = "use") -> list[ObjectInfo]:
+    """List objects of namespaces that begin so: newest use, largest or smallest key first."""
     infos = [info for info in tier.objects() if info.id.namespace.hex().startswith(namespace.lower())]
     orders: dict[str, Callable[[ObjectInfo], tuple[object, ...]]] = {
         "use": lambda info: (-info.last_use_s, info.id),
@@ -136,8 +185,7 @@ def _row(tier: Tier, now_s: float, is_verified: bool, info: ObjectInfo) -> Objec
         # It holds no tokens of its own.
         return plain(NOTES[stored.codec_id], stored.codec_id, 0, 0, 0, info.size, age_s, "")
     meta, profile = stored.meta, stored.profile.hex() if stored.profile else ""
-    layout = meta.layout
-    sizes = (layout.tokens, layout.raw_bytes, info.size)
+    sizes = (meta.layout.tokens, meta.layout.raw_bytes, info.size)
     return plain(meta.model, stored.codec_id, meta.start, *sizes, age_s, "", profile, stored.quality)
 
 
@@ -171,20 +219,18 @@ def stats(
     summary = [_namespace_row(name, members) for name, members in sorted(groups.items())]
     problems = sum(1 for row in rows if row.problem)
     total = sum(info.size for info in infos)
-    if as_json:
-        counts = {"objects": len(infos), "looked_into": len(rows), "stored_bytes": total, "problems": problems}
-        emit_json({"store": url, **counts, "rows": summary})
-        return
-    table = narrow_table("namespace", "model", "codec", ">blocks", ">tokens", ">stored", ">ratio")
-    for item in summary:
-        figures = (str(item.objects), str(item.tokens), format_bytes(item.stored_bytes), f"{item.ratio:.2f}")
-        table.add_row(item.namespace[:12], escape(item.model), escape(item.codec), *figures)
-    CONSOLE.print(table)
-    CONSOLE.print(f"{len(infos)} objects, {format_bytes(total)}")
+    counts = {"objects": len(infos), "looked_into": len(rows), "stored_bytes": total, "problems": problems}
+    columns = ("namespace", "model", "codec", ">blocks", ">tokens", ">stored", ">ratio")
+    shown = []
+    for each in summary:
+        figures = (str(each.objects), str(each.tokens), format_bytes(each.stored_bytes), f"{each.ratio:.2f}")
+        shown.append((each.namespace[:12], each.model, each.codec, *figures))
+    lines = [f"{len(infos)} objects, {format_bytes(total)}"]
     if len(rows) < len(infos):
-        CONSOLE.print(f"The table counts the {len(rows)} used last; --limit 0 for all.")
+        lines.append(f"The table counts the {len(rows)} used last; --limit 0 for all.")
     if problems:
-        CONSOLE.print(f"{problems} objects can't be read; `kvtide ls` names them.")
+        lines.append(f"{problems} objects can't be read; `kvtide ls` names them.")
+    say({"store": url, **counts, "rows": summary}, as_json, narrow_table(columns, shown), *lines)
 
 
 def _namespace_row(name: tuple[str, str, str], members: list[ObjectRow]) -> NamespaceRow:
@@ -207,21 +253,16 @@ def ls(
     with looking_at(url) as tier:
         infos = listed(tier, namespace, order)
         rows = rows_of(tier, infos[: limit or None], verify)
-    if as_json:
-        emit_json({"store": url, "objects": len(infos), "rows": rows})
-        return
-    table = narrow_table("namespace", "key", "tokens", "codec", ">stored", ">used")
+    shown = []
     for row in rows:
         span = f"[{row.start}, {row.start + row.tokens})" if row.tokens else ""
-        kind = "broken" if row.problem else escape(row.codec)
-        names = (row.namespace[:8], row.key[:16], escape(span), kind)
-        table.add_row(*names, format_bytes(row.stored_bytes), format_age(row.age_s))
-    CONSOLE.print(table)
-    for row in rows:
-        if row.problem:
-            CONSOLE.print(f"{row.key[:16]}: {escape(row.problem)}")
+        names = (row.namespace[:8], row.key[:16], span, "broken" if row.problem else row.codec)
+        shown.append((*names, format_bytes(row.stored_bytes), format_age(row.age_s)))
+    table = narrow_table(("namespace", "key", "tokens", "codec", ">stored", ">used"), shown)
+    lines = [f"{row.key[:16]}: {escape(row.problem)}" for row in rows if row.problem]
     if len(rows) < len(infos):
-        CONSOLE.print(f"{len(rows)} of {len(infos)} objects; --limit 0 for all, --sort for others first.")
+        lines.append(f"{len(rows)} of {len(infos)} objects; --limit 0 for all, --sort for others first.")
+    say({"store": url, "objects": len(infos), "rows": rows}, as_json, table, *lines)
 
 
 def rm(
@@ -250,10 +291,8 @@ def rm(
             matches = everything or any(name.startswith(prefix) for name in names for prefix in chosen)
             if matches and tier.delete(info.id, "removed"):
                 removed.append(info.size)
-    if as_json:
-        emit_json({"store": url, "removed": len(removed), "removed_bytes": sum(removed)})
-    else:
-        CONSOLE.print(f"removed {len(removed)} objects, {format_bytes(sum(removed))}")
+    line = f"removed {len(removed)} objects, {format_bytes(sum(removed))}"
+    say({"store": url, "removed": len(removed), "removed_bytes": sum(removed)}, as_json, line)
 
 
 def _agreed(objects: int, size: int, url: str, as_json: bool) -> bool:
@@ -261,3 +300,105 @@ def _agreed(objects: int, size: int, url: str, as_json: bool) -> bool:
     if as_json or not sys.stdin.isatty():
         raise ValueError(f"--all would remove {objects} objects and nobody can be asked: add --yes")
     return typer.confirm(f"Remove all {objects} objects, {format_bytes(size)}, of {url}?")
+
+
+class PingRow(msgspec.Struct, frozen=True):
+    """An engine that prefills so fast, and the shortest prefix that is loaded faster; None: no prefix is."""
+
+    prefill_tokens_s: float
+    pays_from_tokens: int | None
+
+
+class PingResult(msgspec.Struct, frozen=True):
+    """The measured times and rates; None where nothing is stored that could be read."""
+
+    store: str
+    round_trip_s: float
+    round_trip_spread_s: tuple[float, float]
+    objects_read: int
+    read_bytes: int
+    bytes_s: float | None
+    bytes_a_token: float | None
+    tokens_s: float | None
+    rows: list[PingRow]
+
+
+def ping(
+    url: Annotated[str, typer.Argument(help="A store's URL or folder.")],
+    tries: Annotated[int, typer.Option("--tries", min=1, max=1000)] = 20,
+    prefill: Annotated[
+        list[float] | None, typer.Option("--prefill-tokens-s", help="Speed of your engine; several times.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure round trip and rate of a store, and say from which prefix length on loading pays. Stores nothing."""
+    if any(not each > 0 for each in prefill or ()):
+        raise ValueError("an engine's speed is positive")
+    with looking_at(url) as tier:
+        found = _measured(url, tier, tries, prefill or PREFILLS, SystemClock())
+    trip, low, high = (f"{seconds * 1e3:.3g} ms" for seconds in (found.round_trip_s, *found.round_trip_spread_s))
+    shown: list[object] = [f"round trip {trip}, {tries} times, {low} to {high}"]
+    if found.bytes_s is None or found.bytes_a_token is None or found.tokens_s is None:
+        shown.append("rate unknown: no block can be read there yet; store a prompt and ping again")
+    else:
+        read = f"{found.objects_read} objects, {format_bytes(found.read_bytes)}"
+        rows = [
+            (
+                f"{row.prefill_tokens_s:,.0f} tokens/s",
+                "never" if row.pays_from_tokens is None else f"{row.pays_from_tokens:,} tokens",
+            )
+            for row in found.rows
+        ]
+        shown += [
+            f"rate {format_bytes(found.bytes_s)}/s, one reader: {read}",
+            f"its blocks have {format_bytes(found.bytes_a_token)} a token: {found.tokens_s:,.0f} tokens/s",
+            narrow_table((">engine prefills", ">loading pays from"), rows),
+            "Decoding is not counted; engines measure it and decide for each load.",
+        ]
+    say(found, as_json, *shown)
+
+
+def _measured(url: str, tier: Tier, tries: int, prefills: Sequence[float], clock: Clock) -> PingResult:
+    def asked_s() -> float:
+        started_s = clock.monotonic_s()
+        tier.contains(ObjectId(Namespace(os.urandom(32)), BlockKey(os.urandom(32))))
+        return clock.monotonic_s() - started_s
+
+    # The first one connects.
+    asked_s()
+    times = [asked_s() for _ in range(tries)]
+    infos = listed(tier, order="size")[:OBJECTS_MAX]
+    blocks = [row for row in rows_of(tier, infos) if row.tokens]
+    read = _read(tier, infos, clock) if blocks else _Read(0, 0, 0.0)
+    bytes_s = read.size / read.took_s if read.took_s else None
+    bytes_a_token = sum(row.stored_bytes for row in blocks) / sum(row.tokens for row in blocks) if blocks else None
+    tokens_s = bytes_s / bytes_a_token if bytes_s and bytes_a_token else None
+    trip_s = statistics.median(times)
+    block_tokens = max((row.tokens for row in blocks), default=1)
+    rows = [PingRow(each, pays_from(trip_s, tokens_s, each, block_tokens)) for each in prefills] if tokens_s else []
+    spread = (min(times), max(times))
+    return PingResult(url, trip_s, spread, read.objects, read.size, bytes_s, bytes_a_token, tokens_s, rows)
+
+
+class _Read(NamedTuple):
+    objects: int
+    size: int
+    took_s: float
+
+
+def _read(tier: Tier, infos: Sequence[ObjectInfo], clock: Clock) -> _Read:
+    buffer = memoryview(bytearray(max(info.size for info in infos)))
+    objects = size = 0
+    started_s = clock.monotonic_s()
+    for info in infos:
+        came = tier.get_into(info.id, buffer)
+        objects, size = objects + (came is not None), size + (came or 0)
+        if clock.monotonic_s() - started_s > READ_S_MAX:
+            break
+    return _Read(objects, size, clock.monotonic_s() - started_s)
+
+
+def pays_from(round_trip_s: float, load_tokens_s: float, prefill_tokens_s: float, block_tokens: int) -> int | None:
+    """The shortest prefix, in whole blocks, that loads, round trip included, before it is computed; None if none."""
+    saved_s = 1 / prefill_tokens_s - 1 / load_tokens_s
+    return (math.floor(round_trip_s / saved_s / block_tokens) + 1) * block_tokens if saved_s > 0 else None
