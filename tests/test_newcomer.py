@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import newcomer
+import wheel
 
 FENCE = "```"
 BLOCKS = {page: list(newcomer.blocks_of(page.read_text(encoding="utf-8"))) for page in newcomer.PAGES}
@@ -54,3 +56,14 @@ def test_skipped_block_is_not_run_but_its_commands_have_to_exist(tmp_path: Path)
     assert block.skip == "needs a moon"
     assert list(newcomer.run_problems(page)) == []
     assert list(newcomer.still_problems(page)) == ["line 1: kvtide ls: no option --moon"]
+
+
+def test_readmes_example_finds_in_its_second_run_what_the_first_stored(
+    tiny_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    input_ids = torch.randint(1, 256, (1, 600), generator=torch.Generator().manual_seed(1))
+    for said in ("0 tokens came", "512 tokens came"):
+        exec(wheel.readme_example(tmp_path), {"model": tiny_model, "input_ids": input_ids})
+        assert said in capsys.readouterr().out

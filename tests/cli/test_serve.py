@@ -1,58 +1,32 @@
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.servers import ServerProcess
+from tests.cli.test_cli import refused
 
 from kvtide.clock import SystemClock
-from kvtide.server.auth import token_digest
 from kvtide.server.settings import read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.tier import http_tier
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvtide.cli", *arguments], capture_output=True, text=True, check=False, timeout=60
-    )
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "words",
     [
-        ("--listen", "nowhere"),
-        ("--listen", "0.0.0.0:7421"),
-        ("--listen", "203.0.113.1:7421", "--open-to-all"),
-        ("--tier", "ftp://x"),
-        ("--config", "/absent.toml"),
+        "--listen nowhere",
+        "--listen 0.0.0.0:7421",
+        "--listen 203.0.113.1:7421 --open-to-all",
+        "--tier ftp://x",
+        "--config /absent.toml",
     ],
 )
-def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...]) -> None:
-    ran = run("serve", *arguments)
-    assert ran.returncode == 2
-    assert ran.stderr.count("\n") == 1 and "Traceback" not in ran.stderr
-
-
-def test_server_is_warm_after_a_restart(tmp_path: Path) -> None:
-    for is_first in (True, False):
-        server = ServerProcess("--tier", "memory://", "--tier", f"disk://{tmp_path}")
-        tier = http_tier(server.url, SystemClock())
-        tier.open()
-        assert tier.contains(object_id(1)) is not is_first
-        assert tier.put_from(object_id(1), object_bytes(1))
-        tier.close()
-        assert server.terminate() == 0
-
-
-def test_token_goes_with_its_digest() -> None:
-    found = re.fullmatch(r"token        = (\S{43})\ntoken_sha256 = ([0-9a-f]{64})\n", run("token").stdout)
-    assert found and token_digest(found[1]) == found[2]
+def test_bad_arguments_are_one_line(words: str) -> None:
+    refused("serve", *words.split())
 
 
 def test_example_configuration_is_valid() -> None:

@@ -189,7 +189,7 @@ def kept(folder: Path, url: str, size: int, limit: str) -> list[int]:
 
 
 @door("what leaves memory first")
-@pytest.mark.parametrize(("policy", "often_used"), [("lru", False), ("lfu", True)])
+@pytest.mark.parametrize(("policy", "often_used"), [("lru", False), ("mix", True)])
 def test_policy_says_what_leaves_memory(tmp_path: Path, policy: str, often_used: bool) -> None:
     found = kept(tmp_path, f"memory://?policy={policy}", 16_000, "memory_bytes_max = 70000")
     assert (1 in found, 8 in found, len(found) < 8) == (often_used, True, True)
@@ -202,7 +202,7 @@ def test_pool_lets_go_of_what_was_freed_first(tmp_path: Path) -> None:
 
 
 @door("what leaves the disk first")
-@pytest.mark.parametrize(("policy", "often_used"), [("lru", False), ("lfu", True)])
+@pytest.mark.parametrize(("policy", "often_used"), [("lru", False), ("mix", True)])
 def test_policy_says_what_leaves_the_disk(tmp_path: Path, policy: str, often_used: bool) -> None:
     found = kept(tmp_path, f"disk://{tmp_path / 'store'}?policy={policy}", 90_000, "disk_bytes_max = 400000")
     assert (1 in found, 8 in found, len(found) < 8) == (often_used, True, True)

@@ -156,7 +156,8 @@ def main() -> None:
             child = os.fork()
             if child == 0:
                 _tell(DemoWord(result=_run(job, *loaded)))
-                return
+                # Python would take two seconds to let go of torch.
+                os._exit(0)
         except ValueError as error:
             _tell(DemoWord(mistake=str(error)))
             return
