@@ -25,18 +25,12 @@ RAW_BYTES_MAX = 4 << 30
 class KVDtype(Enum):
     """Element type of a KV cache. The value is its name everywhere; `code` is what is stored (docs/format.md)."""
 
-    FLOAT32 = "float32", 1, 4
-    FLOAT16 = "float16", 2, 2
-    BFLOAT16 = "bfloat16", 3, 2
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
 
     code: int
     item_bytes: int
-
-    def __new__(cls, value: str, code: int, item_bytes: int) -> KVDtype:
-        """Make a member whose value is its name alone."""
-        dtype = object.__new__(cls)
-        dtype._value_, dtype.code, dtype.item_bytes = value, code, item_bytes
-        return dtype
 
     @classmethod
     def from_code(cls, code: int) -> KVDtype:
@@ -45,6 +39,11 @@ class KVDtype(Enum):
             if dtype.code == code:
                 return dtype
         raise ValueError(f"unknown KV dtype code {code}, expected one of {[dtype.code for dtype in cls]}")
+
+
+KVDtype.FLOAT32.code, KVDtype.FLOAT32.item_bytes = 1, 4
+KVDtype.FLOAT16.code, KVDtype.FLOAT16.item_bytes = 2, 2
+KVDtype.BFLOAT16.code, KVDtype.BFLOAT16.item_bytes = 3, 2
 
 
 @dataclass(frozen=True, slots=True)
