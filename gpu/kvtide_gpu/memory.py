@@ -1,7 +1,8 @@
-"""A device's memory for the cache's fastest tier: copied through pinned memory, a stream for each direction."""
+"""The cache's fastest tier, in a device's memory: copied through pinned memory, a stream for each direction."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,14 +10,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtide.errors import DeviceFault
+from kvtide.clock import Clock
+from kvtide.errors import DeviceFault, TierUnavailable
+from kvtide.evict import EvictionOrder
+from kvtide.tier.base import Buffer, IsPinned
 from kvtide.tier.buffers import copy_bytes
-from kvtide.tier.ram import DevicePiece
+from kvtide.tier.ram import FramedTier, Frames, Resident
+from kvtide.types import ObjectId
 from kvtide_gpu.kernels import Kernels, device_faults
+
+_log = logging.getLogger(__name__)
 
 # One part is copied by the device while another is filled or emptied by the processor.
 STAGE_BYTES = 4 << 20
 STAGES = 2
+
+
+class DevicePiece(NamedTuple):
+    """Bytes of this machine's, and where they lie in a room."""
+
+    start: int
+    host: memoryview
 
 
 class _Part(NamedTuple):
@@ -94,7 +108,7 @@ class _Direction:
 
 
 class _Room:
-    """See DeviceRoom."""
+    """Memory of a device. Safe to use from several threads, on different bytes. DeviceFault if the device fails."""
 
     def __init__(self, kernels: Kernels, size: int) -> None:
         with device_faults():
@@ -116,7 +130,7 @@ class _Room:
 
 
 class KernelMemory:
-    """Memory of the device that kernels run on. See `kvtide.tier.DeviceMemory`."""
+    """Memory of the device that kernels run on. See `kvtide.tier.base.DeviceMemory`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -124,6 +138,90 @@ class KernelMemory:
     def reserve(self, size: int) -> _Room:
         """Return room for so many bytes. DeviceFault if it can't be had."""
         return _Room(self._kernels, size)
+
+    def tier(self, bytes_max: int, clock: Clock, is_pinned: IsPinned, order: EvictionOrder) -> DeviceTier:
+        """Return a tier of so many bytes, not yet opened."""
+        return DeviceTier(bytes_max, clock, is_pinned, self, order)
+
+
+class _DeviceFrames(Frames):
+    def __init__(self, bytes_max: int, frame_bytes: int, device: KernelMemory) -> None:
+        super().__init__(bytes_max, frame_bytes)
+        self.room = device.reserve(self.frames * self.frame_bytes)
+
+    def pieces(self, resident: Resident, buffer: memoryview, offset: int = 0) -> list[DevicePiece]:
+        """Return where the bytes of an object from `offset` on lie, as many as the buffer holds."""
+        found, skip, left = [], offset, min(len(buffer), resident.size - offset)
+        for run in resident.runs:
+            start, stop = run.start * self.frame_bytes, run.stop * self.frame_bytes
+            size = min(max(0, stop - start - skip), left)
+            if size > 0:
+                found.append(DevicePiece(start + skip, buffer[:size]))
+                buffer, left = buffer[size:], left - size
+            skip = max(0, skip - (stop - start))
+        return found
+
+
+class DeviceTier(FramedTier[_DeviceFrames]):
+    """Keeps copies of objects in at most `bytes_max` of a device's memory; see FramedTier.
+
+    A device that fails is TierUnavailable for what was asked of it, and the tiers behind serve.
+    """
+
+    name = "device"
+
+    def __init__(
+        self,
+        bytes_max: int,
+        clock: Clock,
+        is_pinned: IsPinned,
+        device: KernelMemory,
+        order: EvictionOrder | None = None,
+        frame_bytes: int | None = None,
+    ) -> None:
+        super().__init__(bytes_max, clock, is_pinned, order, frame_bytes)
+        self._device = device
+
+    def _reserve(self) -> _DeviceFrames:
+        try:
+            return _DeviceFrames(self._bytes_max, self._frame_bytes, self._device)
+        except DeviceFault as error:
+            raise TierUnavailable(f"no {self._bytes_max} bytes of the device's memory: {error}") from error
+
+    def _give_up(self, frames: _DeviceFrames) -> None:
+        try:
+            frames.room.close()
+        except DeviceFault as error:
+            _log.warning("device tier: %s; its memory goes with the process", error)
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Copy the object's bytes from `offset` on into `buffer`."""
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        held = self._hold(object_id)
+        if held is None:
+            return None
+        try:
+            pieces = held.frames.pieces(held.resident, buffer, offset)
+            held.frames.room.read(pieces)
+            return sum(len(piece.host) for piece in pieces)
+        except DeviceFault as error:
+            raise TierUnavailable(f"{object_id} can't be read from the device: {error}") from error
+        finally:
+            self._let_go(held)
+
+    def _write(self, frames: _DeviceFrames, resident: Resident, buffer: Buffer) -> None:
+        try:
+            frames.room.write(frames.pieces(resident, memoryview(buffer)))
+        except DeviceFault as error:
+            raise TierUnavailable(f"{resident.size} bytes can't be written to the device: {error}") from error
+
+    def _copy_out(self, frames: _DeviceFrames, resident: Resident, buffer: memoryview) -> bool:
+        try:
+            frames.room.read(frames.pieces(resident, buffer))
+        except DeviceFault:
+            return False
+        return True
 
 
 def _parts(pieces: Sequence[DevicePiece]) -> Iterator[DevicePiece]:

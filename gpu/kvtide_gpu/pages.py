@@ -22,8 +22,8 @@ from kvtide.engines.paged import Captured, PagePool
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
+from kvtide.tier.base import DeviceMemory
 from kvtide.tier.breaker import Breaker
-from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
 from kvtide_gpu.codecs import BlockEncoder, DeviceCodec, DeviceDecoder
 from kvtide_gpu.kernels import Budget, CudaKernels, Kernels, device_faults

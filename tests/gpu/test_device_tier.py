@@ -16,10 +16,10 @@ from kvtide.evict import RankedOrder, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, stack_of, tiers_of
 from kvtide.tier.disk import DiskTier
-from kvtide.tier.ram import DeviceTier, MemoryTier
+from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide_gpu.kernels import Kernels
-from kvtide_gpu.memory import STAGE_BYTES, KernelMemory
+from kvtide_gpu.memory import STAGE_BYTES, DeviceTier, KernelMemory
 
 pytestmark = needs_compiler
 PAGE = 4096

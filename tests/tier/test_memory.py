@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -186,33 +185,3 @@ def test_heap_sees_uses_since_a_member_joined_and_forgets_who_left() -> None:
 def test_frame_that_is_no_page_is_refused(frame_bytes: int) -> None:
     with pytest.raises(ValueError, match="multiple"):
         MemoryTier(PAGE, ManualClock(0.0), lambda key: False, frame_bytes=frame_bytes)
-
-
-def test_memory_is_pinned_once_from_open_to_close() -> None:
-    events: list[str] = []
-
-    def pin(memory: memoryview) -> Callable[[], None]:
-        assert is_aligned(memory) and not memory.readonly
-        events.append(f"pin {len(memory)}")
-        return lambda: events.append("unpin")
-
-    tier = MemoryTier(8 * PAGE, ManualClock(), lambda key: False, pin=pin)
-    for _ in range(2):
-        tier.open()
-        tier.open()
-        assert tier.put_from(object_id(1), object_bytes(1))
-        tier.close()
-        tier.close()
-    assert events == [f"pin {8 * PAGE}", "unpin"] * 2
-
-
-def test_memory_that_cannot_be_pinned_serves_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(memory: memoryview) -> Callable[[], None]:
-        raise OSError("no GPU")
-
-    tier = MemoryTier(8 * PAGE, ManualClock(), lambda key: False, pin=refuse)
-    tier.open()
-    assert tier.put_from(object_id(1), object_bytes(1))
-    assert read_all(tier, 1) == object_bytes(1)
-    assert "not pinned" in caplog.text
-    tier.close()

@@ -35,7 +35,7 @@ from kvtide.types import Namespace, ObjectId, TierStats, wants_latest
 from kvtide.wire import object_bytes_max
 
 if TYPE_CHECKING:
-    from kvtide.tier.ram import DeviceMemory
+    from kvtide.tier.base import DeviceMemory
 
 _log = logging.getLogger(__name__)
 # What a judge knows is worth no longer wait for a store that is silent.

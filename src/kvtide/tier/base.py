@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable, WrongServer
-from kvtide.evict import Hint, States
+from kvtide.evict import EvictionOrder, Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
-__all__ = ["Buffer", "FilePart", "LentObject", "RangeRead", "Take", "Tier", "WrappedTier"]
+__all__ = ["Buffer", "DeviceMemory", "FilePart", "LentObject", "RangeRead", "Take", "Tier", "WrappedTier"]
 
 # Takes the next bytes of a range, valid during the call only; False if no more are wanted. Called with none while a
 # source waits, to be asked that.
@@ -225,6 +226,13 @@ class Tier:
 
     def check(self) -> None:
         """AssertionError if anything is lost or counted wrong. Call it while nobody uses the tier."""
+
+
+class DeviceMemory(Protocol):
+    """A device of the engine's that has memory to spare."""
+
+    def tier(self, bytes_max: int, clock: Clock, is_pinned: IsPinned, order: EvictionOrder) -> Tier:
+        """Return a tier of so many bytes in it, not yet opened."""
 
 
 class Observer(Protocol):

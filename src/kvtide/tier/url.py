@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -19,13 +20,12 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from kvtide.clock import Clock
 from kvtide.config import Limits
 from kvtide.evict import DEFAULT_POLICY, EvictionOrder, RankedOrder, Ranking, ScoreRanking, order_named
-from kvtide.tier.base import POOL_SCHEMES, IsPinned, Tier
+from kvtide.tier.base import POOL_SCHEMES, DeviceMemory, IsPinned, Tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 
 if TYPE_CHECKING:
     from kvtide.tier.http.records import RecordsClient
-    from kvtide.tier.ram import DeviceMemory
     from kvtide.tier.stack.invalidation import Invalidations
 
 _DEVICE = "device://"
@@ -71,10 +71,18 @@ def _open_plain(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> 
         # Without a policy segments go by age, and what was used in them since may stay.
         order = None if policy is None else order_named(policy, clock, limits.disk_bytes_max)
         return DiskTier(path, limits.disk_bytes_max, clock, is_pinned, order=order)
-    if parts.scheme not in _OPENERS:
-        expected = ", ".join(f"{known}://" for known in ("disk", *_OPENERS))
+    if parts.scheme == "memory":
+        return MemoryTier(
+            limits.memory_bytes_max, clock, is_pinned, _order_of(url, clock, limits.memory_bytes_max, None)
+        )
+    if parts.scheme not in _HOUSES:
+        expected = ", ".join(f"{known}://" for known in ("disk", "memory", *_HOUSES))
         raise ValueError(f"unknown store scheme {parts.scheme!r}, expected one of {expected}")
-    return _OPENERS[parts.scheme](url, limits, clock, is_pinned)
+    house, make = _HOUSES[parts.scheme]
+    # Its module is imported for a store that needs it.
+    with _needing(house):
+        tier: Tier = getattr(import_module(f"kvtide.tier.{house}"), make)(url, clock)
+    return tier
 
 
 def disk_path(url: str) -> Path | None:
@@ -162,11 +170,6 @@ def _takes_files(folder: Path) -> bool:
     return True
 
 
-def _memory(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    order = _order_of(url, clock, limits.memory_bytes_max, None)
-    return MemoryTier(limits.memory_bytes_max, clock, is_pinned, order)
-
-
 def _order_of(url: str, clock: Clock, bytes_max: int, ranking: Ranking | None) -> EvictionOrder:
     """Return the order of memory, of this machine or a device. ValueError for a URL that says more than a policy."""
     policy = _policy_of(url)
@@ -179,37 +182,6 @@ def _order_of(url: str, clock: Clock, bytes_max: int, ranking: Ranking | None) -
     return order_named(policy or DEFAULT_POLICY, clock, bytes_max)
 
 
-def _valkey(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    with _needing("valkey"):
-        from kvtide.tier.valkey import ValkeyTier
-    return ValkeyTier(url, clock)
-
-
-def _mooncake(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    from kvtide.tier.mooncake import MooncakeTier
-
-    with _needing("mooncake"):
-        return MooncakeTier(url, clock)
-
-
-def _s3(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    with _needing("s3"):
-        from kvtide.tier.s3 import S3Tier
-    return S3Tier(url, clock)
-
-
-def _http(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    from kvtide.tier.http import http_tier
-
-    return http_tier(url, clock)
-
-
-def _pool(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    from kvtide.tier.pool import pool_tier
-
-    return pool_tier(url, clock)
-
-
 @contextmanager
 def _needing(extra: str) -> Iterator[None]:
     """Turn an import that fails for want of an optional package into advice."""
@@ -219,13 +191,13 @@ def _needing(extra: str) -> Iterator[None]:
         raise ValueError(f"this store needs {error.name}: pip install 'kvtide[{extra}]'") from error
 
 
-_OPENERS: dict[str, Callable[[str, Limits, Clock, IsPinned], Tier]] = {
-    "memory": _memory,
-    **dict.fromkeys(("http", "https", "http+unix"), _http),
-    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), _valkey),
-    "mooncake": _mooncake,
-    **dict.fromkeys(("s3", "gs", "az"), _s3),
-    **dict.fromkeys(POOL_SCHEMES, _pool),
+# Modules by scheme, which are also the names of the extras that they may need, and what makes a tier there.
+_HOUSES = {
+    **dict.fromkeys(("http", "https", "http+unix"), ("http", "http_tier")),
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), ("valkey", "ValkeyTier")),
+    "mooncake": ("mooncake", "MooncakeTier"),
+    **dict.fromkeys(("s3", "gs", "az"), ("s3", "S3Tier")),
+    **dict.fromkeys(POOL_SCHEMES, ("pool", "pool_tier")),
 }
 
 
@@ -281,10 +253,8 @@ def tiers_of(
         if url.startswith(_DEVICE):
             if device is None:
                 raise ValueError("device:// is for engines that hand a device's memory to the cache")
-            from kvtide.tier.ram import DeviceTier
-
             order = _order_of(url, clock, limits.device_bytes_max, ranking)
-            tiers.append(DeviceTier(limits.device_bytes_max, clock, is_pinned, device, order))
+            tiers.append(device.tier(limits.device_bytes_max, clock, is_pinned, order))
         elif url.startswith(_MEMORY):
             order = _order_of(url, clock, limits.memory_bytes_max, ranking)
             tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, order))

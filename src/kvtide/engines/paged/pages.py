@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec, LayeredCodec, sections_by_layer
+from kvtide.tier.base import DeviceMemory
 from kvtide.tier.buffers import recycled_buffer
-from kvtide.tier.ram import DeviceMemory
 from kvtide.types import Section
 
 Cells = NDArray[Any]

@@ -48,7 +48,7 @@ from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats
 from kvtide.engines.vllm.watch import SchedulerWatch
 from kvtide.group import ALL_ROWS, state_every
 from kvtide.store import Cache, Moves, cache_for, profile_name
-from kvtide.tier.ram import DeviceMemory
+from kvtide.tier.base import DeviceMemory
 
 # The scheduler half only asks; what it would keep in memory is of no use to the workers.
 ASKING_MEMORY_BYTES = 1 << 20

@@ -1,5 +1,5 @@
-"""Objects in memory: this machine's, or a device's that an engine hands in."""
+"""Objects in memory, in frames."""
 
-from kvtide.tier.ram.memory import DeviceMemory, DevicePiece, DeviceTier, MemoryTier
+from kvtide.tier.ram.memory import FramedTier, Frames, MemoryTier, Resident
 
-__all__ = ["DeviceMemory", "DevicePiece", "DeviceTier", "MemoryTier"]
+__all__ = ["FramedTier", "Frames", "MemoryTier", "Resident"]

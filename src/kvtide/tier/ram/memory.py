@@ -11,10 +11,10 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvtide.clock import Clock
-from kvtide.errors import DeviceFault, TierFull, TierUnavailable
+from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict import EvictionOrder, Hint, RankedOrder, States
 from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved, Removals, Tier
 from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer, copy_bytes, touch
@@ -178,9 +178,8 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
     def _reserve(self) -> FramesT:
         """Return frames. TierUnavailable if they can't be had."""
 
-    @abstractmethod
     def _give_up(self, frames: FramesT) -> None:
-        """Give the frames back, which may still be read."""
+        """Give the frames back, which may still be read; by default with the last who reads them."""
 
     @abstractmethod
     def _write(self, frames: FramesT, resident: Resident, buffer: Buffer) -> None:
@@ -382,55 +381,25 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
 
 _log = logging.getLogger(__name__)
 
-# Locks memory for fast transfers to a GPU and returns what takes that back. OSError if it can't be locked.
-Pin = Callable[[memoryview], Callable[[], None]]
-
 
 class MemoryTier(FramedTier[Arena]):
-    """Keeps copies of objects in at most `bytes_max`; see FramedTier.
-
-    `pin` is given all of the memory once at `open`; what it can't lock serves as ordinary memory.
-    """
+    """Keeps copies of objects in at most `bytes_max`; see FramedTier."""
 
     name = "memory"
     can_lend = True
 
-    def __init__(
-        self,
-        bytes_max: int,
-        clock: Clock,
-        is_pinned: IsPinned,
-        order: EvictionOrder | None = None,
-        frame_bytes: int | None = None,
-        pin: Pin | None = None,
-    ) -> None:
-        super().__init__(bytes_max, clock, is_pinned, order, frame_bytes)
-        self._pin = pin
-        self._unpin: Callable[[], None] | None = None
-
     def _reserve(self) -> Arena:
-        # The system gives the memory as it is first used, or at once if it is pinned.
+        # The system gives the memory as it is first used.
         try:
-            arena = Arena(self._bytes_max, self._frame_bytes)
+            return Arena(self._bytes_max, self._frame_bytes)
         except (OSError, MemoryError, OverflowError) as error:
             raise TierUnavailable(f"no {self._bytes_max} bytes of memory to reserve: {error}") from error
-        if self._pin is not None:
-            try:
-                self._unpin = self._pin(arena.memory)
-            except OSError as error:
-                _log.warning("memory tier: %s; its memory is not pinned", error)
-        return arena
 
     def touch(self, bytes_max: int, is_wanted: Callable[[], bool]) -> None:
         """Have the system give up to `bytes_max` of the memory now, as long as `is_wanted`."""
         frames = self._frames
         if frames is not None:
             touch(frames.memory[:bytes_max], is_wanted)
-
-    def _give_up(self, frames: Arena) -> None:
-        if self._unpin is not None:
-            self._unpin()
-        self._unpin = None
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Copy the object's bytes from `offset` on into `buffer`."""
@@ -495,110 +464,3 @@ def _joined(views: Sequence[memoryview], size: int) -> bytes:
         parts.append(bytes(view[:size]))
         size -= len(view)
     return b"".join(parts)
-
-
-class DevicePiece(NamedTuple):
-    """Bytes of this machine's, and where they lie in a room."""
-
-    start: int
-    host: memoryview
-
-
-class DeviceRoom(Protocol):
-    """Memory of a device. Safe to use from several threads, on different bytes. DeviceFault if the device fails."""
-
-    def write(self, pieces: Sequence[DevicePiece]) -> None:
-        """Copy to the device. Done on return."""
-
-    def read(self, pieces: Sequence[DevicePiece]) -> None:
-        """Copy from the device. Done on return."""
-
-    def close(self) -> None:
-        """Give the memory back once nothing is under way. Idempotent."""
-
-
-class DeviceMemory(Protocol):
-    """A device that has memory to spare."""
-
-    def reserve(self, size: int) -> DeviceRoom:
-        """Return room for so many bytes. DeviceFault if it can't be had."""
-
-
-class _DeviceFrames(Frames):
-    def __init__(self, bytes_max: int, frame_bytes: int, device: DeviceMemory) -> None:
-        super().__init__(bytes_max, frame_bytes)
-        self.room = device.reserve(self.frames * self.frame_bytes)
-
-    def pieces(self, resident: Resident, buffer: memoryview, offset: int = 0) -> list[DevicePiece]:
-        """Return where the bytes of an object from `offset` on lie, as many as the buffer holds."""
-        found, skip, left = [], offset, min(len(buffer), resident.size - offset)
-        for run in resident.runs:
-            start, stop = run.start * self.frame_bytes, run.stop * self.frame_bytes
-            size = min(max(0, stop - start - skip), left)
-            if size > 0:
-                found.append(DevicePiece(start + skip, buffer[:size]))
-                buffer, left = buffer[size:], left - size
-            skip = max(0, skip - (stop - start))
-        return found
-
-
-class DeviceTier(FramedTier[_DeviceFrames]):
-    """Keeps copies of objects in at most `bytes_max` of a device's memory; see FramedTier.
-
-    A device that fails is TierUnavailable for what was asked of it, and the tiers behind serve.
-    """
-
-    name = "device"
-
-    def __init__(
-        self,
-        bytes_max: int,
-        clock: Clock,
-        is_pinned: IsPinned,
-        device: DeviceMemory,
-        order: EvictionOrder | None = None,
-        frame_bytes: int | None = None,
-    ) -> None:
-        super().__init__(bytes_max, clock, is_pinned, order, frame_bytes)
-        self._device = device
-
-    def _reserve(self) -> _DeviceFrames:
-        try:
-            return _DeviceFrames(self._bytes_max, self._frame_bytes, self._device)
-        except DeviceFault as error:
-            raise TierUnavailable(f"no {self._bytes_max} bytes of the device's memory: {error}") from error
-
-    def _give_up(self, frames: _DeviceFrames) -> None:
-        try:
-            frames.room.close()
-        except DeviceFault as error:
-            _log.warning("device tier: %s; its memory goes with the process", error)
-
-    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Copy the object's bytes from `offset` on into `buffer`."""
-        if offset < 0:
-            raise ValueError(f"offset must not be negative, got {offset}")
-        held = self._hold(object_id)
-        if held is None:
-            return None
-        try:
-            pieces = held.frames.pieces(held.resident, buffer, offset)
-            held.frames.room.read(pieces)
-            return sum(len(piece.host) for piece in pieces)
-        except DeviceFault as error:
-            raise TierUnavailable(f"{object_id} can't be read from the device: {error}") from error
-        finally:
-            self._let_go(held)
-
-    def _write(self, frames: _DeviceFrames, resident: Resident, buffer: Buffer) -> None:
-        try:
-            frames.room.write(frames.pieces(resident, memoryview(buffer)))
-        except DeviceFault as error:
-            raise TierUnavailable(f"{resident.size} bytes can't be written to the device: {error}") from error
-
-    def _copy_out(self, frames: _DeviceFrames, resident: Resident, buffer: memoryview) -> bool:
-        try:
-            frames.room.read(frames.pieces(resident, buffer))
-        except DeviceFault:
-            return False
-        return True
