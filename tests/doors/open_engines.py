@@ -125,9 +125,6 @@ found by name, in vLLM | "kv_connector": "KVTideConnector" | docs/vllm.md: Quick
     tests/vllm/test_home.py::test_second_process_restores_by_the_short_name_and_is_seen
 routers hear of blocks, from vLLM | --kv-events-config BlockStored BlockRemoved | @came | @real-vllm | OURS
     tests/vllm/test_home.py::test_subscriber_of_kv_events_hears_of_restored_and_of_stored_blocks
-spans of look-ups, loads and stores, in vLLM | --otlp-traces-endpoint kvtide.lookup kvtide.load kvtide.store | @came
-    OpenTelemetry's own package, in memory | OURS
-    tests/vllm/test_spans.py::test_span_has_its_parent_its_duration_and_its_values
 agents' hints, in vLLM | agent_hint session retain_s priority is_last | @request | @real-vllm | OURS
     tests/vllm/test_home.py::test_agent_s_hint_reaches_the_tiers_and_bad_ones_fail_nothing
 prefetch of a prompt that comes next, in vLLM | "agent_hint": {"prefetch": [token ids]} | @request | @toy | OURS

@@ -291,7 +291,7 @@ def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytes
     connector: Any = object.__new__(module.KVTideConnector)
     connector._settings, connector._codec = ConnectorSettings.parse(options), "cachegen"
     connector._model, connector._vllm_config, connector._clock = SimpleNamespace(label="", slots=None), None, None
-    connector._tells_events, connector._profiles = False, []
+    connector._tells_events, connector._registry = False, None
     pool = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
     monkeypatch.setattr(module, "page_pools", lambda *args: (pool, None))
     cache = SimpleNamespace(open=list, tiers=SimpleNamespace(tier_names=()))
@@ -357,7 +357,7 @@ def test_fault_in_counting_or_tracing_fails_no_request() -> None:
 
 def _names(request: Any, tokens: int = 12) -> list[Any]:
     from kvtide.engines.paged.sequence import TrackedSequence
-    from kvtide.engines.vllm.request import ServedRequest
+    from kvtide.engines.vllm.model import ServedRequest
     from kvtide.types import Namespace
 
     served = ServedRequest.of(request)
@@ -391,7 +391,7 @@ def test_embeddings_are_part_of_the_names() -> None:
 
 
 def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> None:
-    from kvtide.engines.vllm.request import ServedRequest
+    from kvtide.engines.vllm.model import ServedRequest
 
     def salt(folder: str, weights: bytes, rank: int) -> bytes:
         path = tmp_path / folder
@@ -411,7 +411,7 @@ def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("changes", [{"pooling_params": 1}, {"resumable": True}])
 def test_request_whose_blocks_have_no_names_is_left_alone(changes: dict[str, Any]) -> None:
-    from kvtide.engines.vllm.request import ServedRequest
+    from kvtide.engines.vllm.model import ServedRequest
 
     assert ServedRequest.of(_request(**changes)) is None
 

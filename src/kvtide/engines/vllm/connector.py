@@ -41,9 +41,8 @@ from kvtide.engines.paged import (
     join_pages,
 )
 from kvtide.engines.settings import ConnectorSettings
-from kvtide.engines.vllm.model import check_policy, profile_fingerprint, served_model
+from kvtide.engines.vllm.model import ServedRequest, check_policy, profile_fingerprint, served_model
 from kvtide.engines.vllm.pages import page_pools
-from kvtide.engines.vllm.request import ServedRequest
 from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats
 from kvtide.engines.vllm.watch import SchedulerWatch
 from kvtide.group import ALL_ROWS, state_every
@@ -83,27 +82,25 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         if role is KVConnectorRole.WORKER:
             check_policy(get_current_vllm_config_or_none())
-        self._settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._settings.check_device(vllm_config.device_config.device_type)
+        self._settings = settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        device = vllm_config.device_config.device_type
+        settings.check_device(device)
         self._clock = SystemClock()
-        self._profiles = self._settings.read_profiles()
-        registry = CodecRegistry(self._profiles)
-        self._model = served_model(
-            vllm_config, kv_cache_config, self._settings, registry.make(self._settings.codec).is_lossless
-        )
+        self._registry = CodecRegistry(settings.read_profiles())
+        is_exact = self._registry.make(settings.codec).is_lossless
+        self._model = served_model(vllm_config, kv_cache_config, settings, is_exact)
         # Where there are several groups their rows are one block, and need the profile of such.
         shape = ProfileShape(self._model.layout, "" if self._model.slots is None else ALL_ROWS)
-        self._codec = registry.make_by_group(self._settings.codec, [shape])
+        self._codec = self._registry.make_by_group(settings.codec, [shape])
         self._layers = {name: position for position, name in enumerate(self._model.layer_names)}
         # Layers that come in turn are worth waiting for where they come from this machine and into its memory.
-        has_layers = isinstance(self._codec, LayeredCodec) and vllm_config.device_config.device_type == "cpu"
-        self._may_load_in_step = self._settings.is_local and has_layers
-        self._requests: dict[str, ServedRequest] = {}
-        self._worker: WorkerHalf | None = None
-        self._outcome = LoadOutcome(set(), set(), set())
+        self._may_load_in_step = settings.is_local and isinstance(self._codec, LayeredCodec) and device == "cpu"
         events = vllm_config.kv_events_config
         self._tells_events = events is not None and events.enable_kv_cache_events
+        self._requests: dict[str, ServedRequest] = {}
+        self._worker: WorkerHalf | None = None
         self._cache_counts: CacheCounts | None = None
+        self._outcome = LoadOutcome(set(), set(), set())
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_half()
@@ -111,7 +108,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: a block that is not stored is a future miss."""
+        """False: a block that is not stored is a future miss."""
         return False
 
     def _cache(
@@ -121,8 +118,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         device: DeviceMemory | None = None,
         moves: Moves | None = None,
     ) -> Cache:
-        registry = CodecRegistry(self._profiles)
-        cache = cache_for(self._settings.store, codec, registry, limits, self._clock, device=device)
+        cache = cache_for(self._settings.store, codec, self._registry, limits, self._clock, device=device)
         cache.moves = moves
         cache.open()
         return cache
@@ -130,25 +126,20 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # The scheduler's side
 
     def _scheduler_half(self) -> SchedulerHalf:
+        settings, layout, states = self._settings, self._model.layout, self._model.states
+        state_every_tokens = settings.state_every_tokens
+        if states is not None and not state_every_tokens:
+            state_every_tokens = state_every(states.layout.raw_bytes, layout.raw_bytes / layout.tokens)
         return SchedulerHalf(
-            self._cache(self._codec, replace(self._settings.limits(), memory_bytes_max=ASKING_MEMORY_BYTES)),
+            self._cache(self._codec, replace(settings.limits(), memory_bytes_max=ASKING_MEMORY_BYTES)),
             self._model.namespaces,
-            self._model.layout.tokens,
+            layout.tokens,
             self._model.page_tokens,
             self._clock,
-            self._settings.match_s_max,
-            self._state_every_tokens(),
+            settings.match_s_max,
+            state_every_tokens,
             self._model.is_drafted,
-            self._settings.tail_tokens,
-        )
-
-    def _state_every_tokens(self) -> int:
-        """Return how often states are kept: as the settings say, or as their size beside the other layers' does."""
-        states, layout = self._model.states, self._model.layout
-        if states is None:
-            return 0
-        return self._settings.state_every_tokens or state_every(
-            states.layout.raw_bytes, layout.raw_bytes / layout.tokens
+            settings.tail_tokens,
         )
 
     def _scheduler_watch(self, cache: Cache) -> SchedulerWatch:
@@ -162,9 +153,20 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def scheduler(self) -> SchedulerHalf:
-        """Return the scheduler half; only in the scheduler's process."""
+        """The scheduler half; only in the scheduler's process."""
         assert self._scheduler is not None
         return self._scheduler
+
+    def _tell(self, action: Callable[..., None], *words: Any) -> None:
+        """Tell the watch what happens; a fault in it is no request's."""
+        self.scheduler.cache.guarded("count and announce", partial(action, *words), None)
+
+    def on_new_request(self, request: Any) -> None:
+        """Remember the request: its tokens are needed when its blocks fill."""
+        served = self.scheduler.cache.guarded("name the request's blocks", partial(ServedRequest.of, request), None)
+        if served is not None:
+            self._requests[request.request_id] = served
+            self._tell(self._watch.options, self._settings.request_options(request.kv_transfer_params))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load after the computed ones, None to be asked again, and whether between steps."""
@@ -179,12 +181,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._tell(self._watch.answered, request, num_computed_tokens, tokens)
         return tokens, bool(tokens) and not self._is_in_step()
 
-    def _tell(self, action: Callable[..., None], *words: Any) -> None:
-        """Tell the watch what happens; a fault in it is no request's."""
-        self.scheduler.cache.guarded("count and announce", partial(action, *words), None)
-
     def _is_in_step(self) -> bool:
-        """Tell whether a load that is ordered now is for the step itself: there, nobody else would wait for it."""
+        """True if a load that is ordered now is for the step itself: there, nobody else would wait for it."""
         if self._model.slots is not None:
             return False
         is_alone = self._may_load_in_step and len(self._requests) == 1 and self._settings.start_within_s is None
@@ -196,12 +194,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             pages = self._joined(blocks.get_block_ids())
             self.scheduler.allocated(request.request_id, pages, num_external_tokens, self._is_in_step())
 
-    def on_new_request(self, request: Any) -> None:
-        """Remember the request: its tokens are needed when its blocks fill."""
-        served = self.scheduler.cache.guarded("name the request's blocks", partial(ServedRequest.of, request), None)
-        if served is not None:
-            self._requests[request.request_id] = served
-            self._tell(self._watch.options, self._settings.request_options(request.kv_transfer_params))
+    def _joined(self, pages: Sequence[Sequence[int]]) -> list[int]:
+        """Return a request's pages; where there are groups, each with those of all."""
+        return list(pages[0]) if self._model.slots is None else join_pages(pages, self._model.counts)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the step's orders."""
@@ -212,25 +207,20 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _scheduled(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
-            served = self._requests.get(name)
-            if served is not None:
-                request = served.request
+            if name in self._requests:
+                request = self._requests[name].request
                 pages = partial(self._pages, scheduler_output.kv_connector_block_state, name)
                 yield ScheduledRequest(name, request.all_token_ids, request.num_computed_tokens + tokens, pages)
 
     def _pages(self, block_state: Any, request: str) -> Sequence[int]:
         return self._joined(block_state.get_block_ids(request))
 
-    def _joined(self, pages: Sequence[Sequence[int]]) -> list[int]:
-        """Return a request's pages; where there are groups, each with those of all."""
-        return list(pages[0]) if self._model.slots is None else join_pages(pages, self._model.counts)
-
     def update_connector_output(self, connector_output: Any) -> None:
         """Learn from the workers' reports."""
         if connector_output.kv_connector_worker_meta is not None:
             report = connector_output.kv_connector_worker_meta.report
             self.scheduler.heard(report)
-            self._tell(self._watch.heard, report, connector_output.finished_recving or ())
+            self._tell(self._watch.heard, report)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what routers are to be told of blocks, which vLLM publishes beside its own."""
@@ -238,13 +228,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Say where loaded tokens come from: by the store, in front of which a worker's memory may have them."""
-        return {self._hit_source: num_external_tokens} if num_external_tokens else {}
-
-    @property
-    def _hit_source(self) -> CacheHitSource:
+        source = CacheHitSource.DISK if self._settings.is_local else CacheHitSource.EXTERNAL_UNSPECIFIED
         if self._settings.store.startswith("memory://"):
-            return CacheHitSource.HOST
-        return CacheHitSource.DISK if self._settings.is_local else CacheHitSource.EXTERNAL_UNSPECIFIED
+            source = CacheHitSource.HOST
+        return {source: num_external_tokens} if num_external_tokens else {}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
@@ -269,7 +256,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def worker(self) -> WorkerHalf:
-        """Return the worker half; only in a worker's process, once the pages are there."""
+        """The worker half; only in a worker's process, once the pages are there."""
         assert self._worker is not None
         return self._worker
 
@@ -281,28 +268,31 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's pages. UnsupportedModel if they are not as kvtide knows them."""
-        pool, states = page_pools(self._model, kv_caches, self._vllm_config, self._settings)
-        limits = self._settings.limits()
+        settings, model, codec = self._settings, self._model, self._codec
+        pool, states = page_pools(model, kv_caches, self._vllm_config, settings)
         # Pages that windows have given up can't be kept as they are.
-        kept_bytes_max = 0 if self._model.slots is not None else self._settings.kept_bytes_max
-        device = pool.memory if self._settings.device_bytes_max else None
+        kept_bytes_max = settings.kept_bytes_max if model.slots is None else 0
+        limits = settings.limits()
         limits = replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max)
-        codec, rank = self._codec, get_tensor_model_parallel_rank()
-        encoder = pool.encoder(codec) if not isinstance(codec, AwaitingCodec) else codec.through(self._encoder(pool))
+        encoder = codec.through(self._encoder(pool)) if isinstance(codec, AwaitingCodec) else pool.encoder(codec)
         # All ranks store a block at once, so that the first one speaks for all.
+        rank = get_tensor_model_parallel_rank()
         moves = Moves() if self._tells_events and rank == 0 else None
-        cache = self._cache(encoder, limits, device, moves)
+        cache = self._cache(encoder, limits, pool.memory if settings.device_bytes_max else None, moves)
         if isinstance(codec, AwaitingCodec):
-            folder, given = str(self._vllm_config.model_config.model), self._settings.fingerprint.encode()
-            salt = self._settings.tenant_salt.encode()
-            command = calibrate_command(folder, self._settings.store, codec.profile_kind, given, bool(salt))
-            name = profile_name(profile_fingerprint(self._vllm_config, self._settings), salt)
-            cache.profiles.seek(name, command)
+            self._seek_profile(cache, codec)
         self._cache_counts = CacheCounts(cache, self._clock, has_blocks=True)
-        policy, share, label = self._settings.stream_policy(), self._settings.importance, self._model.label
-        tail_tokens = self._settings.tail_tokens
         self._worker = WorkerHalf(
-            cache, pool, rank, label, self._clock, kept_bytes_max, states, policy, share, tail_tokens
+            cache,
+            pool,
+            rank,
+            model.label,
+            self._clock,
+            kept_bytes_max,
+            states,
+            settings.stream_policy(),
+            settings.importance,
+            settings.tail_tokens,
         )
         self._worker.take_memory()
 
@@ -311,6 +301,13 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._settings.importance == 1:
             return pool.encoder
         return lambda codec: pool.encoder(codec.by_keys() if isinstance(codec, OrderingCodec) else codec)
+
+    def _seek_profile(self, cache: Cache, codec: AwaitingCodec) -> None:
+        """Have the cache look for the model's profile in the store, and say how to make one."""
+        given, salt = self._settings.fingerprint.encode(), self._settings.tenant_salt.encode()
+        folder = str(self._vllm_config.model_config.model)
+        command = calibrate_command(folder, self._settings.store, codec.profile_kind, given, bool(salt))
+        cache.profiles.seek(profile_name(profile_fingerprint(self._vllm_config, self._settings), salt), command)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads."""
@@ -336,12 +333,12 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the pages that the loads just reported could not fill."""
-        return set() if self._model.slots is not None else self._outcome.failed_pages
+        return self._outcome.failed_pages if self._model.slots is None else set()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads have ended, and which failed where several groups' pages can't tell."""
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = self._outcome.failed if self._model.slots is not None else set()
+        results.failed_recving = set() if self._model.slots is None else self._outcome.failed
         return results
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

@@ -1,14 +1,17 @@
-"""Shape and identity of the cache of a model that vLLM serves, or why kvtide can't serve it."""
+"""Shape and identity of the cache of a model that vLLM serves, and of its requests; or why kvtide can't serve it."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -28,6 +31,8 @@ from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 
 DTYPES = {torch.float32: KVDtype.FLOAT32, torch.float16: KVDtype.FLOAT16, torch.bfloat16: KVDtype.BFLOAT16}
+# Elements of one byte, which are taken in pairs.
+BYTE_DTYPES = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2}
 # Speculative methods whose draft reads the model's own states, with layers of its own among the model's.
 _DRAFTED = ("eagle", "eagle3", "mtp")
 # Attention to a part of the past, whose pages the engine gives up once it has left them.
@@ -36,8 +41,8 @@ _WINDOWS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _QUANTISED = {KVQuantMode.FP8_PER_TENSOR}
 # Entries of a config that say where a model came from or how it is written down, not what it computes.
 _VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
-# Elements of one byte, which are taken in pairs.
-BYTE_DTYPES = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2}
+# Extra keys of vLLM's blocks that the salt has already.
+_SALTED = {"lora", "cache_salt"}
 
 
 class ServedStates(NamedTuple):
@@ -75,115 +80,48 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     """Return what is served. UnsupportedModel, with the reason, for what can't be restored exactly."""
     check_version()
     _refuse_by_config(vllm_config)
-    layers = _layers_of(kv_cache_config)
+    layers, is_drafted = _layers_of(kv_cache_config), _is_drafted(vllm_config)
     spec = layers.specs[0]
     if layers.slots is not None:
-        _check_groups(vllm_config, settings)
+        _refuse_groups(vllm_config, settings)
     tokens = settings.block_tokens_for(layers.page_tokens)
-    is_uniform = len({_shape(each) for each in layers.specs}) == 1 and max(map(len, layers.slots or [()])) <= 1
+    shapes = {(each.block_size, each.num_kv_heads, each.head_size, each.dtype) for each in layers.specs}
+    is_uniform = len(shapes) == 1 and max(map(len, layers.slots or [()])) <= 1
     # One order for all of a kind; where several lie in one block, all are kept as they are.
     opaque = " and ".join(sorted({_opaque_order(vllm_config, each, not is_uniform) for each in layers.specs}))
-    layout = _row_layout(spec, len(layers.names), tokens) if is_uniform else _mixed_layout(layers, tokens)
-    states = _states_of(kv_cache_config, layers)
-    # Of states each bit is kept, whatever the rows' codec.
-    text = " beside ".join(filter(None, [opaque, _state_order(kv_cache_config) if states is not None else ""]))
     if opaque and not is_exact:
         raise UnsupportedModel(f"pages of {opaque} are kept as they are: the codec must be lossless or raw")
-    if settings.tail_tokens and (opaque or not is_exact or layers.slots is not None or _is_drafted(vllm_config)):
+    if settings.tail_tokens and (opaque or not is_exact or layers.slots is not None or is_drafted):
         raise UnsupportedModel(
             "tail_tokens stores parts of pages: it takes keys and values of full attention, an exact codec, no drafts"
         )
     if opaque and settings.importance < 1:
         raise UnsupportedModel(f"pages of {opaque} are kept as they are: importance has no rough values of them")
+    layout = _row_layout(spec, len(layers.names), tokens) if is_uniform else _mixed_layout(layers, tokens)
+    states = _states_of(kv_cache_config, layers)
+    # Of states each bit is kept, whatever the rows' codec.
+    text = " beside ".join(filter(None, [opaque, _state_order(kv_cache_config) if states is not None else ""]))
+    if layers.slots is not None:
+        # Grouping is vLLM's own, and decides the order of layers in a block.
+        text = f"{text} groups {list(zip(layers.names, layers.slots, strict=True))}"
+    quality = f"{'exact' if is_exact else 'approximate'}{f' {text}' if text else ''}"
     name = str(vllm_config.model_config.model)
-    label = f"{name.rstrip('/').rpartition('/')[2]} {opaque or layout.dtype.value}"
-    is_replicated = type(spec) is MLAAttentionSpec
-    # Grouping is vLLM's own, and decides the order of layers in a block.
-    named = None if layers.slots is None else list(zip(layers.names, layers.slots, strict=True))
-    text = text if named is None else f"{text} groups {named}"
-    namespaces = _namespaces(vllm_config, layout, settings, is_exact, text, is_replicated, states is not None)
-    dtype = spec.dtype if is_uniform else None
     return ServedModel(
         layout,
         layers.page_tokens,
         layers.names,
-        namespaces,
-        label,
+        _namespaces(vllm_config, layout, settings, quality, type(spec) is MLAAttentionSpec, states is not None),
+        f"{name.rstrip('/').rpartition('/')[2]} {opaque or layout.dtype.value}",
         opaque,
-        dtype,
+        spec.dtype if is_uniform else None,
         layers.slots,
         layers.counts,
         states,
-        _is_drafted(vllm_config),
+        is_drafted,
     )
 
 
-def _is_drafted(vllm_config: Any) -> bool:
-    speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.method in _DRAFTED
-
-
-def _shape(spec: Any) -> tuple[Any, ...]:
-    return (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)
-
-
-def _row_layout(spec: Any, layers: int, tokens: int) -> BlockLayout:
-    """Return the layout of a block of layers of one shape."""
-    # Halves of a row: keys and values, or no more than halves.
-    half = spec.head_size // 2 if type(spec) is MLAAttentionSpec else spec.head_size
-    if (type(spec) is MLAAttentionSpec and spec.head_size % 2) or (spec.dtype in BYTE_DTYPES and half % 2):
-        raise UnsupportedModel(f"rows of {spec.head_size} elements of {spec.dtype} have no halves")
-    dims = half // 2 if spec.dtype in BYTE_DTYPES else half
-    return BlockLayout(layers, tokens, spec.num_kv_heads, dims, DTYPES.get(spec.dtype, KVDtype.BFLOAT16))
-
-
-def _mixed_layout(layers: _Layers, tokens: int) -> BlockLayout:
-    """Return the layout of a block of layers of several shapes: their bytes."""
-    dtypes = {spec.dtype for spec in layers.specs}
-    unit = DTYPES.get(dtypes.pop(), KVDtype.BFLOAT16) if len(dtypes) == 1 else KVDtype.BFLOAT16
-    token_bytes = sum(_page_bytes(spec) // spec.block_size for spec in layers.specs)
-    return chunk_layout(token_bytes * tokens, 1, tokens, unit)
-
-
-def _page_bytes(spec: Any) -> int:
-    size: int = 2 * spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
-    return size
-
-
-def _states_of(kv_cache_config: Any, layers: _Layers) -> ServedStates | None:
-    """Return the layers that keep states, None if there are none."""
-    names: list[str] = []
-    slots: list[int] = []
-    sizes: list[int] = []
-    dtypes: set[torch.dtype] = set()
-    for group, first, count in zip(kv_cache_config.kv_cache_groups, layers.firsts, layers.counts, strict=True):
-        spec = group.kv_cache_spec
-        if type(spec) is MambaSpec:
-            _check_states(spec)
-            names += group.layer_names
-            # The one at the end of what a joined page covers.
-            slots += [first + count - 1] * len(group.layer_names)
-            sizes += [spec.state_content_size_bytes] * len(group.layer_names)
-            dtypes |= set(spec.dtypes)
-    if not names:
-        return None
-    unit = KVDtype.FLOAT32 if dtypes == {torch.float32} else KVDtype.BFLOAT16
-    return ServedStates(chunk_layout(sum(sizes), 1, 1, unit), tuple(names), tuple(slots), tuple(sizes))
-
-
-def _check_states(spec: Any) -> None:
-    if spec.mamba_cache_mode != "align":
-        raise UnsupportedModel("vLLM keeps no states at the ends of blocks: give enable_prefix_caching=True")
-    if spec.num_speculative_blocks:
-        raise UnsupportedModel("states of drafted tokens are not supported: use KVTideTier")
-
-
-def _state_order(kv_cache_config: Any) -> str:
-    """Return what decides what the bytes of states mean: their kernels, which go by the processor."""
-    specs = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups if type(each.kv_cache_spec) is MambaSpec]
-    kinds = sorted({f"{spec.mamba_type.name} {spec.shapes} {list(map(str, spec.dtypes))}" for spec in specs})
-    processor = f"bf16 {torch.cpu._is_avx512_bf16_supported()} amx {torch.cpu._is_amx_tile_supported()}"
-    return f"states of {', '.join(kinds)} by {processor} in vLLM {'.'.join(vllm.__version__.split('.')[:2])}"
+# What is refused
 
 
 def check_version() -> None:
@@ -203,40 +141,6 @@ def check_policy(engine_config: Any) -> None:
         )
 
 
-def _check_groups(vllm_config: Any, settings: ConnectorSettings) -> None:
-    """UnsupportedModel for what several groups, or windows, can't have."""
-    if vllm_config.device_config.device_type != "cpu":
-        raise UnsupportedModel("windows, states and several groups of layers: not on a GPU yet, use KVTideTier")
-    if settings.load == "layers":
-        raise UnsupportedModel("with several groups of layers vLLM takes failures between steps alone: load async")
-    if settings.importance < 1:
-        raise UnsupportedModel("importance takes models whose layers all attend to everything")
-
-
-def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
-    """Return what decides the order inside a page, where kvtide does not know it or not take it apart; else ""."""
-    cache_type, is_mla = vllm_config.cache_config.cache_dtype, type(spec) is MLAAttentionSpec
-    is_on_cpu = vllm_config.device_config.device_type == "cpu"
-    if (is_mla or spec.dtype in BYTE_DTYPES) and not is_on_cpu:
-        raise UnsupportedModel(f"latents and {cache_type} on a GPU: the order inside a page has no name there yet")
-    version = f"in vLLM {'.'.join(vllm.__version__.split('.')[:2])}"
-    if is_mla:
-        return f"latents of {cache_type} {version}"
-    if not is_on_cpu:
-        return ""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    # Bytes lie as the model's own precision would.
-    precision = vllm_config.model_config.dtype
-    try:
-        isa = _get_attn_isa(precision, spec.block_size, spec.head_size, cache_type)
-    except NotImplementedError as error:
-        raise UnsupportedModel(str(error)) from error
-    # AMX packs pairs; the other kernels' order is looked at where the pages are.
-    is_opaque = is_mixed or spec.dtype in BYTE_DTYPES or (isa == "amx" and spec.dtype is torch.bfloat16)
-    return f"{cache_type} of {precision} by {isa} {version}" if is_opaque else ""
-
-
 def _refuse_by_config(vllm_config: Any) -> None:
     parallel, model, speculative = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     if parallel.pipeline_parallel_size != 1:
@@ -248,6 +152,52 @@ def _refuse_by_config(vllm_config: Any) -> None:
         raise UnsupportedModel(f"speculative method {speculative.method!r} is not known; {known} are")
     if model.runner_type != "generate":
         raise UnsupportedModel(f"only text generation is supported, got runner {model.runner_type!r}")
+
+
+def _refuse_groups(vllm_config: Any, settings: ConnectorSettings) -> None:
+    if vllm_config.device_config.device_type != "cpu":
+        raise UnsupportedModel("windows, states and several groups of layers: not on a GPU yet, use KVTideTier")
+    if settings.load == "layers":
+        raise UnsupportedModel("with several groups of layers vLLM takes failures between steps alone: load async")
+    if settings.importance < 1:
+        raise UnsupportedModel("importance takes models whose layers all attend to everything")
+
+
+def _checked_rows(spec: Any) -> Any:
+    # Other subclasses keep something else than rows of all tokens.
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, *_WINDOWS):
+        raise UnsupportedModel(f"caches of {type(spec).__name__} are not supported")
+    is_full = type(spec) not in _WINDOWS
+    if is_full and (spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal):
+        raise UnsupportedModel("windowed, chunked or non-causal attention is not supported")
+    is_plain = spec.dtype in DTYPES and spec.kv_quant_mode is KVQuantMode.NONE
+    if not is_plain and (spec.dtype not in BYTE_DTYPES or spec.kv_quant_mode not in _QUANTISED):
+        kind = f"{spec.dtype} quantised by {spec.kv_quant_mode.name}"
+        raise UnsupportedModel(f"the KV cache must be float32, float16, bfloat16 or fp8 of one scale, got {kind}")
+    is_mla = type(spec) is MLAAttentionSpec
+    if spec.head_size_v != (0 if is_mla else spec.head_size):
+        raise UnsupportedModel("keys and values must have one shape")
+    if spec.num_head_slots is not None or spec.tokens_per_state != 1 or spec.page_size_padded is not None:
+        raise UnsupportedModel("a page must have one slot for each token and head, and no more")
+    if is_mla and (spec.model_version is not None or spec.alignment is not None):
+        raise UnsupportedModel(f"latents of {spec.model_version or 'padded pages'} are not supported")
+    return spec
+
+
+def _checked_states(spec: Any) -> Any:
+    if spec.mamba_cache_mode != "align":
+        raise UnsupportedModel("vLLM keeps no states at the ends of blocks: give enable_prefix_caching=True")
+    if spec.num_speculative_blocks:
+        raise UnsupportedModel("states of drafted tokens are not supported: use KVTideTier")
+    return spec
+
+
+def _is_drafted(vllm_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method in _DRAFTED
+
+
+# Layers, and how their pages are laid out
 
 
 class _Layers(NamedTuple):
@@ -279,7 +229,7 @@ def _layers_of(kv_cache_config: Any) -> _Layers:
     counts = tuple(page_tokens // spec.block_size for spec in specs)
     firsts = (0, *itertools.accumulate(counts))[:-1]
     rows = [
-        (name, _checked(group.kv_cache_spec), tuple(range(first, first + count)))
+        (name, _checked_rows(group.kv_cache_spec), tuple(range(first, first + count)))
         for group, first, count in zip(found, firsts, counts, strict=True)
         if type(group.kv_cache_spec) is not MambaSpec
         for name in group.layer_names
@@ -291,40 +241,91 @@ def _layers_of(kv_cache_config: Any) -> _Layers:
     return _Layers(names, checked, None if is_plain else slots, page_tokens, counts, firsts)
 
 
-def _checked(spec: Any) -> Any:
-    # Other subclasses keep something else than rows of all tokens.
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, *_WINDOWS):
-        raise UnsupportedModel(f"caches of {type(spec).__name__} are not supported")
-    is_full = type(spec) not in _WINDOWS
-    if is_full and (spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal):
-        raise UnsupportedModel("windowed, chunked or non-causal attention is not supported")
-    is_plain = spec.dtype in DTYPES and spec.kv_quant_mode is KVQuantMode.NONE
-    if not is_plain and (spec.dtype not in BYTE_DTYPES or spec.kv_quant_mode not in _QUANTISED):
-        kind = f"{spec.dtype} quantised by {spec.kv_quant_mode.name}"
-        raise UnsupportedModel(f"the KV cache must be float32, float16, bfloat16 or fp8 of one scale, got {kind}")
-    is_mla = type(spec) is MLAAttentionSpec
-    if spec.head_size_v != (0 if is_mla else spec.head_size):
-        raise UnsupportedModel("keys and values must have one shape")
-    if spec.num_head_slots is not None or spec.tokens_per_state != 1 or spec.page_size_padded is not None:
-        raise UnsupportedModel("a page must have one slot for each token and head, and no more")
-    if is_mla and (spec.model_version is not None or spec.alignment is not None):
-        raise UnsupportedModel(f"latents of {spec.model_version or 'padded pages'} are not supported")
-    return spec
+def _states_of(kv_cache_config: Any, layers: _Layers) -> ServedStates | None:
+    """Return the layers that keep states, None if there are none."""
+    # In a joined page it is the one at the end of what that covers.
+    found = [
+        (name, first + count - 1, _checked_states(group.kv_cache_spec))
+        for group, first, count in zip(kv_cache_config.kv_cache_groups, layers.firsts, layers.counts, strict=True)
+        if type(group.kv_cache_spec) is MambaSpec
+        for name in group.layer_names
+    ]
+    if not found:
+        return None
+    names, slots, specs = zip(*found, strict=True)
+    sizes = tuple(spec.state_content_size_bytes for spec in specs)
+    is_float32 = {dtype for spec in specs for dtype in spec.dtypes} == {torch.float32}
+    unit = KVDtype.FLOAT32 if is_float32 else KVDtype.BFLOAT16
+    return ServedStates(chunk_layout(sum(sizes), 1, 1, unit), names, slots, sizes)
+
+
+def _row_layout(spec: Any, layers: int, tokens: int) -> BlockLayout:
+    """Return the layout of a block of layers of one shape."""
+    # Halves of a row: keys and values, or no more than halves.
+    half = spec.head_size // 2 if type(spec) is MLAAttentionSpec else spec.head_size
+    if (type(spec) is MLAAttentionSpec and spec.head_size % 2) or (spec.dtype in BYTE_DTYPES and half % 2):
+        raise UnsupportedModel(f"rows of {spec.head_size} elements of {spec.dtype} have no halves")
+    dims = half // 2 if spec.dtype in BYTE_DTYPES else half
+    return BlockLayout(layers, tokens, spec.num_kv_heads, dims, DTYPES.get(spec.dtype, KVDtype.BFLOAT16))
+
+
+def _mixed_layout(layers: _Layers, tokens: int) -> BlockLayout:
+    """Return the layout of a block of layers of several shapes: their bytes."""
+    dtypes = {spec.dtype for spec in layers.specs}
+    unit = DTYPES.get(dtypes.pop(), KVDtype.BFLOAT16) if len(dtypes) == 1 else KVDtype.BFLOAT16
+    token_bytes = sum(2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize for spec in layers.specs)
+    return chunk_layout(token_bytes * tokens, 1, tokens, unit)
+
+
+def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
+    """Return what decides the order inside a page, where kvtide does not know it or not take it apart; else ""."""
+    cache_type, is_mla = vllm_config.cache_config.cache_dtype, type(spec) is MLAAttentionSpec
+    is_on_cpu = vllm_config.device_config.device_type == "cpu"
+    if (is_mla or spec.dtype in BYTE_DTYPES) and not is_on_cpu:
+        raise UnsupportedModel(f"latents and {cache_type} on a GPU: the order inside a page has no name there yet")
+    if is_mla:
+        return f"latents of {cache_type} {_in_version()}"
+    if not is_on_cpu:
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    # Bytes lie as the model's own precision would.
+    precision = vllm_config.model_config.dtype
+    try:
+        isa = _get_attn_isa(precision, spec.block_size, spec.head_size, cache_type)
+    except NotImplementedError as error:
+        raise UnsupportedModel(str(error)) from error
+    # AMX packs pairs; the other kernels' order is looked at where the pages are.
+    is_opaque = is_mixed or spec.dtype in BYTE_DTYPES or (isa == "amx" and spec.dtype is torch.bfloat16)
+    return f"{cache_type} of {precision} by {isa} {_in_version()}" if is_opaque else ""
+
+
+def _state_order(kv_cache_config: Any) -> str:
+    """Return what decides what the bytes of states mean: their kernels, which go by the processor."""
+    specs = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups if type(each.kv_cache_spec) is MambaSpec]
+    kinds = sorted({f"{spec.mamba_type.name} {spec.shapes} {list(map(str, spec.dtypes))}" for spec in specs})
+    processor = f"bf16 {torch.cpu._is_avx512_bf16_supported()} amx {torch.cpu._is_amx_tile_supported()}"
+    return f"states of {', '.join(kinds)} by {processor} {_in_version()}"
+
+
+def _in_version() -> str:
+    return f"in vLLM {'.'.join(vllm.__version__.split('.')[:2])}"
+
+
+# Names
 
 
 def _namespaces(
     vllm_config: Any,
     layout: BlockLayout,
     settings: ConnectorSettings,
-    is_exact: bool,
-    opaque: str,
+    quality: str,
     is_replicated: bool,
     has_states: bool,
 ) -> Namespaces:
     fingerprint = settings.fingerprint.encode() or _fingerprint(vllm_config)
     shards = vllm_config.parallel_config.tensor_parallel_size
     shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
-    quality = f"{'exact' if is_exact else 'approximate'}{f' {opaque}' if opaque else ''}"
     # Where all ranks have the same, one copy serves them.
     parts = ["all"] * shards if is_replicated else [f"{shard}/{shards}" for shard in range(shards)]
     texts = [f"{shape} {quality} shard={part}" for part in parts]
@@ -361,3 +362,35 @@ def model_folder(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, revision=revision, local_files_only=True))
+
+
+class ServedRequest(NamedTuple):
+    """A request whose blocks have names. extra: what a block depends on besides its tokens; None for nothing."""
+
+    request: Any
+    salt: bytes
+    extra: Callable[[int, int], bytes] | None
+
+    @classmethod
+    def of(cls, request: Any) -> Self | None:
+        """Return a request of vLLM's as it is served, None if it can't be: it pools, or its prompt goes on changing.
+
+        ValueError or OSError for an adapter (LoRA) whose weights can't be read.
+        """
+        if request.pooling_params is not None or request.resumable:
+            return None
+        salt, lora = (request.cache_salt or "").encode(), request.lora_request
+        if lora is not None:
+            # A name may come to mean other weights: these name the blocks.
+            folder = Path(lora.lora_path)
+            config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            salt += b"\0lora " + files_fingerprint(folder, {"adapter": config})
+        depends_on_more = bool(request.mm_features) or request.prompt_embeds is not None
+        return cls(request, salt, partial(_extra, request) if depends_on_more else None)
+
+
+def _extra(request: Any, start: int, stop: int) -> bytes:
+    """Return what the images and embeddings in a block are, as vLLM's own block hashes have it."""
+    keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+    own = [key for key in keys or () if key[0] not in _SALTED]
+    return repr(own).encode() if own else b""
