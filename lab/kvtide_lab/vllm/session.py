@@ -254,6 +254,10 @@ def import_engine() -> None:
     import vllm.entrypoints.llm
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    # vLLM imports itself anew in a child, eight seconds, to look at each model's class with no trace of CUDA left here.
+    registry._run_in_subprocess = lambda look: look()
 
 
 def serve(jobs: BinaryIO, replies: BinaryIO) -> None:
