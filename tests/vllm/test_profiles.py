@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import pytest
 from tests.families import VOCABULARY, checkpoint
 from tests.vllm.conftest import PAGE_TOKENS
 
+from kvtide.cli.app import app
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
 
 pytestmark = pytest.mark.timeout(900)
@@ -80,8 +80,8 @@ def test_profile_in_the_store_is_all_that_vllm_needs(family: str, tmp_path: Path
     said = [line for line in nursery.log.read_text().splitlines() if "kvtide calibrate" in line][-1]
     words = said.partition("kvtide calibrate ")[2].split()
     assert words[:3] == [str(model), "--store", store]
-    command = [sys.executable, "-m", "kvtide.cli", "calibrate", *words[:3], "--tokens", "800"]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    # In this process, which has imported everything.
+    assert not app(["calibrate", *words[:3], "--tokens", "800"], standalone_mode=False)
     _, stored = answered(model, transfer, asked[1:], nursery, case)
     counts = (stored["blocks_stored"], stored["blocks_without_profile"], stored["blocks_unencodable"])
     assert counts == (4 * blocks + case.states, 0, 0)

@@ -40,7 +40,7 @@ def chunk_layout(chunk_bytes: int, layers: int, tokens: int, dtype: KVDtype = _U
 class WriteGate:
     """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share.
 
-    Keeps late ones out: who was given a place to write may come back after the place is somebody else's.
+    Who was given a place to write may come back after the place is somebody else's.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class WriteGate:
 
     @contextmanager
     def enter(self) -> Iterator[bool]:
-        """Be counted as a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
+        """Count as a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
         with self.changed:
             is_in = not self.is_closed
             self._writers += is_in
@@ -71,7 +71,7 @@ class WriteGate:
 
 
 class ChunkStore:
-    """Chunks of one size by name. Opened by its constructor's caller through `cache`; faults are misses.
+    """Chunks of one size by name. Faults are misses.
 
     `fingerprint` and `text` must differ wherever the same name may mean other bytes. ValueError for a lossy codec, and
     for options of engines whose pages kvtide fills.
@@ -85,8 +85,7 @@ class ChunkStore:
         self.layout = layout
         salt = settings.tenant_salt.encode()
         self._namespace = NamespaceSpec(fingerprint, layout.dtype, text, layout.tokens, salt).digest()
-        self._load_s_max = settings.load_s_max
-        self._prefill_tokens_per_s = settings.prefill_tokens_per_s
+        self._settings = settings
         self._clock = SystemClock()
         self.cache: Cache = cache_for(settings.store, codec, limits=settings.limits(), clock=self._clock)
 
@@ -94,8 +93,8 @@ class ChunkStore:
         """Open the cache; its judge knows what the engine computes, from the settings or another engine's record."""
         self.cache.open()
         self.cache.recall()
-        if self._prefill_tokens_per_s:
-            self.cache.judge.note_prefill(0, 1024, 1024 / self._prefill_tokens_per_s)
+        if self._settings.prefill_tokens_per_s:
+            self.cache.judge.note_prefill(0, 1024, 1024 / self._settings.prefill_tokens_per_s)
 
     def _meta(self, name: bytes) -> BlockMeta:
         key = BlockKey(hashlib.sha256(self._namespace + name).digest())
@@ -104,11 +103,11 @@ class ChunkStore:
         return BlockMeta(object_id, BlockKey(self._namespace), 0, self.layout)
 
     def contains(self, name: bytes) -> bool:
-        """Tell whether the store seems to have the chunk."""
+        """True if the store seems to have the chunk."""
         return bool(self.cache.match([self._meta(name).id]))
 
     def leading(self, names: Sequence[bytes]) -> int:
-        """Return how many leading chunks the store seems to have, 0 where the judge says that computing is faster."""
+        """Return how many leading chunks the store seems to have, 0 where computing is expected to be faster."""
         ids = [self._meta(name).id for name in names]
         count = self.cache.match_parts([Parts(ids, is_sparse=True)]).blocks if ids else 0
         is_near = self.cache.is_near(ids[:count])
@@ -140,7 +139,7 @@ class ChunkStore:
 
         metas, started_s = [self._meta(name) for name in names], self._clock.monotonic_s()
         is_near = self.cache.is_near([meta.id for meta in metas])
-        report = self.cache.load(metas, Whole(sink), self._load_s_max)
+        report = self.cache.load(metas, Whole(sink), self._settings.load_s_max)
         gate.close()
         now_s = self._clock.monotonic_s()
         if not is_near:

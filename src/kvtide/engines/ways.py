@@ -1,4 +1,4 @@
-"""The choice between loading a prefix in part or whole: by what either took here, and what a guard refused. Pure."""
+"""Load a prefix in part or whole: by what either took here, and what a guard refused. Pure: the time is passed in."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ class RestoreWay(Enum):
 
 
 class Ways:
-    """Chooses between loading a prefix in part and whole, by what either took here. Pure: the time is passed in.
-
-    Tokens a second from the look-up to the first new token, by way, apart for prefixes in the fastest tier.
-    """
+    """Tokens a second from the look-up to the first new token, by way, apart for prefixes in the fastest tier."""
 
     def __init__(self) -> None:
         self._speeds = {(way, is_near): Speed() for way in RestoreWay for is_near in (False, True)}
@@ -47,7 +44,7 @@ class Ways:
 
 
 class Refusals:
-    """Prefixes that a guard refused, which are loaded whole for as long as the slower way is. The time is passed in."""
+    """Prefixes that a guard refused, which are loaded whole for as long as the slower way is."""
 
     def __init__(self) -> None:
         self._seen_s = OrderedDict[ObjectId, float]()
@@ -61,5 +58,5 @@ class Refusals:
             self._seen_s.popitem(last=False)
 
     def is_refused(self, last: ObjectId, now_s: float) -> bool:
-        """Tell of a prefix by its last block."""
+        """True for a prefix that ends with this block."""
         return now_s - self._seen_s.get(last, -math.inf) <= MEMORY_S

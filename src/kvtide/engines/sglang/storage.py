@@ -30,10 +30,9 @@ class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not type
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
         given = {**(storage_config.extra_config or {}), **(kwargs or {})}
         options = {name: value for name, value in given.items() if name not in _FACTORY_OPTIONS}
-        self._settings = ConnectorSettings.parse(options)
+        self._settings, self._config = ConnectorSettings.parse(options), storage_config
         if not self._settings.fingerprint:
             raise ValueError("SGLang tells a model's name alone: give the option `fingerprint`, which changes with it")
-        self._config = storage_config
         self._store: ChunkStore | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -55,12 +54,12 @@ class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not type
 
     @property
     def store(self) -> ChunkStore:
-        """Return the open store; only after the host pool was registered."""
+        """The open store; only after the host pool was registered."""
         assert self._store is not None, "no host pool is registered"
         return self._store
 
     def exists(self, key: str) -> bool:
-        """Tell whether the page seems to be stored."""
+        """True if the page seems to be stored."""
         return self.store.contains(key.encode())
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:

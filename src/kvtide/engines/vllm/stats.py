@@ -73,10 +73,12 @@ def counted(name: str, *labels: str) -> str:
 
 
 class CacheCounts:
-    """A cache's counters since they were taken last. They are asked for in a thread, at most every COUNTS_EVERY_S."""
+    """A cache's counters since they were taken last. They are asked for in a thread, at most every COUNTS_EVERY_S.
+
+    has_blocks: blocks are loaded and stored there; else it only decides.
+    """
 
     def __init__(self, cache: Cache, clock: Clock, has_blocks: bool) -> None:
-        """has_blocks: whether blocks are loaded and stored there; else it only decides."""
         self._cache, self._clock, self._has_blocks = cache, clock, has_blocks
         # Servers and buckets would be asked what they hold.
         self._tiers = [name for name in cache.tiers.tier_names if name.partition("-")[0] in LOCAL_TIERS]
@@ -135,7 +137,7 @@ class LoadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed fo
         return {name: round(count, 4) for name, count in self.data.items()}
 
     def is_empty(self) -> bool:
-        """Tell whether nothing was counted."""
+        """True if nothing was counted."""
         return not self.data
 
 
@@ -144,14 +146,11 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, config: Any, types: Any, label_names: list[str], label_values: dict[int, list[object]]) -> None:
         super().__init__(config, types, label_names, label_values)
-        self._counters = {
-            name: types[Counter](
-                name=f"vllm:kvtide_{name}", documentation=each.what, labelnames=[*label_names, *each.labels]
-            )
-            for name, each in COUNTED.items()
-        }
-        # Counters without labels of their own are there from the start.
+        self._counters: dict[str, Any] = {}
         for name, each in COUNTED.items():
+            labels = [*label_names, *each.labels]
+            self._counters[name] = types[Counter](f"vllm:kvtide_{name}", documentation=each.what, labelnames=labels)
+            # Those without labels of their own are there from the start.
             for engine in label_values if not each.labels else ():
                 self._counter(name, engine)
 

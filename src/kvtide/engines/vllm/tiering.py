@@ -59,7 +59,7 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         self._pending: set[Future[JobResult]] = set()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Tell whether the store seems to have the chunk."""
+        """Say if the store seems to have the chunk."""
         return LookupResult.HIT if self._store.contains(key) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -71,8 +71,7 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         self._submit(self._load_chunks, job_metadata)
 
     def _submit(self, action: Callable[[TransferJob], JobResult], job: TransferJob) -> None:
-        failed = JobResult(job_id=job.job_id, success=False)
-        guarded = self._store.cache.guarded
+        failed, guarded = JobResult(job_id=job.job_id, success=False), self._store.cache.guarded
         self._pending.add(self._workers.submit(guarded, "move chunks", partial(action, job), failed))
 
     def _store_chunks(self, job: TransferJob) -> JobResult:
@@ -87,12 +86,8 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
             self._chunks[chunks[position]] = np.frombuffer(chunk, dtype=np.uint8)
 
         count = self._store.load(keys, write)
-        return JobResult(
-            job_id=job.job_id,
-            success=count == len(keys),
-            successful_keys=keys[:count],
-            transfer_bytes=count * self.block_size_bytes,
-        )
+        size, found = count * self.block_size_bytes, keys[:count]
+        return JobResult(job_id=job.job_id, success=found == keys, successful_keys=found, transfer_bytes=size)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return what was finished since the last call."""
@@ -101,7 +96,7 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         return [future.result() for future in done]
 
     def has_pending_work(self) -> bool:
-        """Tell whether jobs run, so that the engine asks for them."""
+        """True while jobs run, so that the engine asks for them."""
         return bool(self._pending)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
