@@ -35,6 +35,12 @@ def spread_of(values: Sequence[float]) -> Spread:
     return Spread(middle, quarter, three_quarters)
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the first and third quartile."""
+    spread = spread_of(values)
+    return spread.quarter, spread.three_quarters
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which that share of the values lies; 0 without values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0

@@ -64,8 +64,8 @@ LAB = table(
     """
 codecs by bits and quality | kvtide-lab bench codec-quality | @measure | made-up cases | ASCEND
     tests/lab/bench/test_codec_quality.py::test_each_case_is_judged_once_and_parts_take_the_best_tables
-loss by position, and the law in profiles | kvtide-lab bench position | @measure | @tiny | OURS
-    tests/lab/bench/test_position_bench.py::test_bench_goes_on_from_its_file_and_its_profile_carries_the_law
+loss by position, beside the law in profiles | kvtide-lab bench position | @measure | @tiny | OURS
+    tests/lab/bench/test_position_bench.py::test_bench_goes_on_from_its_file_beside_the_law_of_the_profile
 loss over a chat | kvtide-lab bench turns | @measure | @tiny | OURS
     tests/lab/bench/test_turns_bench.py::test_exact_codec_is_exactly_exact_and_a_coarse_one_is_felt_from_the_second_turn_on
 speed of codecs | kvtide-lab bench codec-speed | @measure | @machine | ASCEND
@@ -88,9 +88,9 @@ promotion policies | kvtide-lab bench stack | @measure | a replayed trace | IMPR
     tests/lab/bench/test_stack_bench.py::test_every_policy_replays_the_same_look_ups
 prefix index | kvtide-lab bench index | @measure | @machine | PREFIX
     tests/lab/bench/test_index.py::test_every_policy_is_measured_at_both_sizes
-selectors, guards and ratios | kvtide-lab bench importance | docs/benchmarks.md: Loading what matters of a prefix
+selectors and ratios | kvtide-lab bench importance | docs/benchmarks.md: Loading what matters of a prefix
     @real | IMPRESS
-    tests/lab/bench/test_importance_bench.py::test_guards_are_tried_on_every_kind_and_length_and_fallbacks_are_exact
+    tests/lab/bench/test_importance_bench.py::test_needles_lie_at_their_depths_and_are_asked_for
 vLLM beside its peers | kvtide-lab bench engine | @measure | @engines | OFFLOADING
     tests/lab/bench/test_engine_bench.py::test_engines_answer_the_same_request_one_after_another_and_another_one_first_each_time
 agents beside what a user would pick | kvtide-lab bench agents | @measure | @engines | OURS

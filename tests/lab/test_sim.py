@@ -47,15 +47,13 @@ def test_prompts_prints_both_figures() -> None:
     assert set(report["rows"][0]) >= {"p", "hit_rate", "items_per_s", "items_per_s_uncached"}
 
 
-def test_fairness_prints_a_row_for_each_policy(tmp_path: Path) -> None:
+def test_fairness_prints_a_row_for_each_policy() -> None:
     arguments = ["fairness", "--seconds", "3", "--client", "4096:1", "--client", "256:3:2:1.5"]
     report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert [row["policy"] for row in report["rows"]] == ["fifo", "lottery", "drr", "vtc"]
     assert report["clients"] == 4
     assert report["jain_vtc"] > report["jain_fifo"]
-    result = CliRunner().invoke(app, [*arguments, "--plot", str(tmp_path / "a.png")])
-    assert "lottery" in result.stdout
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "lottery" in CliRunner().invoke(app, arguments).stdout
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,9 @@ def test_rows_have_what_they_promise(tmp_path: Path) -> None:
     assert "tokens/s" in report["prefill"]
 
 
-def test_table_and_figure_are_for_people(tmp_path: Path) -> None:
-    figure = tmp_path / "a.png"
-    arguments = ["stream", "--link", "constant", "--policy", "two-ended", "--plot", str(figure), *FAST]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0
-    assert "two-ended" in result.stdout
-    assert figure.read_bytes().startswith(b"\x89PNG")
+def test_table_is_for_people() -> None:
+    result = CliRunner().invoke(app, ["stream", "--link", "constant", "--policy", "two-ended", *FAST])
+    assert result.exit_code == 0 and "two-ended" in result.stdout
 
 
 def test_traces_keep_their_own_mean_if_asked(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from rich.console import Group
-from rich.table import Table
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.codec import Codec, LosslessCodec, Profile
@@ -504,26 +503,9 @@ def _row(subject: Subject, case: Case, found: Sequence[Measured], rows: Sequence
 
 def render(result: CodecQuality) -> Group:
     """Return the tables that people read."""
-    return Group(_render_rows(result), _render_goals(result), _render_texts(result))
-
-
-def _render_texts(result: CodecQuality) -> Table:
-    columns = ("codec", "text", f"bits at {TEXT_KL:g}", "KL over asked")
-    table = table_of(columns, title="text by text", left=columns[:2])
-    for each in result.by_text:
-        over = ", ".join(f"{ratio:.2f}" for ratio in each.kls_over_asked)
-        table.add_row(each.codec, each.text, "" if each.bits is None else f"{each.bits:.2f}", over)
-    return table
-
-
-def _render_goals(result: CodecQuality) -> Table:
-    columns = ("codec", "coder", "tables", "KL", "bits", "between (bits at KL)", "best row")
-    table = table_of(columns, title="bits at a KL", left=columns[:3])
-    for each in result.at_kl:
-        bits, of_row = ("" if bits is None else f"{bits:.3f}" for bits in (each.bits_per_element, each.bits_of_row))
-        between = ", ".join(f"{point.bits_per_element:.2f} at {point.kl:.2g}" for point in each.between or ())
-        table.add_row(each.codec, each.coder, each.profile, f"{each.kl:g}", bits, between, of_row)
-    return table
+    title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
+    goals = table_of(result.at_kl, "bits at a KL", without=("between",))
+    return Group(table_of(result.rows, title), goals, table_of(result.by_text, f"text by text, bits at {TEXT_KL:g}"))
 
 
 def quality_finding(result: CodecQuality) -> str:
@@ -541,31 +523,6 @@ def quality_finding(result: CodecQuality) -> str:
                 + " bits"
             )
     return ""
-
-
-def _render_rows(result: CodecQuality) -> Table:
-    title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
-    columns = "codec, level, refinements, coder, tables, bits, KL, ±, ppl %, top-1, greedy, × rans, over single %, enc"
-    table = table_of((*columns.split(", "), "dec MB/s"), title=title, left=("codec", "coder", "tables"))
-    for row in result.rows:
-        table.add_row(
-            row.codec,
-            f"{row.quality:g}" if row.quality else str(row.level),
-            str(row.refinements),
-            row.coder,
-            row.profile,
-            f"{row.bits_per_element:.3f}",
-            f"{row.kl:.5f}",
-            f"{row.kl_stderr:.5f}",
-            f"{row.ppl_change_pct:+.2f}",
-            f"{row.top1:.3f}",
-            f"{row.greedy_match:.1f}",
-            f"{row.size_vs_rans:.3f}" if row.size_vs_rans else "",
-            "" if row.over_single is None else f"{100 * row.over_single:+.2f}",
-            f"{row.encode_mb_s:.0f}",
-            f"{row.decode_mb_s:.0f}",
-        )
-    return table
 
 
 def plot(result: CodecQuality, path: Path) -> None:

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group
-from rich.table import Table
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
@@ -26,6 +25,7 @@ from kvtide.codec.entropy import EntropyTables, RansCoder, Runs, Streams, rans_p
 from kvtide.codec.published.integers import PrefixCoder
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.calibrate.judge import block_metas, capture_blocks
+from kvtide_lab.figures import table_of
 
 TABLES = 128
 RUN_SYMBOLS = 256
@@ -152,25 +152,9 @@ def with_tide(result: CodecSpeed, rows: list[TideSpeed]) -> CodecSpeed:
 
 def render(result: CodecSpeed) -> Group:
     """Return the rows as tables for people."""
-    table = Table(title=f"codec-speed: memcpy {result.memcpy_gb_s} GB/s, two cores {result.two_core_scaling}x")
-    for name in ("path", "coder", "decode Gsym/s", "10-90 %", "encode Gsym/s", "10-90 %", "vs memcpy", "over entropy"):
-        table.add_column(name, justify="left" if name in {"path", "coder"} else "right")
-    for row in result.rows:
-        decode_spread, encode_spread = (f"{low:.2f}-{high:.2f}" for low, high in (row.decode_spread, row.encode_spread))
-        speeds = (f"{row.decode_gsym_s:.3f}", decode_spread, f"{row.encode_gsym_s:.3f}", encode_spread)
-        table.add_row(row.path, row.coder, *speeds, f"{row.decode_vs_memcpy:.2f}", f"{row.size_over_entropy:.4f}")
-    return Group(table, _render_tide(result.tide))
-
-
-def _render_tide(rows: list[TideSpeed]) -> Table:
-    columns = ("profile", "refinements", "bits", "decode Gelem/s", "10-90 %", "encode", "10-90 %", "of prefill")
-    table = Table(*columns, title="tide: blocks of the real model, bfloat16")
-    for row in rows:
-        decode_spread, encode_spread = (f"{low:.2f}-{high:.2f}" for low, high in (row.decode_spread, row.encode_spread))
-        speeds = (f"{row.decode_gelem_s:.3f}", decode_spread, f"{row.encode_gelem_s:.3f}", encode_spread)
-        ends = (f"{row.bits_per_element:.2f}", *speeds, f"{row.decode_over_prefill:.3f}")
-        table.add_row(row.profile, str(row.refinements), *ends)
-    return table
+    coders = f"codec-speed: memcpy {result.memcpy_gb_s} GB/s, two cores {result.two_core_scaling}x"
+    blocks = table_of(result.tide, "tide: blocks of the real model", without=("quality", "kv_dtype"))
+    return Group(table_of(result.rows, coders), blocks)
 
 
 def make_workload(streams: int) -> Workload:

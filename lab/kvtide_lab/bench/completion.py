@@ -167,12 +167,7 @@ def render(result: CompletionBench) -> Table:
     """Return both graphs' figures as people read them."""
     what = f"{result.prompts} prompts of {result.prompt_tokens} + {result.answer_tokens} tokens"
     title = f"{result.model}, {what}, a server behind {result.link_mbit_s:g} Mbit/s: seconds of a completion"
-    columns = ("way", "miss", "miss / computing", "hit", "computing / hit", "bytes / raw", "changed")
-    shown = table_of(columns, title=title, caption=f"computing: {result.computed_s.shown()} s", left=("way",))
-    for row in result.rows:
-        miss, hit = (row.miss_s.shown(), row.miss_slowdown.shown()), (row.hit_s.shown(), row.hit_speedup.shown(1))
-        shown.add_row(row.way, *miss, *hit, f"{row.bytes_vs_raw:.3f}", str(row.answers_changed))
-    return shown
+    return table_of(result.rows, title, f"computing: {result.computed_s.shown()} s")
 
 
 def plot(result: CompletionBench, path: Path) -> None:

@@ -34,6 +34,8 @@ from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.disk import DiskTier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
+from kvtide_lab.figures import table_of
+from kvtide_lab.measuring import extremes
 
 _Place = TypeVar("_Place")
 
@@ -147,23 +149,19 @@ def _measure(size: int, total_bytes: int, rounds: int, folder: Path, fio: str | 
         fio_read_gb_s=_median([each.gb_s for each in fio_reads]),
         write_vs_fio=_median(write_ratios),
         read_vs_fio=_median(read_ratios),
-        write_vs_fio_spread=_spread(write_ratios),
-        read_vs_fio_spread=_spread(read_ratios),
+        write_vs_fio_spread=extremes(write_ratios) if write_ratios else None,
+        read_vs_fio_spread=extremes(read_ratios) if read_ratios else None,
         cpu_s_per_gb_read=statistics.median(each.cpu_s_per_gb for each in reads),
         cpu_floor_s_per_gb=statistics.median(each.cpu_s_per_gb for item in done for each in item.floors),
         fio_cpu_s_per_gb_read=_median([each.cpu_s_per_gb for each in fio_reads]),
         seal_vs_plain=_median(seal_ratios),
-        seal_vs_plain_spread=_spread(seal_ratios),
+        seal_vs_plain_spread=extremes(seal_ratios) if seal_ratios else None,
         sealed_write_vs_plain=_median(sealed_writes),
     )
 
 
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float] | None:
-    return (min(values), max(values)) if values else None
 
 
 def _round(size: int, count: int, folder: Path, fio: str | None, clock: Clock, number: int) -> _Round:
@@ -318,28 +316,4 @@ def _fio_version(fio: str) -> str:
 def render(result: DiskBenchResult) -> Table:
     """Return the result as people read it."""
     title = f"disk tier beside {result.fio or 'nothing'}, medians of {result.rounds} rounds in {result.folder}"
-    shown = Table(
-        "object",
-        "write GB/s",
-        "fio",
-        "ratio",
-        "read + verify GB/s",
-        "fio",
-        "ratio",
-        "CPU s/GB read",
-        "floor",
-        "fio",
-        "sealed",
-        title=title,
-    )
-    for row in result.rows:
-        write, read = (row.write_gb_s, row.fio_write_gb_s), (row.read_gb_s, row.fio_read_gb_s)
-        cpu = (row.cpu_s_per_gb_read, row.cpu_floor_s_per_gb, row.fio_cpu_s_per_gb_read)
-        figures = (*write, row.write_vs_fio, *read, row.read_vs_fio, *cpu, row.seal_vs_plain)
-        shown.add_row(f"{row.object_bytes / 2**20:g} MiB", *(_figure(value) for value in figures))
-    shown.caption = result.note or None
-    return shown
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return table_of(result.rows, title, result.note or None)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
-from rich.table import Table
+from rich.console import Group
 
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_peers import (
@@ -30,13 +30,13 @@ from kvtide_lab.bench.engine_peers import (
     side_server,
 )
 from kvtide_lab.bench.engine_process import EngineProcess
+from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import Show, in_turns, spread_of
 
 Prompts = list[list[int]]
 MISS_TOKENS = 500
 # Room between texts that must not begin alike.
 APART = 600
-CHAT_TOKENS = 8000
 
 
 class EngineBenchSize(msgspec.Struct, frozen=True):
@@ -50,18 +50,12 @@ class EngineBenchSize(msgspec.Struct, frozen=True):
     answer_tokens: int = 16
     memory: int = 3
     misses: int = 6
-    chat_users: int = 3
-    chat_rounds: int = 3
-    documents: int = 3
-    questions: int = 3
-    document_tokens: int = 640
-    # Fewer pages than chats and documents need together: the engine's own prefix cache can't hold them all.
+    # The engine's own prefix cache can't hold all prompts.
     pages: int = 28
 
     def text_tokens(self) -> int:
         """Return how long the text has to be."""
-        talk = 2 * self.context_tokens + self.documents * self.document_tokens + CHAT_TOKENS
-        return talk + APART * (self.rounds * self.misses + 2)
+        return self.context_tokens + APART * (self.rounds * self.misses + 2)
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -77,20 +71,23 @@ class Seat:
     """A contender, its engine while it runs, and its turns by workload."""
 
     def __init__(
-        self,
-        contender: Contender,
-        model: Path,
-        size: EngineBenchSize,
-        log: Path,
-        dtype: str,
-        nursery: EngineNursery | None = None,
+        self, contender: Contender, model: Path, size: EngineBenchSize, work: Path, nursery: EngineNursery
     ) -> None:
+        """Its engine is forked where its environment is ours."""
         self.contender = contender
         self.turns: dict[str, list[Turn]] = {}
-        self._log = log
+        self._log = work / f"{contender.name}.log"
+        is_elsewhere = contender.prefix or contender.name == "lmcache"
         options = {"max_num_batched_tokens": 4096, "max_model_len": 3072, "num_gpu_blocks_override": size.pages}
         self._engine_of = partial(
-            EngineProcess, contender.python, model, log, contender.transfer, options, dtype, contender.prefix, nursery
+            EngineProcess,
+            contender.python,
+            model,
+            self._log,
+            contender.transfer,
+            options,
+            prefix=contender.prefix,
+            nursery=None if is_elsewhere else nursery,
         )
         self._answer_tokens = size.answer_tokens
         self._running = ExitStack()
@@ -151,10 +148,6 @@ class Contest:
         self._show("round", 0, size.rounds)
         self._each(self._open)
         self._each(lambda seat: seat.take("cold", context))
-        for step in range(size.chat_rounds):
-            self._each_long("chat", lambda seat, step: chat(self._tokens, size, seat.turns.get("chat", [])), step)
-        for step in range(size.questions * size.documents):
-            self._each_long("documents", lambda seat, step: question(self._tokens, size, step), step)
         for number in range(size.rounds):
             self._show("round", number + 1, size.rounds)
             self._each(self._restart)
@@ -162,7 +155,7 @@ class Contest:
             for _ in range(size.memory):
                 self._each(lambda seat: self._from_memory(seat, context))
             for step in range(number * size.misses, (number + 1) * size.misses):
-                self._each_long("misses", lambda seat, step: miss(self._tokens, step), step)
+                self._each(lambda seat, step=step: self._miss(seat, step))  # type: ignore[misc]
 
     def _each(self, act: Callable[[Seat], None]) -> None:
         """Let each do something, another one first each time."""
@@ -179,9 +172,9 @@ class Contest:
                 self.seats.remove(seat)
                 seat.close()
 
-    def _each_long(self, workload: str, prompts: Callable[[Seat, int], Prompts], step: int) -> None:
-        """Let each answer that does more than restart."""
-        self._each(lambda seat: None if seat.contender.is_brief else seat.take(workload, prompts(seat, step)))
+    def _miss(self, seat: Seat, step: int) -> None:
+        if not seat.contender.is_brief:
+            seat.take("misses", miss(self._tokens, step))
 
     def _open(self, seat: Seat) -> None:
         seat.open(self._tokens[-300:])
@@ -206,33 +199,15 @@ class Contest:
             seat.take("memory", context)
 
 
-def chat(tokens: Sequence[int], size: EngineBenchSize, said: Sequence[Turn]) -> Prompts:
-    """Return what all users say next: their history, the answers they got and something new."""
-    start = size.context_tokens
-    system = list(tokens[start : start + 256])
-    histories = [[*system, *tokens[start + 300 * i : start + 300 * i + 200]] for i in range(size.chat_users)]
-    for round_, turn in enumerate(said):
-        for user, answer in enumerate(turn.answers):
-            fresh = start + CHAT_TOKENS // 2 + 150 * (round_ * size.chat_users + user)
-            histories[user] += [*answer["ids"], *tokens[fresh : fresh + 150]]
-    return histories
-
-
-def question(tokens: Sequence[int], size: EngineBenchSize, step: int) -> Prompts:
-    """Return the next question, about each document in turn."""
-    first = 2 * size.context_tokens + step % size.documents * size.document_tokens
-    return [[*tokens[first : first + size.document_tokens], *tokens[40 * step : 40 * (step + 1)]]]
-
-
 def miss(tokens: Sequence[int], step: int) -> Prompts:
     """Return a prompt that shares nothing with any other."""
     first = len(tokens) - APART * (step + 2)
     return [list(tokens[first : first + MISS_TOKENS])]
 
 
-_WORKLOADS = ("restart", "memory", "chat", "documents", "misses")
+_WORKLOADS = ("restart", "memory", "misses")
 FULL = EngineBenchSize()
-QUICK = EngineBenchSize(rounds=1, misses=3, chat_users=2, chat_rounds=2, documents=1, questions=2)
+QUICK = EngineBenchSize(rounds=1, misses=3)
 
 
 class EngineBenchRow(msgspec.Struct, frozen=True):
@@ -287,7 +262,6 @@ class EngineBenchResult(msgspec.Struct, frozen=True, kw_only=True):
     failed_requests: int
     failures: dict[str, str]
     model: str
-    dtype: str
     ratios: list[Ratio]
     rows: list[EngineBenchRow]
 
@@ -298,44 +272,33 @@ def run(
     python: Path,
     lmcache_python: Path | None,
     peers: tuple[str, ...],
-    stores: tuple[str, ...],
     link_mbit_s: float,
     size: EngineBenchSize,
     work: Path,
     show: Show,
-    dtype: str = "float32",
 ) -> EngineBenchResult:
-    """Measure every contender. `tokens` is a long text; `python` has vLLM and kvtide; `stores` as in `contenders`.
+    """Measure every contender. `tokens` is a long text; `python` has vLLM and kvtide.
 
     ValueError if the text is too short, and for what `contenders` and `link_contenders` refuse.
     """
     if len(tokens) < size.text_tokens():
         raise ValueError(f"the text must have {size.text_tokens()} tokens, got {len(tokens)}")
-    here = contenders(python, lmcache_python, peers, stores, work)
+    here = contenders(python, lmcache_python, peers, work)
     turns: dict[str, dict[str, list[Turn]]] = {}
     failures: dict[str, str] = {}
     with link_contenders(python, link_mbit_s, work) as linked, EngineNursery(python, work / "engines.log") as nursery:
         # Engines take 2 GB each, so that those behind the link come when the others have gone.
         for chosen in filter(None, (here, linked)):
-            seats = [_seat(each, model, size, work, dtype, nursery) for each in chosen]
+            seats = [Seat(each, model, size, work, nursery) for each in chosen]
             with Contest(seats, tokens, size, show) as contest:
                 contest.play()
             turns.update({seat.contender.name: seat.turns for seat in contest.seats})
             failures.update(contest.failures)
-    return result_of(turns, failures, link_mbit_s, model.name, dtype)
-
-
-def _seat(
-    contender: Contender, model: Path, size: EngineBenchSize, work: Path, dtype: str, nursery: EngineNursery
-) -> Seat:
-    """Return a seat whose engine is forked where its environment is ours."""
-    is_elsewhere = contender.prefix or contender.name == "lmcache"
-    log = work / f"{contender.name.partition('/')[0]}.log"
-    return Seat(contender, model, size, log, dtype, None if is_elsewhere else nursery)
+    return result_of(turns, failures, link_mbit_s, model.name)
 
 
 def result_of(
-    turns: dict[str, dict[str, list[Turn]]], failures: dict[str, str], link_mbit_s: float, model: str, dtype: str
+    turns: dict[str, dict[str, list[Turn]]], failures: dict[str, str], link_mbit_s: float, model: str
 ) -> EngineBenchResult:
     """Return what turns say, by engine and workload."""
     rows = [_row(name, workload, turns) for name in turns for workload in _WORKLOADS if workload in turns[name]]
@@ -356,7 +319,6 @@ def result_of(
         failed_requests=sum(answer["finish"] != "length" for answer in answers),
         failures=failures,
         model=model,
-        dtype=dtype,
         ratios=ratios,
         rows=rows,
     )
@@ -409,19 +371,7 @@ def _ratio(of: str, slow: Sequence[Turn], fast: Sequence[Turn], measure: Callabl
     return Ratio(of, len(ratios), spread.median, spread.quarter, spread.three_quarters)
 
 
-def render(result: EngineBenchResult) -> Table:
+def render(result: EngineBenchResult) -> Group:
     """Return the result as people read it."""
-    shown = Table("workload", "engine", "TTFT p50", "p99", "requests/s", "restored", "identical", title=result.model)
-    for workload in _WORKLOADS:
-        for row in result.rows:
-            if row.workload == workload:
-                restored = f"{row.tokens_restored} of {row.prompt_tokens}"
-                times = (f"{row.ttft_p50_s:.3f} s", f"{row.ttft_p99_s:.3f} s", f"{row.requests_per_s:.3f}")
-                shown.add_row(workload, row.engine, *times, restored, "yes" if row.is_identical else "no")
-    for engine, failure in result.failures.items():
-        shown.add_row("", engine, "did not run:", failure.splitlines()[-1])
-    shown.caption = "\n".join(
-        f"{each.of} {each.median:.3f} ({each.quarter:.3f} to {each.three_quarters:.3f}, {each.pairs} pairs)"
-        for each in result.ratios
-    )
-    return shown
+    missing = [f"{name} did not run: {failure.splitlines()[-1]}" for name, failure in result.failures.items()]
+    return Group(table_of(result.rows, result.model), *missing, table_of(result.ratios, "kvtide's speed over others'"))

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvtide_lab.bench.engine_process import kvtide_transfer
 from kvtide_lab.bench.link import open_link
-from kvtide_lab.bench.services import end
+from kvtide_lab.bench.services import end, kvtide_server, wait_until
 from kvtide_lab.config import engine_environment
 
 PEERS = ("native", "lmcache")
@@ -55,13 +54,10 @@ class Contender(NamedTuple):
         return (self.transfer or {}).get("kv_connector") == "KVTideConnector"
 
 
-def contenders(
-    python: Path, lmcache_python: Path | None, peers: tuple[str, ...], stores: tuple[str, ...], work: Path
-) -> list[Contender]:
+def contenders(python: Path, lmcache_python: Path | None, peers: tuple[str, ...], work: Path) -> list[Contender]:
     """Return plain vLLM, kvtide, kvtide with `lossless` and the chosen peers, each with its store under `work`.
 
-    `stores` are further stores for kvtide, each `codec=URL`. ValueError for an unknown peer, a store without a codec,
-    and for LMCache without an environment that has it.
+    ValueError for an unknown peer, and for LMCache without an environment that has it.
     """
     unknown = sorted(set(peers) - set(PEERS))
     if unknown:
@@ -70,11 +66,6 @@ def contenders(
     folder = work / "lossless"
     lossless = further(LOSSLESS, python, "lossless", str(folder))._replace(folder=folder, is_brief=True)
     found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide"), lossless]
-    for store in stores:
-        codec, separator, url = store.partition("=")
-        if not separator or "/" in codec:
-            raise ValueError(f"a further store is given as codec=URL, got {store!r}")
-        found.append(further(f"kvtide {store}", python, codec, url))
     if "native" in peers:
         found.append(Contender("native", python, _native(work / "native"), work / "native"))
     if "lmcache" in peers:
@@ -104,19 +95,10 @@ def link_contenders(python: Path, mbit_s: float, work: Path) -> Iterator[list[Co
     if mbit_s == 0:
         yield []
         return
-    with open_link(mbit_s * 1e6) as prefix, (work / "server.log").open("ab") as log:
-        words = ("-m", "kvtide.cli", "serve", "--listen", "127.0.0.1:0", "--tier", f"disk://{work / 'server'}")
-        command = [*prefix, sys.executable, *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as server:
-            assert server.stdout is not None
-            try:
-                line = server.stdout.readline()
-                if " on " not in line:
-                    raise ValueError(f"the server behind the link said {line!r}")
-                url = f"http://127.0.0.1:{line.rsplit(':', 1)[1].strip()}"
-                yield [_behind(link_name(codec), python, codec, url, prefix) for codec in LINK_CODECS]
-            finally:
-                server.terminate()
+    tiers = f'tiers = ["disk://{work / "server"}"]\n'
+    with open_link(mbit_s * 1e6) as prefix, kvtide_server(tiers, prefix) as (address, _):
+        port = address.rpartition(":")[2]
+        yield [_behind(link_name(codec), python, codec, f"http://127.0.0.1:{port}", prefix) for codec in LINK_CODECS]
 
 
 def link_name(codec: str) -> str:
@@ -159,24 +141,24 @@ def side_server(contender: Contender, log: Path) -> Iterator[int | None]:
     with log.open("ab") as output:
         process = subprocess.Popen(contender.server, stdout=output, stderr=output, env=environment)
     try:
-        _wait_for(contender.health_url, process)
+        wait_until(
+            lambda: _answers(contender.health_url, process), f"an answer at {contender.health_url}", SERVER_S_MAX
+        )
         yield process.pid
     finally:
         end(process, 30)
 
 
-def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    give_up_s = time.monotonic() + SERVER_S_MAX
-    while time.monotonic() < give_up_s and process.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=1.0).close()
-        except urllib.error.HTTPError:
-            return
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
-    raise RuntimeError(f"nothing answers at {url}")
+def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
+    if process.poll() is not None:
+        raise RuntimeError(f"what should answer at {url} has ended")
+    try:
+        urllib.request.urlopen(url, timeout=1.0).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def settle(folder: Path | None) -> None:

@@ -19,11 +19,13 @@ from rich.table import Table
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.keys import NamespaceSpec
-from kvtide.server.auth import new_token, token_digest
+from kvtide.server.auth import new_token
 from kvtide.server.scheduler.policies import POLICIES
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 from kvtide_lab.bench.link import open_link
+from kvtide_lab.bench.services import grant_words, kvtide_server
+from kvtide_lab.measuring import extremes
 from kvtide_lab.sim.fairness import (
     ClientMix,
     FairnessReport,
@@ -90,10 +92,10 @@ def run(setup: FairnessSetup, pace: float, rounds: int) -> FairnessBenchResult:
     return FairnessBenchResult(
         **report,
         rounds=rounds,
-        jain_drr_spread=_spread([each["drr"].jain for each in done]),
-        jain_vtc_spread=_spread([each["vtc"].jain for each in done]),
+        jain_drr_spread=extremes([each["drr"].jain for each in done]),
+        jain_vtc_spread=extremes([each["vtc"].jain for each in done]),
         small_wait_p99_rounds=median(waits_rounds),
-        small_wait_p99_rounds_spread=_spread(waits_rounds),
+        small_wait_p99_rounds_spread=extremes(waits_rounds),
         link=link,
         pace=pace,
     )
@@ -105,14 +107,10 @@ def _median(rows: Sequence[FairnessRow]) -> FairnessRow:
     return FairnessRow(columns[0][0], *map(median, columns[1:]))
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
-
-
 def _measure(policy: str, setup: FairnessSetup, place: _Place) -> FairnessRow:
     kinds = [kind for kind in setup.mix for _ in range(kind.clients)]
     tokens = [new_token() for _ in kinds]
-    with _server(policy, setup, tokens, place) as address:
+    with kvtide_server(_configuration(policy, setup, tokens, place.sending_bits_s), place.prefix) as (address, _):
         counted = _run_clients(kinds, address, tokens, place, setup.duration_s)
     return fairness_row(policy, list(map(_served, kinds, counted)), setup.duration_s)
 
@@ -128,35 +126,15 @@ def _served(kind: ClientMix, connections: Sequence[_Counted]) -> Served:
     )
 
 
-@contextmanager
-def _server(policy: str, setup: FairnessSetup, tokens: Sequence[str], place: _Place) -> Iterator[str]:
-    """Run `kvtide serve` and yield its address."""
-    config = place.folder / f"{policy}.toml"
-    config.write_text(_configuration(policy, setup, tokens, place.sending_bits_s), encoding="utf-8")
-    command = [*place.prefix, sys.executable, "-m", "kvtide.cli", "serve", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            address = server.stdout.readline().strip().rpartition(" ")[2]
-            if not address:
-                raise ValueError("kvtide serve did not start; its reason is above")
-            yield address
-        finally:
-            server.terminate()
-
-
 def _configuration(policy: str, setup: FairnessSetup, tokens: Sequence[str], sending_bits_s: float) -> str:
     kinds = [kind for kind in setup.mix for _ in range(kind.clients)]
-    grants = "".join(
-        f'[[grants]]\ntenant = "client-{number}"\nscopes = ["read", "write"]\ntoken_sha256 = "{token_digest(token)}"\n'
-        for number, token in enumerate(tokens)
-    )
+    grants = "".join(grant_words(f"client-{number}", token) for number, token in enumerate(tokens))
     weights = "".join(f"client-{number} = {kind.weight}\n" for number, kind in enumerate(kinds))
     sending = (
         f'policy = "{policy}"\nslots = {setup.slots}\ntenant_slots_max = {setup.slots}\n'
         f"slice_bytes = {setup.slice_bytes}\nlink_bits_s = {sending_bits_s}\n"
     )
-    return f'listen = "127.0.0.1:0"\n{grants}[sending]\n{sending}[sending.weights]\n{weights}'
+    return f"{grants}[sending]\n{sending}[sending.weights]\n{weights}"
 
 
 def _run_clients(

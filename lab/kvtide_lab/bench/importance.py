@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from rich.table import Table
+from rich.console import Group
 
 from kvtide.block import KVDtype
 from kvtide.clock import Clock, SystemClock
@@ -20,23 +20,21 @@ from kvtide.engines.transformers.generation import FirstToken
 from kvtide.engines.transformers.selective import Rest, SparseSettings
 from kvtide.importance import AllHeads, FirstHeads, Selector
 from kvtide_lab.bench.importance_prompts import (
-    GuardRow,
-    GuardSize,
     NeedleRow,
-    guard_rows,
     make_tasks,
     needle_rows,
     tokenized,
 )
 from kvtide_lab.bench.services import server_behind
 from kvtide_lab.bench.shaped import ShapedProxy, as_fast_as_the_machine
+from kvtide_lab.figures import table_of
 from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix
 from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Random, Recency
 from kvtide_lab.measuring import Show
 
 HEADLINE_RATIO = 0.25
-# Parts that can be asked for alone: selectors (with TTFTs), the engine, guards, needles.
-TABLES = ("selectors", "engine", "guards", "needles")
+# Parts that can be asked for alone: selectors (with TTFTs), the engine, needles.
+TABLES = ("selectors", "engine", "needles")
 # A disk of 200 MB/s and a link of 1 Gbit/s.
 RATES = {"disk": 200e6, "link": 125e6}
 # Prompts before the engine's second row, each with a question of its own.
@@ -47,7 +45,7 @@ _STORE_S_MAX = 300.0
 class ImportanceSize(NamedTuple):
     """The amount of judging. tries: of each pair of TTFTs.
 
-    guards: on how many prompts guards are tried, and at which lengths besides the context's. needles: texts of a kind.
+    needles: texts of a kind.
     """
 
     contexts: int
@@ -55,12 +53,11 @@ class ImportanceSize(NamedTuple):
     ratios: tuple[float, ...]
     questions: int
     tries: int
-    guards: GuardSize
     needles: int
 
 
-FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, GuardSize(3, 2, 2, (1024,)), 4)
-QUICK = ImportanceSize(1, 512, (0.25,), 2, 1, GuardSize(1, 1, 1, ()), 1)
+FULL = ImportanceSize(2, 4096, (0.1, 0.2, 0.25, 0.3, 0.5), 3, 5, 4)
+QUICK = ImportanceSize(1, 512, (0.25,), 2, 1, 1)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -129,7 +126,6 @@ class ImportanceBench(msgspec.Struct, frozen=True):
     context_tokens: int
     questions: list[str]
     rows: list[Row]
-    guards: list[GuardRow]
     needles: list[NeedleRow]
     ttft: list[TtftRow]
     engine: list[EngineRow]
@@ -187,23 +183,19 @@ def run(
     clock = SystemClock()
     judge = ImportanceJudge(model, CodecRegistry(profiles), clock, bytes_s, dtype)
     tasks = make_tasks(texts, size.contexts, size.context_tokens, tokenize)
-    prefixes = []
-    # The engine and needles make prefixes of their own.
-    for number, task in enumerate(tasks if {"selectors", "guards"} & set(tables) else ()):
-        show("prefill", number, len(tasks))
-        prefixes.append(judge.add(task.ids, *tokenized(task, tokenize, size.questions)))
     rows, ttft = list[Row](), list[TtftRow]()
-    engine, guards, needles = list[EngineRow](), list[GuardRow](), list[NeedleRow]()
+    engine, needles = list[EngineRow](), list[NeedleRow]()
     if "selectors" in tables:
+        prefixes = []
+        for number, task in enumerate(tasks):
+            show("prefill", number, len(tasks))
+            prefixes.append(judge.add(task.ids, *tokenized(task, tokenize, size.questions)))
         rows, ttft = list(_rows(judge, prefixes, size, show)), list(_ttft(judge, prefixes[0], size, show))
     if "engine" in tables:
         show("the engine itself", 0, 1)
         uses, questions = tokenized(tasks[0], tokenize, 1)
         asked = ([use.ids for use in uses], questions[0].ids)
         engine = engine_rows(model, profiles, tasks[0].ids, *asked, HEADLINE_RATIO, size.tries, clock)
-    if "guards" in tables:
-        trying = (HEADLINE_RATIO, size.guards, tokenize, model.config.vocab_size)
-        guards = guard_rows(judge, texts, prefixes, size.context_tokens, *trying, show)
     if "needles" in tables:
         needles = needle_rows(judge, texts, size.context_tokens, size.needles, HEADLINE_RATIO, tokenize, show)
     headlines: tuple[float | None, float | None] = _headlines(rows) if rows else (None, None)
@@ -215,7 +207,6 @@ def run(
         size.context_tokens,
         [question.kind for question in tokenized(tasks[0], tokenize, size.questions)[1]],
         rows,
-        guards,
         needles,
         ttft,
         engine,
@@ -368,37 +359,13 @@ def _engine_row(place: str, use: str, tokens: int, tried: Sequence[_Tried]) -> E
     )
 
 
-def render(result: ImportanceBench) -> Table:
-    """Return the table that people read: rows, then guards, needles, and what loads take below them."""
+def render(result: ImportanceBench) -> Group:
+    """Return the tables that people read, of those that were asked for."""
     title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
-    columns = ("selector", "rest", "order", "ratio", "bytes read", "KL", "top-1", "answer", "right", "TTFT s")
-    table = Table(*columns, title=f"{title}, disk of {result.disk_bytes_s / 1e6:.0f} MB/s")
-    for row in result.rows:
-        head = (row.selector, row.rest, row.order, f"{row.ratio:g}", f"{row.bytes_read_share:.3f}", f"{row.kl:.4f}")
-        table.add_row(*head, f"{row.top1:.3f}", f"{row.answer_match:.2f}", f"{row.right:.2f}", f"{row.ttft_s:.3f}")
-    table.add_section()
-    for guard in result.guards:
-        where = f"{guard.prompt}, {guard.tokens}, of {guard.prompts}"
-        shares = (f"{guard.fallback_share:.2f}", f"{guard.bytes_read_share:.3f}", f"{guard.kl:.4f}")
-        cost = ("", "", "")
-        if guard.fallback_bytes_share is not None:
-            over = f"{guard.fallback_over_whole or 0:.2f} of the whole"
-            cost = (f"back {guard.fallback_bytes_share:.3f}", f"{guard.fallback_reads:.0f} reads", over)
-        table.add_row(f"{guard.guard} falls back", guard.rest, where, *shares, *cost, f"{guard.ttft_s:.3f}")
-    table.add_section()
-    for needle in result.needles:
-        found = (f"whole {needle.found_whole}", f"part {needle.found_part}", f"both {needle.found_both}")
-        where = f"depth {needle.depth:g}, of {needle.needles}"
-        table.add_row("needles", needle.kind, where, "", f"{needle.bytes_read_share:.3f}", *found, "", "")
-    table.add_section()
-    for each in result.ttft:
-        spread = f"{each.speedup:.2f} times ({each.speedup_low:.2f} … {each.speedup_high:.2f})"
-        disk = f"disk {each.whole_disk_s:.2f}, {each.selective_disk_s:.2f} s"
-        times = (f"{each.whole_s:.3f}", f"{each.selective_s:.3f}")
-        table.add_row("TTFT, whole and selective", each.question, disk, spread, "", "", "", "", *times)
-    table.add_section()
-    for asked in result.engine:
-        shares = (f"{asked.front_share:.3f}", f"behind {asked.behind_share:.3f}", f"{asked.ratio:.2f} of the whole")
-        both = (f"part {asked.part_s:.3f}", f"whole {asked.whole_s:.3f}", f"{asked.ttft_s:.3f}")
-        table.add_row("attach", asked.place, f"{asked.use}, {asked.tokens}", asked.decided, *shares, *both)
-    return table
+    tables: dict[str, Sequence[msgspec.Struct]] = {
+        f"{title}, disk of {result.disk_bytes_s / 1e6:.0f} MB/s": result.rows,
+        "needles": result.needles,
+        "first tokens, whole and in part": result.ttft,
+        "attach": result.engine,
+    }
+    return Group(*(table_of(rows, name) for name, rows in tables.items() if rows))

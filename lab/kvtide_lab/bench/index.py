@@ -21,6 +21,7 @@ from kvtide.clock import ManualClock
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
+from kvtide_lab.figures import table_of
 from kvtide_lab.sim.policies import policy_named
 
 REQUEST_BLOCKS = 64
@@ -145,11 +146,5 @@ def _key_ns() -> float:
 
 def render(result: IndexBench) -> Table:
     """Return the result as a table."""
-    table = Table(title=f"match + insert + evict; keys of 16 tokens: {result.key_ns_per_block:.0f} ns a block")
-    for column in ("policy", "resident blocks", "known blocks", "ns a block", "lowest … highest", "bytes a block"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for row in result.rows:
-        low, high = row.ns_per_block_spread
-        cells = (f"{row.resident_blocks:,}", f"{row.known_blocks:,}", f"{row.ns_per_block:.0f}")
-        table.add_row(row.policy, *cells, f"{low:.0f} … {high:.0f}", f"{row.bytes_per_block:.0f}")
-    return table
+    title = f"match + insert + evict; keys of 16 tokens: {result.key_ns_per_block:.0f} ns a block"
+    return table_of(result.rows, title)

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 import torch
 from rich.console import Group
-from rich.table import Table
 from torch.nn import functional
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import SystemClock
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
+from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import Show, Spread, spread_of
 from kvtide_lab.swap.pages import PageSwapper, made_up_pages
 
@@ -309,19 +309,7 @@ def _throughput_row(answer_tokens: int, seconds: dict[str, list[list[float]]]) -
 
 def render(result: OffloadBenchResult) -> Group:
     """Return both tables as people read them."""
-    columns = ("model", "layers", "KV heads", "head", "prefill s", "swap in s", "swap out s", "hidden in", "out")
-    title = (
-        f"{TOKENS} tokens, {STEP_TOKENS} a step, pages apart, on {result.device}; prefill: a layer's time times layers"
-    )
-    swaps = Table(*columns, title=title, caption="hidden: share of the swap that does not delay a prefill beside it")
-    for row in result.swaps:
-        times = (row.prefill_s.shown(1), row.swap_in_s.shown(3), row.swap_out_s.shown(3))
-        hidden = (f"{row.hidden_in:.0%}", f"{row.hidden_out:.0%}")
-        swaps.add_row(row.model, str(row.layers), str(row.kv_heads), str(row.head_dim), *times, *hidden)
-    columns = ("answer", "naive", "prefix 1", "prefix 2", "offload+prefix 1", "2", "offload 1", "2", "overhead")
-    title = f"{result.model}: requests/s, {result.prompts} prompts of {result.prompt_tokens} tokens"
-    throughput = Table(*columns, title=title)
-    for each in result.throughput:
-        *rates, overhead_s = msgspec.structs.astuple(each)[1:]
-        throughput.add_row(str(each.answer_tokens), *[rate.shown() for rate in rates], f"{overhead_s.shown()} s")
-    return Group(*[shown for shown, rows in ((swaps, result.swaps), (throughput, result.throughput)) if rows])
+    title = f"{TOKENS} tokens, {STEP_TOKENS} a step, pages apart, on {result.device}"
+    asked = f"{result.model}: requests/s, {result.prompts} prompts of {result.prompt_tokens} tokens"
+    tables: dict[str, Sequence[msgspec.Struct]] = {title: result.swaps, asked: result.throughput}
+    return Group(*(table_of(rows, name) for name, rows in tables.items() if rows))

@@ -1,6 +1,6 @@
-"""The cost of roughness by where it lies: the model's KL on mixed caches, and the loss law that follows.
+"""The cost of roughness by where it lies: the model's KL on mixed caches, beside the profile's loss law.
 
-Some texts are fitted on; others, held out, say how far the law is off, and what spending bytes by it saves.
+On texts that no law was fitted on; also what spending bytes by the law saves.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Group
 
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
-from kvtide.codec.tide.law import DEFAULT_POSITIONS, LossLaw, PositionLaw, Purpose, law_of, law_table
+from kvtide.codec.tide.law import LossLaw, PositionLaw, Purpose
 from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
-from kvtide_lab.figures import table_of
+from kvtide_lab.figures import shown, table_of
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
 from kvtide_lab.judge.spending import cheapest, order
 from kvtide_lab.measuring import Show
@@ -34,8 +33,6 @@ from kvtide_lab.measuring import Show
 # An embedded copy of four levels: what each is of, and the refinements after its base.
 QUALITY, REFINEMENTS = 9e-4, 3
 EXACT = REFINEMENTS + 1
-NEWEST = (64, 128, 256, 512)
-SINK_TOKENS = 256
 
 
 def passages_of(tokens: int, answer_tokens: int) -> tuple[int, ...]:
@@ -51,28 +48,6 @@ def flats() -> list[Mixture]:
 def only(name: str, start: int, stop: int, kept: int) -> Mixture:
     """Return tokens that keep less than the exact rest."""
     return Mixture(f"{name} {kept}, rest exact", EXACT, (Patch(start, stop, kept),))
-
-
-def fit_mixtures(tokens: int) -> list[Mixture]:
-    """Return what the law is fitted on: one refinement for all, ranges by themselves, and all but the newest."""
-    found = flats()
-    for kept in (1, 2):
-        found += [only(f"newest {n}", tokens - n, tokens, kept) for n in (64, 256, tokens // 2)]
-    found.append(only("newest 256", tokens - 256, tokens, 0))
-    for kept in (0, 1, 2):
-        found.append(Mixture(f"newest 256 exact, rest {kept}", kept, (Patch(tokens - 256, tokens, EXACT),)))
-    passage, *_ = passages_of(tokens, tokens // 8)
-    found += [only("first quarter", 0, tokens // 4, 1), only("passage", passage, passage + tokens // 8, 1)]
-    return found
-
-
-def map_mixtures(tokens: int) -> list[Mixture]:
-    """Return eighths, the newest and the first tokens at each refinement, which the law is fitted on too."""
-    eighth = tokens // 8
-    ranges = [(f"eighth {n}", n * eighth, (n + 1) * eighth) for n in range(8)]
-    ranges += [(f"newest {n}", tokens - n, tokens) for n in NEWEST if n < tokens]
-    ranges += [("sinks", 0, min(SINK_TOKENS, tokens // 2))]
-    return [only(*each, kept) for kept in range(REFINEMENTS) for each in ranges]
 
 
 def by_eighths(name: str, tokens: int, kept: Sequence[int]) -> Mixture:
@@ -100,71 +75,6 @@ def trial_mixtures(tokens: int) -> list[Mixture]:
 
 # Patches of mixtures are of whole pieces.
 PIECE_TOKENS = 64
-# Smaller losses are noise beside what anybody asks for.
-KL_MIN = 2e-5
-# E-folds from the default that count as much as one e-fold of a row: of a weight, and of the powers fine to coarse.
-_WEIGHT_SPREAD, _POWER_SPREADS = 2.0, (0.1, 0.5, 1.0)
-_STEPS = 15
-_Floats = NDArray[np.float64]
-
-
-class LossPoint(NamedTuple):
-    """A measured KL, the mean of texts. kept: by pieces of PIECE_TOKENS; passages: pieces that were copied, or None."""
-
-    kept: tuple[int, ...]
-    passages: tuple[int, ...] | None
-    kl: float
-
-    @property
-    def purpose(self) -> Purpose:
-        """Return what followed."""
-        return Purpose.GOES_ON if self.passages is None else Purpose.COPIES
-
-    def predicted(self, law: LossLaw) -> float:
-        """Return what a law says of it."""
-        return law.kl(self.kept, PIECE_TOKENS, self.purpose, self.passages)
-
-
-def fitted(law: LossLaw, points: Sequence[LossPoint]) -> LossLaw:
-    """Return a law of the same losses with positions that fit the points of each purpose."""
-    goes_on, copies = (
-        _fitted(law, purpose, [point for point in points if point.purpose is purpose and point.kl > KL_MIN])
-        for purpose in Purpose
-    )
-    return LossLaw((goes_on, copies), law.losses)
-
-
-def _fitted(law: LossLaw, purpose: Purpose, points: Sequence[LossPoint]) -> PositionLaw:
-    """Return the positions for one purpose, by damped Gauss-Newton steps in logarithms."""
-    prior = np.log(np.maximum(law_table(DEFAULT_POSITIONS)[purpose, 1:].astype(np.float64), 1e-12))
-    spread = np.array([_WEIGHT_SPREAD] * (len(prior) - 9) + 3 * list(_POWER_SPREADS))
-    wanted = np.log([point.kl for point in points])
-
-    def rest(at: _Floats) -> _Floats:
-        made = LossLaw((_law(purpose, at),) * 2, law.losses)
-        logs = np.log([point.predicted(made) for point in points]) - wanted
-        # A row that is far off counts by its size, not by its square.
-        robust = np.sign(logs) * np.sqrt(2 * (np.sqrt(1 + np.square(logs)) - 1))
-        return np.concatenate([robust, (at - prior) / spread])
-
-    at, damping = prior, 1.0
-    value = rest(at)
-    for _ in range(_STEPS if points else 0):
-        slopes = np.stack([(rest(at + step) - value) / 1e-4 for step in np.eye(len(at)) * 1e-4], axis=1)
-        step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ value)
-        there = rest(at + step)
-        is_better = there @ there < value @ value
-        damping *= 0.3 if is_better else 4.0
-        if is_better:
-            at, value = at + step, there
-    return _law(purpose, at)
-
-
-def _law(purpose: Purpose, logs: _Floats) -> PositionLaw:
-    sink, passage, *others = np.exp(logs).tolist()
-    return law_of((sink, passage if purpose is Purpose.COPIES else 0.0, *others))
-
-
 # KLs that are asked for; half of the bytes that one refinement for all takes at the first is tried besides.
 GOALS = (5e-3, 1e-2, 2e-2)
 
@@ -270,37 +180,31 @@ def _row(prefix_tokens: int, elements: int, texts: int, found: Spent, flats: Seq
 WORKERS = 2
 # A row of the law's is good within so much of the model's KL.
 CLOSE = 0.25
-# What all others are compared with, text by text.
-REFERENCE = flats()[1]
 
 
 class PositionSize(NamedTuple):
-    """The amount of judging: texts by prefix length for single ranges, the fit, the law's test, and spending."""
+    """The amount of judging: texts by prefix length for the law's test, and for spending by it."""
 
     answer_tokens: int
-    map_texts: dict[int, int]
-    fit_texts: dict[int, int]
     held_texts: dict[int, int]
     spend_texts: dict[int, int]
 
 
-FULL = PositionSize(128, {1024: 2}, {512: 5, 1024: 5, 2048: 4, 4096: 2}, {1024: 6, 2048: 6, 4096: 2}, {2048: 5})
-QUICK = PositionSize(64, {}, {512: 1}, {512: 1}, {512: 1})
+FULL = PositionSize(128, {1024: 6, 2048: 6, 4096: 2}, {2048: 5})
+QUICK = PositionSize(64, {512: 1}, {512: 1})
 
 
 def spending_only(tokens: int, texts: int) -> PositionSize:
-    """Return a size that fits nothing: what is spent by the law that the profile has."""
-    return PositionSize(FULL.answer_tokens, {}, {}, {}, {tokens: texts})
+    """Return a size that tests nothing: only what is spent by the law."""
+    return PositionSize(FULL.answer_tokens, {}, {tokens: texts})
 
 
 class PositionRow(msgspec.Struct, frozen=True):
     """One mixture after one prefix length with one continuation; the mean of `texts` texts.
 
-    stage: map, fit, or held (texts that the law has not seen). passage: where the copied passage begins, None for text
-    that goes on.
+    passage: where the copied passage begins, None for text that goes on. law: what the profile's law says.
     """
 
-    stage: str
     prefix_tokens: int
     mixture: str
     passage: int | None
@@ -313,7 +217,7 @@ class PositionRow(msgspec.Struct, frozen=True):
 class PositionBench(msgspec.Struct, frozen=True):
     """All rows, what they were measured on, and what they say.
 
-    `law_close_goes_on` and `law_close_copies`: shares of held-out rows within CLOSE of the model's KL.
+    `law_close_goes_on` and `law_close_copies`: shares of rows within CLOSE of the model's KL.
     """
 
     model: str
@@ -322,8 +226,7 @@ class PositionBench(msgspec.Struct, frozen=True):
     quality: float
     refinements: int
     answer_tokens: int
-    fit_kinds: list[str]
-    held_kinds: list[str]
+    kinds: list[str]
     law_close_goes_on: float | None
     law_close_copies: float | None
     law: tuple[PositionLaw, PositionLaw]
@@ -341,16 +244,15 @@ class PositionInputs(msgspec.Struct, frozen=True):
 
 
 class PositionSubject(NamedTuple):
-    """The texts that are judged, as ids to fit on and held out, and their kinds."""
+    """The texts that are judged, as ids, and their kinds."""
 
     model: Any
     name: str
     layout: BlockLayout
     size: PositionSize
     profile: Profile
-    fit: list[list[int]]
-    held: list[list[int]]
-    kinds: tuple[list[str], list[str]]
+    ids: list[list[int]]
+    kinds: list[str]
 
     @property
     def codec(self) -> TideCodec:
@@ -376,13 +278,12 @@ def subject_of(
     layout: BlockLayout,
     size: PositionSize,
     profile: Profile,
-    texts: tuple[Sequence[Text], Sequence[Text]],
+    texts: Sequence[Text],
 ) -> PositionSubject:
-    """Take texts to fit on, and others that are held out."""
-    longest = max([*size.fit_texts, *size.held_texts, *size.spend_texts]) + size.answer_tokens + 1
-    fit, held = ([list(tokenize(text.content[: 8 * longest])[:longest]) for text in each] for each in texts)
-    kinds = ([text.kind for text in texts[0]], [text.kind for text in texts[1]])
-    return PositionSubject(model, name, layout, size, profile, fit, held, kinds)
+    """Take texts that the law was not fitted on."""
+    longest = max([*size.held_texts, *size.spend_texts]) + size.answer_tokens + 1
+    ids = [list(tokenize(text.content[: 8 * longest])[:longest]) for text in texts]
+    return PositionSubject(model, name, layout, size, profile, ids, [text.kind for text in texts])
 
 
 def partial_of(subject: PositionSubject, path: Path | None) -> Results:
@@ -397,32 +298,26 @@ def partial_of(subject: PositionSubject, path: Path | None) -> Results:
 class _Job(NamedTuple):
     """One text after one prefix length: what is measured there."""
 
-    stage: str
     tokens: int
     ids: list[int]
-    mixtures: list[Mixture]
-    context: int
 
     def case(self, mixture: Mixture) -> str:
         return f"{self.tokens} {ids_digest(self.ids[: self.tokens])[:16]} {mixture}"
 
 
 def run(subject: PositionSubject, results: Results, show: Show) -> PositionBench:
-    """Measure what is not in `results` yet, fit the law and test it. ValueError without a text that is long enough."""
+    """Measure what is not in `results` yet beside what the profile's law says, and spend bytes by that.
+
+    ValueError without a text that is long enough.
+    """
     size = subject.size
     law = subject.codec.law
     assert law is not None
-    jobs = [*_jobs(subject, "map", subject.fit, size.map_texts, lambda tokens: [REFERENCE, *map_mixtures(tokens)])]
-    jobs += _jobs(subject, "fit", subject.fit, size.fit_texts, fit_mixtures)
-    jobs += _jobs(subject, "held", subject.held, size.held_texts, trial_mixtures)
-    if size.fit_texts and not {"fit", "held"} <= {job.stage for job in jobs}:
-        raise ValueError("no text to fit on, or none that is held out, is long enough")
+    jobs = list(_jobs(subject, size.held_texts))
+    if size.held_texts and not jobs:
+        raise ValueError("no text is long enough")
     _measure(subject, jobs, results, show)
-    points = list(_points(subject, jobs, results))
-    if size.fit_texts:
-        law = fitted(law, [point for row, point in points if row.stage != "held"])
-    rows = [msgspec.structs.replace(row, law=point.predicted(law)) for row, point in points]
-    spending = _spend(subject, law, show)
+    rows = list(_rows(subject, jobs, results, law))
     return PositionBench(
         subject.name,
         subject.layout.dtype.value,
@@ -430,35 +325,25 @@ def run(subject: PositionSubject, results: Results, show: Show) -> PositionBench
         QUALITY,
         REFINEMENTS,
         size.answer_tokens,
-        *subject.kinds,
-        _close([row for row in rows if row.stage == "held" and row.passage is None]),
-        _close([row for row in rows if row.stage == "held" and row.passage is not None]),
+        subject.kinds,
+        _close([row for row in rows if row.passage is None]),
+        _close([row for row in rows if row.passage is not None]),
         law.positions,
-        spending,
+        _spend(subject, law, show),
         rows,
     )
 
 
-def with_law(profile: Profile, law: Sequence[PositionLaw]) -> Profile:
-    """Return a profile that carries a law."""
-    return profile.with_arrays({"law": law_table(law)})
-
-
-def _jobs(
-    subject: PositionSubject,
-    stage: str,
-    ids: list[list[int]],
-    texts: dict[int, int],
-    mixtures: Callable[[int], list[Mixture]],
-) -> Iterator[_Job]:
+def _jobs(subject: PositionSubject, texts: dict[int, int]) -> Iterator[_Job]:
     for tokens, count in texts.items():
-        long_enough = [i for i, each in enumerate(ids) if len(each) > tokens + subject.size.answer_tokens]
-        for context in long_enough[:count]:
-            yield _Job(stage, tokens, ids[context], mixtures(tokens), context)
+        long_enough = [ids for ids in subject.ids if len(ids) > tokens + subject.size.answer_tokens]
+        yield from (_Job(tokens, ids) for ids in long_enough[:count])
 
 
 def _measure(subject: PositionSubject, jobs: Sequence[_Job], results: Results, show: Show) -> None:
-    missing = [(job, [each for each in job.mixtures if results.get(job.case(each), 0) is None]) for job in jobs]
+    missing = [
+        (job, [each for each in trial_mixtures(job.tokens) if results.get(job.case(each), 0) is None]) for job in jobs
+    ]
     missing = [(job, mixtures) for job, mixtures in missing if mixtures]
     total = sum(len(mixtures) for _, mixtures in missing)
     done = 0
@@ -485,8 +370,8 @@ def _judge_job(subject: PositionSubject, job: _Job, mixtures: Sequence[Mixture],
 
 
 def _spend(subject: PositionSubject, law: LossLaw, show: Show) -> list[SpendRow]:
-    """Load held-out texts as the fitted law wants. Not kept: every fit wants something else."""
-    jobs = list(_jobs(subject, "spend", subject.held, subject.size.spend_texts, lambda tokens: []))
+    """Load texts as the law wants. Not kept: every law wants something else."""
+    jobs = list(_jobs(subject, subject.size.spend_texts))
     rows: list[SpendRow] = []
     with one_torch_thread(), ThreadPoolExecutor(WORKERS) as pool:
         found = list(pool.map(lambda job: _spent(subject, law, job), jobs))
@@ -505,41 +390,22 @@ def _spent(subject: PositionSubject, law: LossLaw, job: _Job) -> list[Spent]:
     return spent(judge, law, block_tokens, passages_of(job.tokens, answer))
 
 
-def _points(
-    subject: PositionSubject, jobs: Sequence[_Job], results: Results
-) -> Iterator[tuple[PositionRow, LossPoint]]:
-    """Yield each row, without the law's word, and its point.
-
-    Texts differ more than mixtures do, and not all are long enough for each length. So a point's KL is what the
-    mixture has over REFERENCE on the same texts, times the mean of REFERENCE over all texts to fit on.
-    """
-    groups: dict[tuple[str, int, Mixture], list[tuple[list[float], list[float]]]] = {}
-    usual: dict[str, list[float]] = {}
-    for job in jobs:
-        reference = _found(results, job, REFERENCE)
-        if job.stage == "fit":
-            usual[job.case(REFERENCE)] = reference
-        for mixture in job.mixtures:
-            groups.setdefault((job.stage, job.tokens, mixture), []).append((_found(results, job, mixture), reference))
-    if not usual:
-        return
-    level = [fmean(found[0] for found in usual.values()), fmean(kl for found in usual.values() for kl in found[1:])]
+def _rows(subject: PositionSubject, jobs: Sequence[_Job], results: Results, law: LossLaw) -> Iterator[PositionRow]:
     answer = subject.size.answer_tokens
-    for (stage, tokens, mixture), by_text in groups.items():
-        kept = tuple(mixture.kept(tokens, PIECE_TOKENS))
-        for place, passage in enumerate((None, *passages_of(tokens, answer))):
-            kls = [found[place] for found, _ in by_text]
-            stderr = stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else None
-            row = PositionRow(stage, tokens, mixture.name, passage, len(kls), fmean(kls), stderr, 0.0)
-            copied = passage is not None and range(passage // PIECE_TOKENS, (passage + answer) // PIECE_TOKENS)
-            kl = sum(kls) / sum(reference[place] for _, reference in by_text) * level[passage is not None]
-            yield row, LossPoint(kept, tuple(copied) if copied else None, kl)
-
-
-def _found(results: Results, job: _Job, mixture: Mixture) -> list[float]:
-    found = results.get(job.case(mixture), 0)
-    assert found is not None, "measured before"
-    return found
+    for tokens in dict.fromkeys(job.tokens for job in jobs):
+        here = [job for job in jobs if job.tokens == tokens]
+        for mixture in trial_mixtures(tokens):
+            found = [results.get(job.case(mixture), 0) or [] for job in here]
+            kept = mixture.kept(tokens, PIECE_TOKENS)
+            for place, passage in enumerate((None, *passages_of(tokens, answer))):
+                kls = [each[place] for each in found]
+                stderr = stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else None
+                if passage is None:
+                    said = law.kl(kept, PIECE_TOKENS, Purpose.GOES_ON)
+                else:
+                    copied = range(passage // PIECE_TOKENS, (passage + answer) // PIECE_TOKENS)
+                    said = law.kl(kept, PIECE_TOKENS, Purpose.COPIES, tuple(copied) or None)
+                yield PositionRow(tokens, mixture.name, passage, len(kls), fmean(kls), stderr, said)
 
 
 def _close(rows: Sequence[PositionRow]) -> float | None:
@@ -548,25 +414,7 @@ def _close(rows: Sequence[PositionRow]) -> float | None:
 
 
 def render(result: PositionBench) -> Group:
-    """Return the tables that people read: held-out rows beside the law, then what spending by it saves."""
-    close = f"within 25 %: {_share(result.law_close_goes_on)} that go on, {_share(result.law_close_copies)} of copies"
+    """Return the tables that people read: rows beside the law, then what spending by it saves."""
+    close = f"law within 25 %: {shown(result.law_close_goes_on)} that go on, {shown(result.law_close_copies)} of copies"
     title = f"{result.model}, {result.codec}, {result.answer_tokens} tokens of answer, held-out texts; {close}"
-    rows = table_of(("prefix", "cache", "answer", "texts", "KL", "±", "law", "law / KL"), title=title, left=("cache",))
-    for row in result.rows:
-        if row.stage == "held":
-            answer = "goes on" if row.passage is None else f"copies from {row.passage}"
-            spread = "" if row.kl_stderr is None else f"{row.kl_stderr:.4f}"
-            figures = (f"{row.kl:.4f}", spread, f"{row.law:.4f}", f"{row.law / row.kl:.2f}" if row.kl > 0 else "")
-            rows.add_row(str(row.prefix_tokens), row.mixture, answer, str(row.texts), *figures)
-    columns = ("prefix", "load", "bits", "KL goes on", "copies", "bytes_vs_flat", "vs stored", "KL vs flat: goes on")
-    spending = table_of((*columns, "copies"), title="Bytes by the law, held-out texts", left=("load",))
-    for way in result.spending:
-        ratios = (way.bytes_vs_flat, way.bytes_vs_stored, way.kl_vs_flat_goes_on, way.kl_vs_flat_copies)
-        kls = (f"{way.kl_goes_on:.4f}", f"{way.kl_copies:.4f}")
-        shown = ("" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
-        spending.add_row(str(way.prefix_tokens), way.way, f"{way.bits:.3f}", *kls, *shown)
-    return Group(rows, spending)
-
-
-def _share(share: float | None) -> str:
-    return "none" if share is None else f"{share:.0%}"
+    return Group(table_of(result.rows, title), table_of(result.spending, "Bytes by the law, held-out texts"))

@@ -118,15 +118,8 @@ def prompts_of(p: float, size: PromptsSize) -> list[Sequence[int]]:
 def render(result: PromptsBench) -> Table:
     """Return the rows as people read them."""
     what = f"{result.requests} requests a row of {result.prompt_tokens} + {result.answer_tokens} tokens"
-    columns = ("p", "hits: own", "kvtide", "items/s: none", "own", "kvtide", "changed")
-    shown = table_of(columns, title=f"{result.model}, {what}")
-    for row in result.rows:
-        rates = (row.items_per_s_none, row.items_per_s_own, row.items_per_s_kvtide)
-        hits = (f"{row.hit_rate_own:.3f}", f"{row.hit_rate_kvtide:.3f}")
-        shown.add_row(f"{row.p:g}", *hits, *[f"{rate:.2f}" for rate in rates], str(row.answers_changed))
     pays = "at no p" if result.pays_from_p is None else f"from p = {result.pays_from_p:g} on"
-    shown.caption = f"more items a second than without a cache {pays}"
-    return shown
+    return table_of(result.rows, f"{result.model}, {what}", f"more items a second than without a cache {pays}")
 
 
 def plot(result: PromptsBench, path: Path) -> None:

@@ -12,7 +12,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,20 +21,18 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import Clock, SystemClock
-from kvtide.errors import RequestRefused
-from kvtide.server.settings import ServerLimits
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.http.peer import Endpoint, HttpAnswer, HttpConnection, Patience
 from kvtide.types import ObjectId
 from kvtide.wire.http import pack_request_head
 from kvtide_lab.bench.disk import made_objects
 from kvtide_lab.bench.services import BenchService, started, wait_until
+from kvtide_lab.figures import table_of
+from kvtide_lab.measuring import together
 
 OBJECT_BYTES = 4 << 20
 OBJECTS = 32
 CLIENTS = 4
-IDLE = 1000
-ACTIVE = 64
 _EXCHANGE_S_MAX = 30.0
 _LIMITS = {
     "memory_bytes_max": 256 << 20,
@@ -79,12 +76,6 @@ class ServerBenchResult(msgspec.Struct, frozen=True):
     rounds: int
     clients: int
     object_bytes: int
-    idle_connections: int
-    active_clients: int
-    active_requests: int
-    errors: int
-    resident_bytes: int
-    resident_bytes_max: int
     note: str
     rows: list[ServerBenchRow]
 
@@ -115,7 +106,6 @@ def run(quick: bool, clock: Clock | None = None) -> ServerBenchResult:
                     side.puts.append(_puts(side, made, passes, clock))
                 side.gets.append(_gets(side, made, get_s, clock))
         by_name = {side.name: side for side in sides}
-        crowd = _crowd(by_name["kvtide memory"].service, made, get_s, clock)
     disk, floor = by_name["kvtide disk"], by_name["floor"]
     nginx = by_name.get("nginx")
     return ServerBenchResult(
@@ -128,12 +118,6 @@ def run(quick: bool, clock: Clock | None = None) -> ServerBenchResult:
         rounds=rounds,
         clients=CLIENTS,
         object_bytes=OBJECT_BYTES,
-        idle_connections=IDLE,
-        active_clients=ACTIVE,
-        active_requests=crowd.requests,
-        errors=crowd.errors,
-        resident_bytes=crowd.resident_bytes,
-        resident_bytes_max=ServerLimits(**_LIMITS).resident_bytes_max,
         note="" if nginx else "nginx is not installed: apt-get install nginx-light",
         rows=[_row(side) for side in sides],
     )
@@ -264,51 +248,9 @@ def _puts(side: _Side, made: Made, passes: int, clock: Clock) -> _Rate:
 
 def _timed(service: BenchService, work: Callable[[int], None], bytes_done: Callable[[], int], clock: Clock) -> _Rate:
     cpu_s, started_s = _cpu_s(service.pid), clock.monotonic_s()
-    _together(work, CLIENTS)
+    together(work, CLIENTS)
     took_s, cpu_s = clock.monotonic_s() - started_s, _cpu_s(service.pid) - cpu_s
     return _Rate(bytes_done() / 1e9 / took_s, cpu_s / (bytes_done() / 1e9))
-
-
-def _together(work: Callable[[int], None], count: int) -> None:
-    threads = [threading.Thread(target=work, args=(position,)) for position in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-class _Crowd(NamedTuple):
-    requests: int
-    errors: int
-    resident_bytes: int
-
-
-def _crowd(service: BenchService, made: Made, seconds: float, clock: Clock) -> _Crowd:
-    """Let active clients read and write beside idle connections, and see what fails and what memory it takes."""
-    idle = [HttpConnection(Endpoint("127.0.0.1", service.port)) for _ in range(IDLE)]
-    for link in idle:
-        link.open(Patience(clock, clock.monotonic_s() + _EXCHANGE_S_MAX))
-    requests, errors = [0] * ACTIVE, [0] * ACTIVE
-    stop_s = clock.monotonic_s() + seconds
-
-    def work(position: int) -> None:
-        client, turn = _Client(service.port, clock), position
-        while clock.monotonic_s() < stop_s or not requests[position]:
-            name, packed = made[turn % OBJECTS]
-            try:
-                is_put = turn % 4 == 0
-                answer = client.ask("PUT", name, packed) if is_put else client.ask("GET", name)
-                errors[position] += answer.status != 200
-            except (OSError, RequestRefused):
-                errors[position] += 1
-            requests[position] += 1
-            turn += 1
-        client.close()
-
-    _together(work, ACTIVE)
-    for link in idle:
-        link.close()
-    return _Crowd(sum(requests), sum(errors), _resident_bytes_most(service.pid))
 
 
 def _processes(pid: int) -> list[int]:
@@ -324,12 +266,6 @@ def _cpu_s(pid: int) -> float:
         for task in Path(f"/proc/{process}/task").iterdir():
             total_ns += int((task / "schedstat").read_text(encoding="ascii").split()[0])
     return total_ns / 1e9
-
-
-def _resident_bytes_most(pid: int) -> int:
-    """Return the most memory that a process had since it began."""
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 def _rate_ratio(ours: Sequence[_Rate], theirs: Sequence[_Rate]) -> float:
@@ -355,13 +291,5 @@ def _row(side: _Side) -> ServerBenchRow:
 
 def render(result: ServerBenchResult) -> Table:
     """Return the result as people read it."""
-    columns = ("server", "GET GB/s", "CPU s/GB", "PUT GB/s", "CPU s/GB")
     title = f"{result.object_bytes >> 20} MiB bodies, {result.clients} clients, medians of {result.rounds} rounds"
-    shown = Table(*columns, title=title)
-    for row in result.rows:
-        values = (row.get_gb_s, row.get_cpu_s_per_gb, row.put_gb_s, row.put_cpu_s_per_gb)
-        shown.add_row(row.server, *("-" if value is None else f"{value:.2f}" for value in values))
-    crowd = f"{result.idle_connections} idle, {result.active_clients} active: {result.errors} errors"
-    memory = f"{result.resident_bytes >> 20} of at most {result.resident_bytes_max >> 20} MiB"
-    shown.caption = f"{crowd} in {result.active_requests} requests, {memory}. {result.note}"
-    return shown
+    return table_of(result.rows, title, result.note or None)

@@ -16,6 +16,7 @@ from pathlib import Path
 from socket import create_connection, socket
 from typing import Any, NamedTuple
 
+from kvtide.server.auth import token_digest
 from kvtide_lab.bench.shaped import ShapedProxy
 
 START_S_MAX = 30.0
@@ -86,6 +87,36 @@ def wait_until(is_true: Callable[[], bool], what: str, wait_s_max: float = START
 def kvtide_words(port: int, folder: Path) -> list[str]:
     """Return the command of a kvtide server that keeps its objects in memory."""
     return [sys.executable, "-m", "kvtide.cli", "serve", "--tier", "memory://", "--listen", f"127.0.0.1:{port}"]
+
+
+@contextmanager
+def kvtide_server(config: str, prefix: Sequence[str] = ()) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run `kvtide serve` with these lines of configuration, yield its address and process, and kill it.
+
+    prefix: words before the command. ValueError with the end of its log if it does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvtide-serve-") as folder:
+        path, log = Path(folder) / "server.toml", Path(folder) / "log"
+        path.write_text(f'listen = "127.0.0.1:0"\n{config}', encoding="utf-8")
+        command = [*prefix, sys.executable, "-m", "kvtide.cli", "serve", "--config", str(path)]
+        with (
+            log.open("ab") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
+            assert process.stdout is not None
+            try:
+                address = process.stdout.readline().strip().rpartition(" ")[2]
+                if not address:
+                    raise ValueError(f"kvtide serve did not start: {log.read_text(errors='replace')[-2000:]}")
+                yield address, process
+            finally:
+                process.kill()
+
+
+def grant_words(tenant: str, token: str) -> str:
+    """Return the lines of a configuration that let a tenant read and write."""
+    digest = token_digest(token)
+    return f'[[grants]]\ntenant = "{tenant}"\nscopes = ["read", "write"]\ntoken_sha256 = "{digest}"\n'
 
 
 @contextmanager

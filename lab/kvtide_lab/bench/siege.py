@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import re
 import signal
 import subprocess
 import sys
@@ -26,13 +25,15 @@ from rich.table import Table
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.keys import NamespaceSpec
-from kvtide.server.auth import new_token, token_digest
+from kvtide.server.auth import new_token
 from kvtide.server.settings import ServerLimits
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
-from kvtide_lab.bench.services import valkey_server
+from kvtide_lab.bench.services import grant_words, kvtide_server, valkey_server
 from kvtide_lab.bench.shaped import ShapedProxy
 from kvtide_lab.bench.siege_attack import Attack
+from kvtide_lab.figures import table_of
+from kvtide_lab.measuring import peak_bytes, percentile
 
 MIB = 1 << 20
 # What a tenant may feel: so many times its quiet p99, but this much is nothing that a user notices.
@@ -160,7 +161,7 @@ def _measure(name: str, quiet_s: float, attack_s: float) -> SiegeRow:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtide-siege-")))
         tokens = {tenant: new_token() for tenant in _TENANTS}
         options, freeze = stack.enter_context(_behind(_BEHIND.get(name, ""), folder, tokens))
-        ground = stack.enter_context(_server(folder / "server.toml", tokens, options))
+        ground = stack.enter_context(_server(tokens, options))
         connection = http.client.HTTPConnection("127.0.0.1", ground.port, timeout=_WAIT_S_MAX)
         stack.callback(connection.close)
         _prepare(ground, connection, name)
@@ -168,7 +169,7 @@ def _measure(name: str, quiet_s: float, attack_s: float) -> SiegeRow:
         freeze()
         with _attacking(ground, ATTACKS[name](ground)):
             found = _read(ground, connection, attack_s)
-            rss = _peak_bytes(ground.process.pid) / _LIMITS.resident_bytes_max
+            rss = peak_bytes(ground.process.pid) / _LIMITS.resident_bytes_max
             drain_s = _end(ground.process)
     return _row(name, quiet, found, rss, drain_s)
 
@@ -179,7 +180,7 @@ class _Reads(NamedTuple):
 
 
 def _row(attack: str, quiet: _Reads, found: _Reads, rss_over_bound: float, drain_s: float) -> SiegeRow:
-    quiet_ms, p99_ms = _percentile(quiet.took_ms, 0.99), _percentile(found.took_ms, 0.99)
+    quiet_ms, p99_ms = percentile(quiet.took_ms, 0.99), percentile(found.took_ms, 0.99)
     errors = quiet.errors + found.errors
     is_quick = p99_ms <= max(P99_FACTOR_MAX * quiet_ms, P99_MS_MIN)
     holds = is_quick and not errors and rss_over_bound <= 1.0 and drain_s <= _DRAIN_S_MAX + _END_S_MAX
@@ -209,10 +210,6 @@ def _read(ground: _Ground, connection: http.client.HTTPConnection, seconds: floa
             errors += 1
         took_ms.append(1e3 * (time.perf_counter() - started_s))
     return _Reads(took_ms, errors)
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def _prepare(ground: _Ground, connection: http.client.HTTPConnection, name: str) -> None:
@@ -246,7 +243,7 @@ def _behind(kind: str, folder: Path, tokens: dict[str, str]) -> Iterator[tuple[s
                 lambda: proxy.restart(lambda seconds: 4e3 * seconds),
             )
         elif kind == "centre":
-            centre = stack.enter_context(_server(folder / "centre.toml", tokens, tiers.format("")))
+            centre = stack.enter_context(_server(tokens, tiers.format("")))
             stack.callback(centre.process.send_signal, signal.SIGCONT)
             token = folder / "token"
             token.write_text(tokens["region"])
@@ -258,29 +255,18 @@ def _behind(kind: str, folder: Path, tokens: dict[str, str]) -> Iterator[tuple[s
 
 
 @contextmanager
-def _server(config: Path, tokens: dict[str, str], options: str) -> Iterator[_Ground]:
+def _server(tokens: dict[str, str], options: str) -> Iterator[_Ground]:
     """Run `kvtide serve` with these tenants."""
     tokens.setdefault("region", new_token())
-    grants = "".join(
-        f'[[grants]]\ntenant = "{tenant}"\nscopes = ["read", "write"]\ntoken_sha256 = "{token_digest(token)}"\n'
-        + ('on_behalf_of = ["*"]\n' if tenant == "region" else "")
+    grants = [
+        grant_words(tenant, token) + ('on_behalf_of = ["*"]\n' if tenant == "region" else "")
         for tenant, token in tokens.items()
-    )
+    ]
     changed = ("memory_bytes_max", "buffer_bytes_max", "tenant_buffer_bytes_max", "uploads_bytes_max")
     limits = "".join(f"{name} = {getattr(_LIMITS, name)}\n" for name in changed)
-    config.write_text(
-        f'listen = "127.0.0.1:0"\n{options}[limits]\n{limits}drain_s_max = {_DRAIN_S_MAX}\n{grants}', encoding="utf-8"
-    )
-    command = [sys.executable, "-m", "kvtide.cli", "serve", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r":(\d+)$", process.stdout.readline().strip())
-            if found is None:
-                raise ValueError("kvtide serve did not start")
-            yield _Ground(int(found[1]), process, tokens)
-        finally:
-            process.kill()
+    config = f"{options}[limits]\n{limits}drain_s_max = {_DRAIN_S_MAX}\n{''.join(grants)}"
+    with kvtide_server(config) as (address, process):
+        yield _Ground(int(address.rpartition(":")[2]), process, tokens)
 
 
 @contextmanager
@@ -298,12 +284,6 @@ def _attacking(ground: _Ground, attack: Attack) -> Iterator[None]:
             process.kill()
 
 
-def _peak_bytes(pid: int) -> int:
-    """Return the most memory that a process has had."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="ascii"))
-    return 1024 * int(found[1]) if found else 0
-
-
 def _end(process: subprocess.Popen[str]) -> float:
     """Ask a server to end, and return how long that took; the longest wait if it did not."""
     started_s = time.monotonic()
@@ -315,13 +295,7 @@ def _end(process: subprocess.Popen[str]) -> float:
 
 def render(result: SiegeResult) -> Table:
     """Return the result as people read it."""
-    table = Table(title="GET of 1 MiB by another tenant, during each attack")
-    for name in ("attack", "p50 ms", "p99 ms", "quiet p99 ms", "errors", "RSS/bound", "drain s", "holds"):
-        table.add_column(name, justify="left" if name == "attack" else "right")
-    for row in result.rows:
-        figures = (f"{row.p50_ms:.1f}", f"{row.p99_ms:.1f}", f"{row.quiet_p99_ms:.1f}", str(row.errors))
-        table.add_row(row.attack, *figures, f"{row.rss_over_bound:.2f}", f"{row.drain_s:.1f}", str(row.holds))
     bound = f"p99 at most {P99_FACTOR_MAX:g} times its quiet value or {P99_MS_MIN:g} ms, no errors"
     verdict = "holds" if result.holds else "does not hold"
-    table.caption = f"{verdict}: {bound}, memory within its bound, ends when told to"
-    return table
+    caption = f"{verdict}: {bound}, memory within its bound, ends when told to"
+    return table_of(result.rows, "GET of 1 MiB by another tenant, during each attack", caption)

@@ -7,11 +7,9 @@ Objects are small, so that the sizes of the tiers in blocks are what they would 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 
 import msgspec
 from rich.table import Table
@@ -23,6 +21,7 @@ from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide_lab.figures import table_of
 from kvtide_lab.sim.workload import Trace
 from kvtide_lab.wrapped import Counting
 
@@ -219,22 +218,8 @@ def trace_requests(trace: Trace) -> Iterator[Request]:
         yield [int.from_bytes(key, "little") for key in request.keys]
 
 
-def read_importance(path: Path) -> dict[int, float]:
-    """Return important tokens by block number from a JSON object of both. ValueError if it is not that."""
-    try:
-        return {int(block): float(tokens) for block, tokens in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (json.JSONDecodeError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: expected a JSON object of block numbers and important tokens: {error}") from error
-
-
 def render(result: StackBenchResult) -> Table:
     """Return the result as people read it."""
-    title = f"{result.requests} requests, {result.trace} trace, importance {result.importance}"
-    shown = Table("policy", "device", "memory", "disk", "fast", "important from fast", "GB up", "GB down", title=title)
-    for row in result.rows:
-        ratios = (row.device_hit_ratio, row.memory_hit_ratio, row.disk_hit_ratio, row.fast_hit_ratio)
-        shares = [f"{ratio:.1%}" for ratio in (*ratios, row.fast_important_ratio)]
-        shown.add_row(row.policy, *shares, f"{row.moved_up_gb:.0f}", f"{row.evicted_write_gb:.0f}")
     sizes = f"device {result.device_blocks}, memory {result.memory_blocks} of {result.distinct_blocks} blocks"
-    shown.caption = f"{sizes}; GB as if a block had {_BLOCK_BYTES >> 20} MiB"
-    return shown
+    caption = f"{sizes}; GB as if a block had {_BLOCK_BYTES >> 20} MiB"
+    return table_of(result.rows, f"{result.requests} requests, {result.trace} trace", caption)

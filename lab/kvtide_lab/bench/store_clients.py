@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -99,15 +98,3 @@ def move(clients: Sequence[StoreClient], verb: str, numbers: range, values: Sequ
         with ThreadPoolExecutor(len(clients)) as workers:
             list(workers.map(work, range(len(clients))))
     return Took(time.perf_counter() - started_s, time.process_time() - started_cpu_s)
-
-
-def in_turns(names: Sequence[str], turn: int) -> list[str]:
-    """Return the names, beginning with another one at each turn."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """Return the first and third quartile."""
-    low, _, high = statistics.quantiles(values, n=4)
-    return low, high

@@ -21,7 +21,9 @@ from rich.table import Table
 from kvtide.config import Limits
 from kvtide.tier.buffers import aligned_buffer
 from kvtide_lab.bench.services import kvtide_pool, mooncake_servers, pool_url, s3_server, valkey_cluster
-from kvtide_lab.bench.store_clients import TierClient, bench_id, bench_object, move, quartiles
+from kvtide_lab.bench.store_clients import TierClient, bench_id, bench_object, move
+from kvtide_lab.figures import table_of
+from kvtide_lab.measuring import quartiles
 
 _VALUE_BYTES = 4 << 20
 _VALUES = 16
@@ -299,13 +301,8 @@ def _row(figures: _Figures, store: str, case: _Case, missing: str) -> StoresBenc
 def render(result: StoresBenchResult) -> Table:
     """Return the result as people read it."""
     title = f"values of {result.value_bytes >> 20} MiB, {result.threads} threads, medians of {result.rounds} rounds"
-    section, look_ups = f"{_SECTION_BYTES >> 10} KiB of one, ms", f"{_VALUES} look-ups, ms"
-    shown = Table("store", "copies", "put GB/s", "get GB/s", section, look_ups, title=title)
-    for row in result.rows:
-        figures = (row.put_gb_s, row.get_gb_s, row.section_ms, row.look_ups_ms)
-        shown.add_row(row.store, str(row.copies), *("" if each is None else f"{each:.2f}" for each in figures))
-    shown.caption = (
+    caption = (
         f"kvtide on Mooncake {result.mooncake} against the fastest of its own client's ways: "
         f"get {result.get_vs_client:.2f}, put {result.put_vs_client:.2f}, sections {result.section_vs_client:.2f}"
     )
-    return shown
+    return table_of(result.rows, title, caption)

@@ -388,18 +388,4 @@ def render(result: StreamBench) -> Table:
         f"{result.context_tokens} tokens, {result.texts} held-out texts, {result.tide}; "
         f"recomputing {result.recompute_s:.2f} s, deadline {result.deadline_s:.2f} s"
     )
-    columns = ("link", "policy", "TTFT", "KL goes on", "KL copies", "law", "MB", "computed")
-    table = table_of(columns, title=title, caption=caption, left=("link", "policy"))
-    for row in result.rows:
-        table.add_row(
-            row.link,
-            row.policy,
-            f"{row.ttft_s:.2f} s",
-            f"{row.kl_model:.2g}",
-            f"{row.kl_copy:.2g}",
-            "" if row.kl_law is None else f"{row.kl_law:.2g}",
-            f"{row.bytes / 1e6:.2f}",
-            f"{row.share_computed:.0%}",
-            end_section=row is result.rows[-1] or row.link != result.rows[result.rows.index(row) + 1].link,
-        )
-    return table
+    return table_of(result.rows, title, caption)

@@ -18,12 +18,11 @@ import torch
 from rich.console import Group
 from transformers import DynamicCache
 
-from kvtide.codec import CodecRegistry, Profile
-from kvtide.engines.calibrate.judge import block_metas, one_torch_thread
+from kvtide.codec import Profile
+from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.pages import RestoredRoom, block_bits
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.figures import table_of
@@ -55,11 +54,10 @@ class ChatSize(NamedTuple):
 class TurnVerdict(NamedTuple):
     """The model's loss on a turn's tokens: KL of each, in nats, from the exact chat, and where the top token is its.
 
-    kl_once: the same after the exact chat's own cache, coded once. hit_tokens: how many the turn restored.
+    hit_tokens: how many the turn restored.
     """
 
     kl: list[float]
-    kl_once: list[float]
     is_top1: list[bool]
     hit_tokens: int
 
@@ -117,22 +115,8 @@ class ChatJudge:
                 raise RuntimeError(f"{codec} restored {report.hit_tokens} of {hits} tokens, bypass: {report.bypass}")
             if not cached.cache.flush(FLUSH_S_MAX):
                 raise RuntimeError(f"{codec} did not store a turn within {FLUSH_S_MAX:g} s")
-        once = self._say(self._coded(codec, past, whole[0, :hits].tolist()), whole)
         is_top1 = (exact.argmax(-1) == said.argmax(-1)).tolist()
-        return TurnVerdict(_kl(exact, said).tolist(), _kl(exact, once).tolist(), is_top1, hits)
-
-    def _coded(self, codec: str, past: DynamicCache, ids: Sequence[int]) -> DynamicCache:
-        """Return what a codec makes of whole blocks."""
-        made = CodecRegistry(self._profiles).make(codec, self._layout)
-        metas = block_metas(ids, self._layout)
-        pages = RestoredRoom(self._layout, len(metas))
-        bits = np.empty(self._layout.shape, dtype=self._layout.bits_dtype)
-        for position, meta in enumerate(metas):
-            made.decode(meta, made.encode(meta, block_bits(past, meta)), bits)
-            pages.write(position, bits)
-        coded = DynamicCache(config=self._model.config)
-        pages.fill(coded, len(metas), self._model.device)
-        return coded
+        return TurnVerdict(_kl(exact, said).tolist(), is_top1, hits)
 
     def _say(self, past: DynamicCache, whole: torch.Tensor) -> torch.Tensor:
         """Run what is after a cache; return what the model says of the turn's tokens: (tokens, vocabulary), log."""
@@ -188,15 +172,11 @@ QUICK = TurnsSize(1, ChatSize(10, 28, 4, 16), ("lossless", "tide:5e-3"))
 
 
 class TurnRow(msgspec.Struct, frozen=True):
-    """One turn with one codec, over the tokens of all texts. `turn` counts from one; `kl_q90` is of single tokens.
-
-    `kl_once` is the KL after the exact chat's own cache, through the codec once: what `kl` exceeds it by has added up.
-    """
+    """One turn with one codec, over the tokens of all texts. `turn` counts from one; `kl_q90` is of single tokens."""
 
     codec: str
     turn: int
     kl: float
-    kl_once: float
     kl_q90: float
     top1: float
     hit_tokens: int
@@ -218,8 +198,7 @@ class Trend(msgspec.Struct, frozen=True):
 class TurnsBench(msgspec.Struct, frozen=True):
     """All rows, what they were measured on, and what they say.
 
-    `trend` is of each codec's `kl`, which grows with the coded share of a prefix too; `trend_added` is of what it
-    exceeds `kl_once` by, what adds up alone. `exact_kl_max` is the largest KL of a token after a lossless cache.
+    `trend` is of each codec's `kl`; `exact_kl_max` is the largest KL of a token after a lossless cache.
     """
 
     model: str
@@ -231,7 +210,6 @@ class TurnsBench(msgspec.Struct, frozen=True):
     block_tokens: int
     kl_turn_10: dict[str, float]
     trend: dict[str, Trend]
-    trend_added: dict[str, Trend]
     exact_kl_max: float
     rows: list[TurnRow]
 
@@ -316,7 +294,6 @@ def run(
         block_tokens=size.chat.block_tokens,
         kl_turn_10={row.codec: row.kl for row in rows if row.turn == size.chat.turns},
         trend={codec: trend_of([_kls(turns, codec) for turns in said]) for codec in size.codecs},
-        trend_added={codec: trend_of([_added(turns, codec) for turns in said]) for codec in size.codecs},
         exact_kl_max=max(map(abs, exact)),
         rows=rows,
     )
@@ -336,16 +313,11 @@ def _row(codec: str, turn: int, said: Sequence[Sequence[Said]]) -> TurnRow:
     verdicts = [turns[turn][codec] for turns in said]
     kls = [kl for verdict in verdicts for kl in verdict.kl]
     top1 = fmean(same for verdict in verdicts for same in verdict.is_top1)
-    once = fmean(kl for verdict in verdicts for kl in verdict.kl_once)
-    return TurnRow(codec, turn + 1, fmean(kls), once, float(np.quantile(kls, 0.9)), top1, verdicts[0].hit_tokens)
+    return TurnRow(codec, turn + 1, fmean(kls), float(np.quantile(kls, 0.9)), top1, verdicts[0].hit_tokens)
 
 
 def _kls(turns: Sequence[Said], codec: str) -> list[float]:
     return [fmean(turn[codec].kl) for turn in turns[FIRST_RESTORED:]]
-
-
-def _added(turns: Sequence[Said], codec: str) -> list[float]:
-    return [fmean(turn[codec].kl) - fmean(turn[codec].kl_once) for turn in turns[FIRST_RESTORED:]]
 
 
 def trend_of(kls: Sequence[Sequence[float]]) -> Trend:
@@ -359,25 +331,8 @@ def trend_of(kls: Sequence[Sequence[float]]) -> Trend:
 
 
 def render(result: TurnsBench) -> Group:
-    """Return the tables that people read: turn by turn, then what they say of each codec."""
+    """Return the tables that people read: turn by turn, then how each codec's loss grows."""
     what = f"texts: {result.texts}, turns of {result.user_tokens} + {result.answer_tokens} tokens"
     title = f"{result.model}, {what}, blocks of {result.block_tokens}, KV in {result.kv_dtype}"
-    turns = table_of(
-        ("codec", "turn", "restored", "KL", "once", "0.9 of tokens", "top-1"), title=title, left=("codec",)
-    )
-    for row in result.rows:
-        figures = (f"{row.kl:.5f}", f"{row.kl_once:.5f}", f"{row.kl_q90:.5f}", f"{row.top1:.4f}")
-        turns.add_row(row.codec, str(row.turn), str(row.hit_tokens), *figures)
-    exact = f"largest KL of a token behind lossless {result.exact_kl_max:g}"
-    trends = table_of(("codec", "of", "last turn", "a turn", "±", "p", "grows"), title=exact, left=("codec", "of"))
-    last = {row.codec: row for row in result.rows}
-    for codec, trend in result.trend.items():
-        trends.add_row(codec, "KL", f"{last[codec].kl:.5f}", *_figures(trend))
-        added = last[codec].kl - last[codec].kl_once
-        trends.add_row(codec, "KL over once", f"{added:.5f}", *_figures(result.trend_added[codec]))
-    return Group(turns, trends)
-
-
-def _figures(trend: Trend) -> tuple[str, ...]:
-    spread = "" if trend.slope_stderr is None else f"{trend.slope_stderr:.6f}"
-    return f"{trend.slope:+.6f}", spread, f"{trend.p:.3f}", "yes" if trend.has_trend else "not shown"
+    exact = f"KL a turn, of {', '.join(result.trend)}; the largest behind lossless {result.exact_kl_max:g}"
+    return Group(table_of(result.rows, title), table_of(list(result.trend.values()), exact))

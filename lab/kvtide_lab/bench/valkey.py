@@ -17,7 +17,9 @@ from rich.table import Table
 
 from kvtide.tier.buffers import aligned_buffer
 from kvtide_lab.bench.services import valkey_server
-from kvtide_lab.bench.store_clients import StoreClient, TierClient, Took, in_turns, move, quartiles
+from kvtide_lab.bench.store_clients import StoreClient, TierClient, Took, move
+from kvtide_lab.figures import table_of
+from kvtide_lab.measuring import in_turns, quartiles
 
 _VALUE_BYTES = 4 << 20
 _VALUES = 32
@@ -209,17 +211,8 @@ def _row(figures: _Figures, client: str, threads: int) -> ValkeyBenchRow:
 def render(result: ValkeyBenchResult) -> Table:
     """Return the result as people read it."""
     title = f"{result.server}, values of {result.value_bytes >> 20} MiB, medians of {result.rounds} rounds"
-    shown = Table("client", "threads", "put GB/s", "get GB/s", "put CPU s/GB", "get CPU s/GB", title=title)
-    for row in result.rows:
-        rates = (
-            f"{row.put_gb_s:.2f}",
-            f"{row.get_gb_s:.2f}",
-            f"{row.put_cpu_s_per_gb:.2f}",
-            f"{row.get_cpu_s_per_gb:.2f}",
-        )
-        shown.add_row(row.client, str(row.threads), *rates)
-    shown.caption = (
+    caption = (
         f"against raw RESP: get {result.get_vs_raw_resp:.2f}, put {result.put_vs_raw_resp:.2f}; "
         f"against redis-py: get {result.get_vs_redis_py:.2f}, with 4 threads {result.get_vs_redis_py_4_threads:.2f}"
     )
-    return shown
+    return table_of(result.rows, title, caption)

@@ -172,15 +172,8 @@ def answer_kl(exact: Mapping[str, Any], answer: Mapping[str, Any]) -> float:
 
 def render_stream(result: VllmStreamBench) -> Table:
     """Return the rows as a table."""
-    columns = ("link", "deadline", "first token", "KL", "law", "MB", "restored", "in time")
     title = f"vLLM, {result.prompt_tokens} tokens, {result.codec}: computing {result.recompute_s:.2f} s"
-    table = table_of(columns, title=title, caption=f"in time: {result.within:.0%}", left=("link",))
-    for row in result.rows:
-        seconds = (f"{row.start_within_s:.2f} s", f"{row.ttft_s:.2f} s")
-        kls = (f"{row.kl_model:.2g}", f"{row.kl_law:.2g}")
-        came = (f"{row.bytes / 1e6:.2f}", str(row.cached_tokens), "yes" if row.is_within else "no")
-        table.add_row(row.link, *seconds, *kls, *came)
-    return table
+    return table_of(result.rows, title, f"in time: {result.within:.0%}")
 
 
 def run_importance(
@@ -266,12 +259,5 @@ def _importance_row(place: str, tried: Sequence[_Tried], raw_bytes: int) -> Vllm
 
 def render_importance(result: VllmImportanceBench) -> Table:
     """Return the rows as a table."""
-    columns = ("link", "part", "whole", "part/whole", "decided", "then", "bytes", "of the whole", "KL", "top-1")
     title = f"vLLM, {result.prompt_tokens} tokens, {result.dtype}, {result.share:.0%} exactly"
-    caption = f"computing: {result.recompute_s:.2f} s to the first token"
-    table = table_of(columns, title=title, caption=caption, left=("link",))
-    for row in result.rows:
-        seconds = (f"{row.part_s:.2f} s", f"{row.whole_s:.2f} s", f"{row.part_over_whole:.2f}", row.decided)
-        came = (f"{row.ttft_s:.2f} s", f"{row.front_share:.3f}", f"{row.whole_share:.3f}")
-        table.add_row(row.place, *seconds, *came, f"{row.kl_model:.2g}", f"{row.top1:.3f}")
-    return table
+    return table_of(result.rows, title, f"computing: {result.recompute_s:.2f} s to the first token")

@@ -42,19 +42,14 @@ def bench_disk(
 @app.command("stack")
 def bench_stack(
     trace: Annotated[Path | None, typer.Option("--trace", help="In a format of `sim trace`; default: made up.")] = None,
-    importance: Annotated[
-        Path | None, typer.Option("--importance", help="JSON: important tokens by block number.")
-    ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Hit ratio of each tier and bytes moved under each promotion policy, on a replayed trace."""
-    for path in (trace, importance):
-        if path is not None and not path.is_file():
-            raise ValueError(f"no file at {path}")
+    if trace is not None and not trace.is_file():
+        raise ValueError(f"no file at {trace}")
     requests = stack.trace_requests(read_trace(trace)) if trace else None
-    weights = stack.read_importance(importance) if importance else None
-    emit(stack.run(quick, requests, weights, trace.name if trace else "made-up"), stack.render, as_json)
+    emit(stack.run(quick, requests, trace_name=trace.name if trace else "made-up"), stack.render, as_json)
 
 
 @app.command("index")
@@ -92,7 +87,7 @@ def bench_siege(
 
 @app.command("server")
 def bench_server(quick: QuickOption = False, as_json: JsonOption = False) -> None:
-    """The cache server beside nginx and a raw-socket floor: throughput, CPU, a crowd of connections."""
+    """The cache server beside nginx and a raw-socket floor: throughput and CPU."""
     emit(server.run(quick), server.render, as_json)
 
 

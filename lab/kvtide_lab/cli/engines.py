@@ -36,18 +36,14 @@ def engine(
     peers: Annotated[str, typer.Option("--peers", help="none, or some of native,lmcache.")] = "none",
     python: PythonOption = None,
     lmcache_python: LmcacheOption = None,
-    store: Annotated[
-        list[str] | None, typer.Option("--store", help="A further store for kvtide, codec=URL; may be repeated.")
-    ] = None,
     link: Annotated[
         float | None, typer.Option("--link", help="Mbit/s of a link to a server; 0: none. Default 1000, quick 0.")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="Restarts of each engine; 0: as many as usual.")] = 0,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 for exact comparisons.")] = "float32",
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Real vLLM: plain, with kvtide and with peers; restart, chat, questions on documents, all misses."""
+    """Real vLLM: plain, with kvtide and with peers; restart, memory, all misses."""
     from kvtide_lab.bench import engine as bench
 
     size = bench.QUICK if quick else bench.FULL
@@ -60,12 +56,10 @@ def engine(
             python or Path(sys.executable),
             lmcache_python,
             chosen,
-            tuple(store or ()),
             (0.0 if quick else LINK_MBIT_S) if link is None else link,
             replace(size, rounds=rounds or size.rounds),
             Path(work),
             show,
-            dtype,
         )
     emit(result, bench.render, as_json)
 

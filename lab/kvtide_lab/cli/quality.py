@@ -77,13 +77,7 @@ def position(
     codec: Annotated[str, typer.Option("--codec", help="A codec of tide: tide-light, tide-layer or tide-deep.")] = (
         "tide-layer"
     ),
-    text: Annotated[list[Path] | None, typer.Option("--text", help="A text to fit on; may be repeated.")] = None,
-    held_out: Annotated[
-        list[Path] | None, typer.Option("--held-out", help="A text to test on; may be repeated.")
-    ] = None,
-    renew: Annotated[
-        Path | None, typer.Option("--renew", help="Write the profile with the law that was found to this file.")
-    ] = None,
+    text: TextOption = None,
     partial: PartialOption = None,
     spend: Annotated[
         int | None,
@@ -93,7 +87,7 @@ def position(
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The model's KL on caches that are rough in places, and the law of loss by position that fits it."""
+    """The model's KL on caches that are rough in places, beside what the profile's law of loss by position says."""
     from kvtide_lab.bench import position as bench
 
     of = subject()
@@ -102,13 +96,11 @@ def position(
     fitting = [each for each in profiles_of(None) if each.kind == codec and each.fits(layout)]
     if not fitting or not codec.startswith("tide"):
         raise ValueError(f"no profile of kind {codec!r} fits this model")
-    fit_on = texts_of(text) if text else bench.one_of_each_kind_first(texts_of(None))
-    texts = (fit_on, texts_of(held_out)) if held_out else (fit_on[::2], fit_on[1::2])
+    # The law that profiles carry was fitted on the others.
+    texts = texts_of(text) if text else bench.one_of_each_kind_first(texts_of(None))[1::2]
     judged = bench.subject_of(of.model, of.folder.name, of.tokenize, layout, size, fitting[0], texts)
     with progress_bars() as show:
         result = bench.run(judged, bench.partial_of(judged, partial), show)
-    if renew is not None:
-        renew.write_bytes(bench.with_law(fitting[0], result.law).to_bytes())
     emit(result, bench.render, as_json)
 
 
@@ -137,13 +129,13 @@ def importance(
         int | None, typer.Option("--context-tokens", min=512, help="Tokens of a prefix, a multiple of 256.")
     ] = None,
     table: Annotated[
-        list[str] | None, typer.Option("--table", help="Only selectors, engine, guards or needles; may be repeated.")
+        list[str] | None, typer.Option("--table", help="Only selectors, engine or needles; may be repeated.")
     ] = None,
     python: VllmOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Quality, bytes and TTFT of every selector at every ratio, guards and needles; with --python in vLLM."""
+    """Quality, bytes and TTFT of every selector at every ratio, and needles; with --python in vLLM."""
     from kvtide_lab.bench import importance as bench
 
     if not disk_mb_s > 0:

@@ -17,7 +17,6 @@ from kvtide_lab.sim.fairness import (
     FAIRNESS_MIX,
     ClientMix,
     FairnessSetup,
-    plot_fairness,
     render_fairness,
     run_fairness,
 )
@@ -25,7 +24,7 @@ from kvtide_lab.sim.hints import HINTS
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
 from kvtide_lab.sim.made import MADE, MADE_PREFIX, made_trace
 from kvtide_lab.sim.policies import POLICIES
-from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, plot_pool, render_pool, run_pool
+from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, render_pool, run_pool
 from kvtide_lab.sim.prompts import (
     PROBABILITIES,
     PromptSetup,
@@ -45,7 +44,7 @@ from kvtide_lab.sim.replay import (
     trace_report,
 )
 from kvtide_lab.sim.shrink import render_shrink, run_shrink
-from kvtide_lab.sim.stream import STREAM_POLICIES, StreamSetup, plot_stream, render_stream, stream_report, sweep
+from kvtide_lab.sim.stream import STREAM_POLICIES, StreamSetup, render_stream, stream_report, sweep
 from kvtide_lab.sim.workload import Trace, WekaReplay, joined, read_trace
 
 app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
@@ -164,15 +163,12 @@ def pool(
         list[int] | None, typer.Option("--servers", help="How many; may be given several times.")
     ] = None,
     seed: SeedOption = 0,
-    plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Load of a pool's servers, and what a join or a leave moves, for each way to place blocks."""
     counts = tuple(servers) if servers else SERVERS if quick else SERVERS + SERVERS_MANY
     report = run_pool(seed, counts, KEYS_QUICK if quick else KEYS)
-    if plot is not None:
-        plot_pool(report, plot)
     emit(report, render_pool, as_json)
 
 
@@ -218,7 +214,6 @@ def stream(
     estimator: Annotated[str, typer.Option("--estimator", help=f"One of {', '.join(ESTIMATORS)}.")] = "last",
     trials: Annotated[int | None, typer.Option("--trials", help="Requests for each row.")] = None,
     seed: SeedOption = 0,
-    plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -240,8 +235,6 @@ def stream(
     links = [found for name in link or list(LINK_MODELS) for found in _links(name, mean_gbit * GBIT, seed)]
     names = list(STREAM_POLICIES) if policy in (None, ["all"]) else list(dict.fromkeys(policy or ()))
     report = stream_report(setup, sweep(setup, links, names))
-    if plot is not None:
-        plot_stream(report, plot)
     emit(report, render_stream, as_json)
 
 
@@ -268,7 +261,6 @@ def fairness(
     round_trip: Annotated[float, typer.Option("--round-trip", help="Milliseconds.")] = 0.5,
     seconds: Annotated[float, typer.Option("--seconds", help="Of made-up time.")] = 60.0,
     seed: SeedOption = 0,
-    plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -283,8 +275,6 @@ def fairness(
         seed=seed,
     )
     report = run_fairness(setup)
-    if plot is not None:
-        plot_fairness(report, plot)
     emit(report, render_fairness, as_json)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 from kvtide.server.scheduler.policies import POLICIES
-from kvtide_lab.figures import bar, new_figure, table_of
+from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import percentile
 
 
@@ -211,33 +210,7 @@ def fairness_report(setup: FairnessSetup, rows: list[FairnessRow]) -> FairnessRe
 
 
 def render_fairness(report: FairnessReport) -> Table:
-    """Return the policies as a table with bars for the index."""
+    """Return the policies as a table."""
     link = f"{report.clients} clients, {report.link_mbit_s:g} Mbit/s, {report.slots} slots"
     title = f"{link}, {report.slice_bytes >> 10} KiB slices: a round of them takes {report.slice_round_ms:.1f} ms"
-    columns = ("policy", "Jain", "MB/s", "small bodies' wait, ms: p50", "p99", "to the last byte: p99", "")
-    table = table_of(columns, title=title, left=("policy", ""))
-    for row in report.rows:
-        waits = (row.small_wait_ms_p50, row.small_wait_ms_p99, row.small_request_ms_p99)
-        cells = (f"{row.throughput_mb_s:.1f}", *(f"{wait:.1f}" for wait in waits))
-        table.add_row(row.policy, f"{row.jain:.4f}", *cells, bar(row.jain / 3))
-    return table
-
-
-def plot_fairness(report: FairnessReport, path: Path) -> None:
-    """Draw Jain's index and the small bodies' waits for every policy. ValueError without matplotlib."""
-    figure = new_figure()
-    left, right = figure.subplots(1, 2)
-    policies = [row.policy for row in report.rows]
-    left.bar(policies, [row.jain for row in report.rows])
-    left.set(ylabel="Jain's index of bytes", ylim=(0, 1.05))
-    right.bar(policies, [row.small_wait_ms_p99 for row in report.rows], color="lightgrey", label="p99")
-    right.bar(policies, [row.small_wait_ms_p50 for row in report.rows], label="p50")
-    right.axhline(3 * report.slice_round_ms, linestyle="--", color="black", label="three rounds of slices")
-    right.set(ylabel="wait of the smallest bodies, ms", yscale="log")
-    right.legend()
-    fairest, other = (pick(report.rows, key=lambda row: row.jain) for pick in (max, min))
-    figure.suptitle(
-        f"Jain's index and a small body's wait at p99: {fairest.policy} {fairest.jain:.3f}, "
-        f"{fairest.small_wait_ms_p99:.0f} ms; {other.policy} {other.jain:.3f}, {other.small_wait_ms_p99:.0f} ms"
-    )
-    figure.savefig(path)
+    return table_of(report.rows, title)

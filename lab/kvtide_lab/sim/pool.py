@@ -6,7 +6,6 @@ The placement is the one that clients and servers run; keys and requests are mad
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +22,7 @@ from kvtide.tier.pool.placement import (
     Words,
     less_loaded,
 )
-from kvtide_lab.figures import new_figure
+from kvtide_lab.figures import table_of
 
 SERVERS = (8, 12, 13, 16, 100)
 SERVERS_MANY = (1000, 4000)
@@ -32,17 +31,6 @@ SLOTS_PER_SERVER_MIN = 16
 KEYS = 1_000_000
 KEYS_QUICK = 100_000
 MOVED_SAMPLE = 200_000
-# What plots call them.
-_PLACEMENTS = {
-    "mod": "by remainder",
-    "rendezvous": "rendezvous, one copy",
-    "less_loaded": "rendezvous, less loaded of two",
-}
-_DISTRIBUTIONS = {
-    "uniform": "every block as often",
-    "zipf": "few blocks most often (Zipf)",
-    "step 8": "keys with a step of 8, not hashed",
-}
 
 
 class PoolRow(msgspec.Struct, frozen=True):
@@ -166,53 +154,7 @@ def _peak(positions: NDArray[np.intp] | NDArray[np.uint16], count: int) -> float
 
 def render_pool(report: PoolReport) -> Table:
     """Return the report as people read it."""
-    title = f"busiest server against the mean, {report.keys:,} keys, as many requests"
-    load = ("mod", "rendezvous", "less loaded of 2", "stored, 2 copies")
-    moved = ("moved by a join", "of 1/(N+1)", "by a leave", "of 1/N", "join, mod")
-    shown = Table("servers", "keys", *load, *moved, title=title)
-    for row in report.rows:
-        peaks = [f"{peak:.3f}" for peak in (row.mod, row.rendezvous, row.less_loaded, row.stored)]
-        joins = [f"{row.join_moved:.2%}", f"{row.join_moved_of_ideal:.2f}"]
-        leaves = [f"{row.leave_moved:.2%}", f"{row.leave_moved_of_ideal:.2f}", f"{row.join_moved_mod:.1%}"]
-        shown.add_row(str(row.servers), row.distribution, *peaks, *joins, *leaves)
-    return shown
-
-
-def pool_finding(report: PoolReport) -> str:
-    """Return in one line what the rows say: how even placements are at worst, and what a join moves."""
-    worst = {name: max(getattr(row, name) for row in report.rows) for name in ("mod", "rendezvous", "less_loaded")}
-    moved = [row.join_moved * row.servers for row in report.rows], [row.join_moved_mod for row in report.rows]
-    return (
-        f"The busiest server has at most {worst['less_loaded']:.2f} times the mean "
-        f"(one copy: {worst['rendezvous']:.2f}; by remainder: {worst['mod']:.2f});\n"
-        f"a join moves {max(moved[0]):.2f} of one server's share (by remainder {max(moved[1]):.0%} of all blocks)"
-    )
-
-
-def plot_pool(report: PoolReport, path: Path) -> None:
-    """Draw the busiest server, and what a join moves, against the number of servers. ValueError without matplotlib."""
-    names = list(dict.fromkeys(row.distribution for row in report.rows))
-    figure = new_figure((4 * len(names), 6.2))
-    panels = figure.subplots(2, len(names), squeeze=False, sharex=True, sharey="row")
-    for column, name in enumerate(names):
-        rows = sorted((row for row in report.rows if row.distribution == name), key=lambda row: row.servers)
-        servers = [row.servers for row in rows]
-        for field, label in _PLACEMENTS.items():
-            panels[0, column].plot(servers, [getattr(row, field) for row in rows], marker="o", label=label)
-        panels[1, column].plot(servers, [row.join_moved_mod for row in rows], marker="o", label="by remainder")
-        panels[1, column].plot(servers, [row.join_moved for row in rows], marker="o", label="rendezvous")
-        panels[1, column].plot(servers, [1 / (each + 1) for each in servers], "k--", label="what has to: 1 / (N + 1)")
-        panels[0, column].set(title=_DISTRIBUTIONS.get(name, name), xscale="log", yscale="log")
-        panels[1, column].set(xlabel="servers", yscale="log")
-        ticks = [each for each in servers if each not in {12, 13}]
-        panels[1, column].set_xticks(ticks, [f"{each:,}" for each in ticks], minor=False)
-        panels[1, column].minorticks_off()
-    panels[0, 0].set_ylabel("busiest server / mean")
-    panels[1, 0].set_ylabel("share of blocks that a join moves")
-    panels[0, 0].legend(fontsize="small")
-    panels[1, 0].legend(fontsize="small")
-    figure.suptitle(pool_finding(report))
-    figure.savefig(path, dpi=150)
+    return table_of(report.rows, f"busiest server against the mean, {report.keys:,} keys, as many requests")
 
 
 def moved_share(before: Placement, after: Placement, heads: Words) -> float:

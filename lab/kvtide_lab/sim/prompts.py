@@ -19,7 +19,7 @@ from kvtide.evict.policies.pool import FreePool
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey
-from kvtide_lab.figures import bar, new_figure, table_of
+from kvtide_lab.figures import new_figure, table_of
 from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.workload import tenant_namespace
 
@@ -148,13 +148,9 @@ def prompt_report(setup: PromptSetup, points: list[PromptPoint], identical: Prom
 
 
 def render_prompts(report: PromptReport) -> Table:
-    """Return both figures as one table."""
+    """Return both figures as one table; the last line is of one single prompt."""
     title = f"{report.requests} requests of {report.prompt_tokens} tokens, blocks of {report.block_tokens}"
-    table = table_of(("p", "hit rate", "of all blocks", "items/s", "without cache", ""), title=title, left=("",))
-    for name, row in [(f"{row.p:.1f}", row) for row in report.rows] + [("one prompt", report.identical)]:
-        rates = (f"{row.hit_rate:.3f}", f"{row.hit_rate_all:.3f}")
-        table.add_row(name, *rates, f"{row.items_per_s:.1f}", f"{row.items_per_s_uncached:.1f}", bar(row.hit_rate))
-    return table
+    return table_of([*report.rows, report.identical], title)
 
 
 def plot_prompts(report: PromptReport, path: Path) -> None:

@@ -23,6 +23,7 @@ from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
+from kvtide_lab.figures import table_of
 from kvtide_lab.wrapped import Counting
 
 # A block of a model of 7 to 8 billion parameters with grouped heads, fp16: what one object stands for.
@@ -167,15 +168,5 @@ def _object(object_id: ObjectId) -> bytes:
 
 def render_regions(report: RegionsReport) -> Table:
     """Return the report as people read it."""
-    title = (
-        f"{report.regions} regions and a centre, {report.requests:,} requests a row, a block of {BLOCK_BYTES >> 20} MiB"
-    )
-    rates = ("own region", "with the centre", "without")
-    moved = ("GB read through", "GB synchronised", "per new byte", f"GB of a dump every {DUMP_S:.0f} s", "waiting")
-    shown = Table("shared", "sync MB/s", *rates, *moved, title=title)
-    for row in report.rows:
-        hits = [f"{rate:.1%}" for rate in (row.own_hit_rate, row.hit_rate, row.without_centre_hit_rate)]
-        sizes = [f"{row.read_through_gb:.1f}", f"{row.synchronised_gb:.1f}", f"{row.synchronised_per_new_byte:.2f}"]
-        rest = [f"{row.dumped_gb:.0f}", str(row.waiting_blocks)]
-        shown.add_row(f"{row.shared_share:.0%}", f"{row.sync_mb_s:.0f}", *hits, *sizes, *rest)
-    return shown
+    title = f"{report.regions} regions and a centre, {report.requests:,} requests a row"
+    return table_of(report.rows, f"{title}, a block of {BLOCK_BYTES >> 20} MiB", f"a dump every {DUMP_S:.0f} s")

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvtide.clock import ManualClock
 from kvtide.evict import AdvisedPolicy
 from kvtide.index import RadixIndex
-from kvtide_lab.figures import bar, new_figure, table_of
+from kvtide_lab.figures import new_figure, shown, table_of
 from kvtide_lab.sim.belady import belady_hits
 from kvtide_lab.sim.hints import hints_of
 from kvtide_lab.sim.policies import policy_named
@@ -222,18 +222,9 @@ def lru_room(trace: Trace, hit_blocks: int, blocks_max: int) -> float | None:
 
 
 def render_trace(report: TraceReport) -> Table:
-    """Return the replays as a table with bars."""
+    """Return the replays as a table."""
     title = f"{report.trace}: {report.requests:,} requests, {report.blocks:,} blocks, {report.unique_blocks:,} unique"
-    columns = ("capacity", "policy", "hit rate", "gap closed", "prefill time saved", "")
-    table = table_of(columns, title=title, left=("capacity", "policy", ""))
-    best = max((row.hit_rate for row in report.rows), default=1.0) or 1.0
-    for row in report.rows:
-        gap = "" if row.gap_closed is None else f"{row.gap_closed:+.3f}"
-        saved = "" if row.saved_s_share is None else f"{row.saved_s_share:.4f}"
-        capacity = f"{100 * row.capacity_share:g} % = {row.capacity_blocks:,}"
-        cells = (capacity, row.policy, f"{row.hit_rate:.4f}", gap, saved, bar(row.hit_rate / best))
-        table.add_row(*cells, end_section=row.policy == BELADY)
-    return table
+    return table_of(report.rows, title, without=("hit_blocks", "tenants"))
 
 
 def render_standings(report: StandingReport) -> Table:
@@ -242,14 +233,12 @@ def render_standings(report: StandingReport) -> Table:
     if report.gap_closed_mean is not None:
         title += f", {report.gap_closed_mean:.2f} of the gap closed in the mean"
     columns = ("trace", "size", "lru", "best fixed", report.policy, "bound", "regret", "gap", "room")
-    table = table_of(columns, title=title, left=("trace",))
+    table = Table(*columns, title=title, padding=(0, 0))
     for row in report.rows:
-        rates = {name: f"{rate:.4f}".lstrip("0") for name, rate in row.hit_rates.items()}
-        gap = "" if row.gap_closed is None else f"{max(-9.99, row.gap_closed):+.2f}"
-        room = "" if row.lru_room is None else f"{row.lru_room:.2f}"
-        cells = (rates["lru"], f"{row.best} {rates[row.best]}", rates[report.policy], rates[BELADY])
+        lru, best, found, bound = (shown(row.hit_rates[name]) for name in ("lru", row.best, report.policy, BELADY))
         place = (row.trace.removeprefix("mooncake_").split(".")[0], f"{100 * row.capacity_share:g}%")
-        table.add_row(*place, *cells, f"{row.regret:+.4f}".replace("0.", "."), gap, room)
+        rest = (f"{row.regret:+.4f}", shown(row.gap_closed), shown(row.lru_room))
+        table.add_row(*place, lru, f"{row.best} {best}", found, bound, *rest)
     return table
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from kvtide.clock import ManualClock
 from kvtide.index import RadixIndex
 from kvtide.types import BlockKey
+from kvtide_lab.figures import table_of
 from kvtide_lab.sim.curves import CURVES
 from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.replay import capacity_blocks
@@ -83,10 +84,4 @@ def _row(trace: Trace, policy: str, share: float, kept: int, held_max: int, whol
 
 def render_shrink(report: ShrinkReport) -> Table:
     """Return the rows as a table."""
-    table = Table(title=f"{report.trace}, {report.policy}: refinements leave before blocks, at equal bytes")
-    for column in ("capacity", "kept", "blocks held", "whole", "hit rate", "hit rough", "KL of hits"):
-        table.add_column(column, justify="right")
-    for row in report.rows:
-        cells = (f"{row.held_blocks:,}", f"{row.whole_blocks:,}", f"{row.hit_rate:.4f}", f"{row.rough_share:.3f}")
-        table.add_row(f"{100 * row.capacity_share:g} %", f"{row.kept} of {len(_TIDE.bits)}", *cells, f"{row.kl:.5f}")
-    return table
+    return table_of(report.rows, f"{report.trace}, {report.policy}: refinements leave before blocks, at equal bytes")

@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ from kvtide.plan.base import (
 )
 from kvtide.plan.policies import AnchorFirst, CachegenRule, FixedLevel, Layered, TwoEnded
 from kvtide.plan.speeds import Estimator, estimator_named
-from kvtide_lab.figures import new_figure
+from kvtide_lab.figures import table_of
 from kvtide_lab.sim.curves import CURVES, Curve
 from kvtide_lab.sim.links import Link
 
@@ -425,11 +424,10 @@ def sweep(
     setup: StreamSetup,
     links: Sequence[Link],
     policies: Sequence[str],
-    note: Callable[[StreamRow], None] | None = None,
 ) -> list[StreamRow]:
     """Play `setup.trials` requests of every kind with every policy and the oracle, all from the same moments of a link.
 
-    `note` hears of each row as it is done. ValueError for an unknown policy.
+    ValueError for an unknown policy.
     """
     unknown = [name for name in policies if name not in STREAM_POLICIES]
     if unknown:
@@ -443,8 +441,6 @@ def sweep(
                 for name in (*policies, ORACLE):
                     outcomes = _outcomes(setup, name, tokens, deadline_s, link, starts)
                     rows.append(_row(setup, link, tokens, slo_s, name, outcomes))
-                    if note is not None:
-                        note(rows[-1])
     return rows
 
 
@@ -571,28 +567,7 @@ def render_stream(report: StreamReport) -> Table:
         f"{report.setup.trials} requests a row; {report.kv_bytes_per_token / 1024:g} KiB of KV a token in 16 bits; "
         f"prefill {report.prefill}; {report.setup.decode_cores} cores decode; chunks of {report.setup.chunk_tokens}"
     )
-    caption = _caption(report.standing) if report.standing else None
-    table = Table(title=title, caption=caption)
-    for column in (
-        "link",
-        "tokens",
-        "SLO",
-        "policy",
-        "misses",
-        "KL goes on",
-        "copies",
-        "TTFT p50",
-        "p95",
-        "recomputed",
-    ):
-        table.add_column(column, justify="left" if column in ("link", "policy") else "right", no_wrap=True)
-    for row in report.rows:
-        where = (row.link, f"{row.context_tokens:,}", f"{row.slo_s:g} s", row.policy)
-        seconds = (f"{row.ttft_p50_s:.2f} s", f"{row.ttft_p95_s:.2f} s")
-        lost = (f"{row.kl_mean:.2g}", f"{row.kl_copy_mean:.2g}")
-        figures = (f"{100 * row.miss_rate:.1f} %", *lost, *seconds, f"{100 * row.text_share:.0f} %")
-        table.add_row(*where, *figures, end_section=row.policy == ORACLE)
-    return table
+    return table_of(report.rows, title, _caption(report.standing) if report.standing else None)
 
 
 def _caption(standing: Standing) -> str:
@@ -603,25 +578,3 @@ def _caption(standing: Standing) -> str:
         parts.append(f"{100 * standing.miss_over_cachegen_max:+.1f} to CacheGen's rule's")
         parts.append(f"half of its loss or less at no more misses on {100 * standing.halved_share:.0f} % of rows")
     return ", ".join(parts)
-
-
-def plot_stream(report: StreamReport, path: Path) -> None:
-    """Draw misses against loss, a panel for each context and SLO. ValueError if matplotlib is not installed."""
-    figure = new_figure((12, 7))
-    contexts = sorted({row.context_tokens for row in report.rows})
-    slos = sorted({row.slo_s for row in report.rows})
-    panels = figure.subplots(len(contexts), len(slos), squeeze=False, sharex=True, sharey=True)
-    for tokens, across in zip(contexts, panels, strict=True):
-        for slo_s, axes in zip(slos, across, strict=True):
-            here = [row for row in report.rows if (row.context_tokens, row.slo_s) == (tokens, slo_s)]
-            for policy in dict.fromkeys(row.policy for row in here):
-                rows = [row for row in here if row.policy == policy]
-                style = "kx" if policy == ORACLE else "o"
-                # A log axis has no 0, and nobody sees a loss of 1e-6.
-                losses = [max(1e-6, _kl(row)) for row in rows]
-                axes.plot([100 * row.miss_rate for row in rows], losses, style, label=policy, alpha=0.7)
-            axes.set(yscale="log", title=f"{tokens:,} tokens, {slo_s:g} s", xlabel="misses, %", ylabel="KL, the worse")
-    panels[0, 0].legend(fontsize="small")
-    finding = _caption(report.standing) if report.standing else "no oracle beside them"
-    figure.suptitle(f"{finding}\n(lower left is better)", fontsize="medium")
-    figure.savefig(path)

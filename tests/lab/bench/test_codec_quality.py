@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,10 +20,16 @@ from kvtide_lab.bench.codec_quality import (
     TIDE_QUALITIES,
     TIDE_QUALITIES_QUICK,
     CodecQuality,
+    Point,
+    QualityRow,
     QualitySize,
     Subject,
+    bits_at_kl,
+    bits_of,
     cases,
+    embedded_penalty,
     partial_of,
+    ratio_to_tide,
     run,
 )
 
@@ -147,3 +154,38 @@ def test_tide_is_judged_text_by_text(tiny_model: Any, tmp_path: Path) -> None:
     for number, mean in enumerate(whole):
         assert np.mean([row.kls_over_asked[number] for row in result.by_text]) == pytest.approx(mean)
     assert "text by text" in str(codec_quality.render(result).renderables[-1].title)
+
+
+def goal_row(codec: str, bits: float, kl: float, coder: str = "rans", where: str = "shared") -> QualityRow:
+    return QualityRow(codec, 0, coder, where, None, 0, None, bits, kl, 0.0, 0.0, 1.0, 1.0, None, 1.0, 1.0)
+
+
+ROWS = [
+    goal_row("raw", 32, 0.0),
+    goal_row("tide-deep", 1, 2e-2),
+    goal_row("tide-deep", 1.2, 3e-2),  # worse than the one before it: not on the line
+    msgspec.structs.replace(goal_row("tide-deep", 2, 1.25e-3), over_single=0.003),
+    goal_row("cachegen", 3, 5e-2),
+    goal_row("cachegen", 5, 5e-4),
+    goal_row("cachegen", 3.5, 4e-3, "prefix", "payload"),
+]
+
+
+def test_bits_lie_between_the_rows_in_bits_and_log_kl() -> None:
+    assert bits_of(bits_at_kl(ROWS), 5e-3, "tide-deep", "shared") == pytest.approx(1.5)
+    assert ratio_to_tide(bits_at_kl(ROWS), "cachegen", "shared") == pytest.approx(4 / 1.5)
+    said = next(each for each in bits_at_kl(ROWS) if (each.codec, each.kl) == ("tide-deep", 5e-3))
+    assert said.between == (Point(1, 2e-2), Point(2, 1.25e-3))
+
+
+def test_nothing_is_said_beyond_the_rows() -> None:
+    found = bits_at_kl(ROWS)
+    assert bits_of(found, 1e-3, "tide-deep", "shared") is None
+    assert ratio_to_tide(found, "cachegen", "payload") is None
+    assert {(each.codec, each.kl): each.bits_of_row for each in found}["tide-deep", 5e-3] == 2
+    assert {each.codec for each in found} == {"tide-deep", "cachegen"}
+
+
+def test_penalty_is_the_worst_prefixs() -> None:
+    assert embedded_penalty(ROWS) == 0.003
+    assert embedded_penalty(ROWS[:1]) is None

@@ -27,17 +27,11 @@ from kvtide_lab.bench.importance import (
 )
 from kvtide_lab.bench.importance_prompts import (
     DEPTHS,
-    GuardRow,
-    GuardSize,
     NeedleRow,
     _tasks,
-    guard_rows,
     make_task,
     make_tasks,
     needle_rows,
-    noisy,
-    shuffled,
-    tokenized,
 )
 from kvtide_lab.judge.importance_judge import ImportanceJudge
 
@@ -98,31 +92,6 @@ def random_model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def test_guards_are_tried_on_every_kind_and_length_and_fallbacks_are_exact(random_model: Any) -> None:
-    """Random weights attend to everything alike, so that our guard refuses them all."""
-    registry = CodecRegistry([fitted(model_layout(random_model, 32))])
-    judge = ImportanceJudge(random_model, registry, SystemClock(), 1e9, KVDtype.FLOAT32, 32)
-    texts = [Text("one", "prose", TEXT), Text("other", "prose", OTHERS[0])]
-    size = GuardSize(2, 2, 1, (192, 512))
-    (task,) = make_tasks(texts, 1, 256, tokenize)
-    known = judge.add(task.ids, *tokenized(task, tokenize, 2))
-    rows = guard_rows(judge, texts, [known], 256, 0.25, size, tokenize, 1100, lambda *_: None)
-    assert {(row.prompt, row.tokens) for row in rows} == {
-        (prompt, tokens) for prompt in ("text", "shuffled text", "needle in noise") for tokens in (192, 256)
-    }
-    assert [(row.guard, row.rest) for row in rows[:3]] == [
-        ("jaccard", "drop"),
-        ("neighbours", "drop"),
-        ("neighbours", "base"),
-    ]
-    assert all(row.prompts == 2 for row in rows)
-    ours = [row for row in rows if row.guard == "neighbours"]
-    assert all(row.fallback_share == 1 and row.kl_fallback is not None and abs(row.kl_fallback) < 1e-6 for row in ours)
-    # What the probe read is not read again: the base, and each chunk once.
-    assert all(row.fallback_bytes_share == row.bytes_read_share < 1.4 for row in ours)
-    assert all(row.fallback_reads and row.fallback_over_whole for row in ours)
-
-
 def test_needles_lie_at_their_depths_and_are_asked_for(random_model: Any) -> None:
     registry = CodecRegistry([fitted(model_layout(random_model, 32))])
     judge = ImportanceJudge(random_model, registry, SystemClock(), 1e9, KVDtype.FLOAT32, 32)
@@ -146,23 +115,15 @@ def test_a_table_can_be_asked_for_alone(random_model: Any) -> None:
     asked = (random_model, "m", tokenize, texts, profiles, QUICK._replace(context_tokens=768), 1e9, lambda *_: None)
     found = run(*asked, tables=["needles"])
     assert [row.kind for row in found.needles] == ["prose"] * len(DEPTHS) + ["code"] * len(DEPTHS)
-    assert not (found.rows or found.guards or found.engine or found.ttft)
+    assert not (found.rows or found.engine or found.ttft)
     assert found.ttft_speedup is None
-    assert render(found).row_count == len(found.needles)
-    with pytest.raises(ValueError, match="no table needle, expected some of selectors, engine, guards, needles"):
+    assert [table.row_count for table in render(found).renderables] == [len(found.needles)]
+    with pytest.raises(ValueError, match="no table needle, expected some of selectors, engine, needles"):
         run(*asked, tables=["needle"])
-
-
-def test_adversarial_prompts_have_the_tokens_that_they_should() -> None:
-    ids = list(range(100))
-    assert sorted(shuffled(ids, random.Random(0))) == ids
-    noise = noisy(ids, 5000, [1, 2, 3], random.Random(0))
-    assert len(noise) == 100 and any(noise[i : i + 3] == [1, 2, 3] for i in range(98))
 
 
 def test_all_tables_are_rendered() -> None:
     row = Row("base-keys", "base", "packed", 0.25, 0.3, 0.01, 0.99, 1.0, 1.0, 0.2)
-    guard = GuardRow("text", 512, "jaccard", "drop", 4, 0.0, 0.1, None, 0.5, 0.3, None, None, None)
     ttft = TtftRow("open, 20 tokens", 1.2, 0.5, 2.4, 2.3, 2.5, 1.0, 0.3)
     result = ImportanceBench(
         "m",
@@ -172,7 +133,6 @@ def test_all_tables_are_rendered() -> None:
         512,
         ["open"],
         [row],
-        [guard],
         [NeedleRow("prose", 0.5, 4, 3, 3, 3, 0.3)],
         [ttft],
         [EngineRow("disk", 512, "first", 1.0, 2.0, "part", 1.0, 0.5, 0.3, 0.0)],
@@ -180,7 +140,7 @@ def test_all_tables_are_rendered() -> None:
         50.0,
         0.0,
     )
-    assert render(result).row_count == 5
+    assert [table.row_count for table in render(result).renderables] == [1, 1, 1, 1]
 
 
 def test_the_engine_takes_a_part_and_the_whole_and_then_the_faster(random_model: Any) -> None:

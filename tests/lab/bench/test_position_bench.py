@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,52 +8,14 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
 
-from kvtide.codec.tide.law import DEFAULT_POSITIONS, LossLaw, PositionLaw, Powers, Purpose
+from kvtide.codec.tide.law import DEFAULT_POSITIONS, LossLaw, Purpose
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide_lab.bench import position
-from kvtide_lab.bench.position import (
-    EXACT,
-    PIECE_TOKENS,
-    LossPoint,
-    PositionSize,
-    PositionSubject,
-    Spent,
-    fit_mixtures,
-    fitted,
-    flats,
-    spend_rows,
-    trial_mixtures,
-    within,
-)
+from kvtide_lab.bench.position import EXACT, PositionSize, PositionSubject, Spent, flats, spend_rows, within
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
 
 LAW = LossLaw(DEFAULT_POSITIONS, (0.7, 0.09, 0.007, 0.0009))
 ANSWER, BLOCK = 8, 16
-
-
-def points_of(law: LossLaw) -> Iterator[LossPoint]:
-    for tokens in (512, 1024, 2048):
-        for mixture in (*fit_mixtures(tokens), *trial_mixtures(tokens)):
-            for passages in (None, (tokens // PIECE_TOKENS // 2,)):
-                point = LossPoint(tuple(mixture.kept(tokens, PIECE_TOKENS)), passages, 1.0)
-                yield point._replace(kl=point.predicted(law))
-
-
-def test_fit_finds_the_law_that_points_were_made_by() -> None:
-    weights = tuple(0.1 / (i + 1) ** 2 for i in range(8))
-    goes_on = PositionLaw(2e-3, 0, weights, Powers(1.0, 1.0, 0.6), Powers(1, 1, 1), Powers(1.0, 0.5, 0.4))
-    law = LossLaw((goes_on, DEFAULT_POSITIONS[1]), LAW.losses)
-    found = fitted(LAW, list(points_of(law)))
-    ratios = [point.predicted(found) / point.kl for point in points_of(law)]
-    assert np.mean(np.abs(np.array(ratios) - 1) < 0.2) > 0.8
-    assert np.median(np.abs(np.array(ratios) - 1)) < 0.05
-    assert found.positions[0].passage == 0
-
-
-def test_fit_of_no_points_is_the_default() -> None:
-    found = fitted(LAW, [])
-    for purpose in Purpose:
-        assert found.kl([0, 1, 2], 256, purpose) == pytest.approx(LAW.kl([0, 1, 2], 256, purpose))
 
 
 def test_ratios_compare_with_one_refinement_for_all_at_the_same_loss_and_at_the_same_size() -> None:
@@ -80,14 +41,14 @@ def subject(tiny_model: Any) -> PositionSubject:
     layout = model_layout(tiny_model, BLOCK)
     rng = np.random.default_rng(3)
     words = rng.integers(4, 256, size=64)
-    ids = [rng.choice(words, size=512 + ANSWER + 1).tolist() for _ in range(3)]
+    ids = [rng.choice(words, size=512 + ANSWER + 1).tolist() for _ in range(2)]
     profile = fitted_on(tiny_model, layout, torch.from_numpy(words)[None])
-    size = PositionSize(ANSWER, {512: 1}, {512: 1}, {512: 2}, {512: 1})
-    return PositionSubject(tiny_model, "tiny", layout, size, profile, ids[:1], ids[1:], (["noise"], ["noise"] * 2))
+    size = PositionSize(ANSWER, {512: 2}, {512: 1})
+    return PositionSubject(tiny_model, "tiny", layout, size, profile, ids, ["noise"] * 2)
 
 
 def test_exact_mixture_loses_nothing_and_a_rough_passage_is_felt_by_its_copy(subject: PositionSubject) -> None:
-    judge = PositionJudge(subject.model, subject.layout, subject.fit[0][:200], 128, ANSWER)
+    judge = PositionJudge(subject.model, subject.layout, subject.ids[0][:200], 128, ANSWER)
     judge.code(subject.codec)
     assert list(judge.kls(Mixture("exact", EXACT), (32,))) == pytest.approx([0, 0], abs=1e-6)
     fine, rough = (list(judge.kls(flat, (32,))) for flat in (flats()[3], flats()[0]))
@@ -101,7 +62,7 @@ class Stopped(Exception):
     pass
 
 
-def test_bench_goes_on_from_its_file_and_its_profile_carries_the_law(
+def test_bench_goes_on_from_its_file_beside_the_law_of_the_profile(
     subject: PositionSubject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(step: str, done: int, total: int) -> None:
@@ -111,8 +72,11 @@ def test_bench_goes_on_from_its_file_and_its_profile_carries_the_law(
     with pytest.raises(Stopped):
         position.run(subject, position.partial_of(subject, tmp_path / "partial"), stop)
     result = position.run(subject, position.partial_of(subject, tmp_path / "partial"), lambda *_: None)
-    assert {row.stage for row in result.rows} == {"map", "fit", "held"}
-    assert {row.texts for row in result.rows if row.stage == "held"} == {2}
+    assert {row.texts for row in result.rows} == {2}
+    law = subject.codec.law
+    assert law is not None and result.law == law.positions
+    flat = next(row for row in result.rows if (row.mixture, row.passage) == ("all 1", None))
+    assert flat.law == pytest.approx(law.kl([1] * 8, 64, Purpose.GOES_ON))
     assert [row.way for row in result.spending if row.bytes_vs_flat is not None] == [
         "law at 0.005",
         "law at 0.01",
@@ -120,23 +84,18 @@ def test_bench_goes_on_from_its_file_and_its_profile_carries_the_law(
         "law at half of 0.005",
     ]
     monkeypatch.setattr(position, "_judge_job", None)
-    renewed = subject._replace(profile=position.with_law(subject.profile, result.law))
-    again = position.run(renewed, position.partial_of(renewed, tmp_path / "partial"), lambda *_: None)
+    again = position.run(subject, position.partial_of(subject, tmp_path / "partial"), lambda *_: None)
     assert again.rows == result.rows
-    law = renewed.codec.law
-    assert law is not None and law.positions[0].sink == pytest.approx(result.law[0].sink)
-    held = sum(row.stage == "held" for row in result.rows)
-    assert [table.row_count for table in position.render(result).renderables] == [held, len(result.spending)]
+    tables = position.render(result).renderables
+    assert [table.row_count for table in tables] == [len(result.rows), len(result.spending)]
 
 
-def test_only_spending_goes_by_the_law_that_the_profile_has(subject: PositionSubject) -> None:
+def test_spending_alone_tests_nothing(subject: PositionSubject) -> None:
     size = position.spending_only(64, 1)._replace(answer_tokens=ANSWER)
     result = position.run(subject._replace(size=size), position.partial_of(subject, None), lambda *_: None)
-    law = subject.codec.law
-    assert law is not None and result.law == law.positions
     assert not result.rows and {row.texts for row in result.spending} == {1}
 
 
 def test_text_that_is_too_short_for_any_prefix_is_an_error(subject: PositionSubject) -> None:
     with pytest.raises(ValueError, match="long enough"):
-        position.run(subject._replace(held=[[1, 2, 3]]), position.partial_of(subject, None), lambda *_: None)
+        position.run(subject._replace(ids=[[1, 2, 3]]), position.partial_of(subject, None), lambda *_: None)

@@ -30,19 +30,10 @@ def test_run_repeats() -> None:
     assert first == second
 
 
-def test_trace_and_importance_files_are_read(tmp_path: Path) -> None:
+def test_trace_files_are_read(tmp_path: Path) -> None:
     rows = [(0, [7, 9]), (1, [7]), (2, [7, 8])]
     (tmp_path / "trace").write_text("".join(f'{{"timestamp": {at}, "hash_ids": {ids}}}\n' for at, ids in rows))
-    (tmp_path / "importance").write_text('{"1": 12.5, "2": 3}')
     assert list(stack.trace_requests(read_trace(tmp_path / "trace"))) == [[0, 1], [0], [0, 2]]
-    assert stack.read_importance(tmp_path / "importance") == {1: 12.5, 2: 3.0}
-
-
-@pytest.mark.parametrize("text", ["[]", "x", '{"a": 1}', '{"1": "b"}'])
-def test_bad_importance_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "importance").write_text(text)
-    with pytest.raises(ValueError, match="expected a JSON object"):
-        stack.read_importance(tmp_path / "importance")
 
 
 def test_no_requests_are_refused() -> None:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from kvtide_lab.sim.pool import plot_pool, pool_finding, render_pool, run_pool
+from kvtide_lab.sim.pool import render_pool, run_pool
 
 
-def test_table_shows_what_is_known_of_each_placement(tmp_path: Path) -> None:
+def test_table_shows_what_is_known_of_each_placement() -> None:
     report = run_pool(seed=3, counts=[8, 13], keys=50_000)
     rows = {(row.servers, row.distribution): row for row in report.rows}
     assert rows[8, "step 8"].mod == pytest.approx(8.0), "all keys on one server"
@@ -18,9 +16,6 @@ def test_table_shows_what_is_known_of_each_placement(tmp_path: Path) -> None:
     assert all(row.join_moved_mod > 0.85 for row in report.rows)
     assert report.moved_of_ideal_max <= 1.15
     assert render_pool(report).row_count == len(report.rows) == 6
-    assert "at most 1.0" in pool_finding(report) and "by remainder: 8.00" in pool_finding(report)
-    plot_pool(report, tmp_path / "pool.png")
-    assert (tmp_path / "pool.png").stat().st_size > 1000
 
 
 def test_run_repeats() -> None:
