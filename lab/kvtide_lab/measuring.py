@@ -1,4 +1,4 @@
-"""What benches measure with: spreads of a few values, turns, threads, and what the kernel says of a process."""
+"""Spreads of a few values, turns, threads and a process' memory, as benches and simulations measure them."""
 
 from __future__ import annotations
 

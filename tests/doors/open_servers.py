@@ -51,7 +51,7 @@ the best of several policies | ?policy=mix | @leaves | memory and disk beside th
 objects of unlike size, by what they take | ?policy=mix | @leaves | memory, two tenants | OURS
     tests/evict/test_sizes.py::test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more
 a hybrid model's states, with the blocks that need them | ?policy=mix | @leaves | an order beside made-up prompts | OURS
-    tests/lab/sim/test_groups.py::test_states_that_are_named_to_the_order_save_more
+    tests/evict/test_states.py::test_state_leaves_just_before_its_block
 policies as simulated | ?policy= lru s3fifo mix | @leaves | memory tier beside the simulator | OURS
     tests/evict/test_order.py::test_real_tier_keeps_block_by_block_what_the_simulator_says
 Valkey and Redis | valkey://… prefix | @valkey | Valkey | OURS

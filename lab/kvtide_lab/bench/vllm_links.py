@@ -95,7 +95,7 @@ class VllmImportanceBench(msgspec.Struct, frozen=True):
 
 
 class _World(NamedTuple):
-    """What starts an engine, for a store (None: without one) and options; the server, without a link; the link."""
+    """Engines of one kind, for a store (None: without one) and options; the server without its link; the link."""
 
     engine: Callable[..., EngineProcess]
     url: str

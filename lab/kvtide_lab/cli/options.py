@@ -26,7 +26,7 @@ LmcacheOption = Annotated[
 ]
 
 
-class Subject(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model with its tokenizer."""
 
     folder: Path
@@ -40,12 +40,12 @@ class Subject(NamedTuple):
         return model_layout(self.model, BLOCK_TOKENS)
 
 
-def subject(folder: str | None = None, dtype: str = "float32") -> Subject:
+def subject(folder: str | None = None, dtype: str = "float32") -> LoadedModel:
     """Load a model; without a folder SmolLM2-135M."""
     from kvtide.engines.transformers import converted_folder, load_model
 
     chosen = Path(folder) if folder else converted_folder()
-    return Subject(chosen, load_model(chosen, dtype), tokenizer(chosen))
+    return LoadedModel(chosen, load_model(chosen, dtype), tokenizer(chosen))
 
 
 def tokenizer(folder: Path) -> Callable[[str], list[int]]:
