@@ -38,7 +38,7 @@ def hit_rate(policy: ReusePolicy, is_told: bool, is_false: bool = False, is_late
         mark = Hint(is_last=goes_on == is_false).mark if is_told else 0
         policy.hear(0 if is_late else mark)
         keys = chain(*words)
-        hits, blocks = hits + len(index.match(keys).blocks), blocks + len(keys)
+        hits, blocks = hits + index.match(keys), blocks + len(keys)
         index.insert(namespace(), keys)
         if is_late and mark:
             policy.hear(mark)

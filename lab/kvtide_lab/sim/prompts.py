@@ -89,7 +89,7 @@ class _Engine:
         setup = self._setup
         keys = block_keys(_NAMESPACE, [*prompt, *output], setup.block_tokens)
         prompt_blocks = len(prompt) // setup.block_tokens
-        hits = len(self._index.match(keys[:prompt_blocks]).blocks)
+        hits = self._index.match(keys[:prompt_blocks])
         for key in keys[:hits]:
             self.pool.take_back(key)
         self._index.pin(keys)

@@ -143,7 +143,7 @@ def replay(
         clock.advance(at_s - clock.monotonic_s())
         if said and isinstance(ranks, AdvisedPolicy):
             ranks.hear(said[number].mark)
-        hit, length = len(index.match(keys).blocks), len(keys)
+        hit, length = index.match(keys), len(keys)
         requests[tenant] += 1
         blocks[tenant] += length
         hits[tenant] += hit

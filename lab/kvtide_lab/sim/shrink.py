@@ -69,7 +69,7 @@ def _row(trace: Trace, policy: str, share: float, kept: int, held_max: int, whol
     asked = hits = rough_hits = 0
     for at_s, tenant, keys in trace.requests:
         clock.advance(at_s - clock.monotonic_s())
-        namespace, hit = tenant_namespace(tenant), len(held.match(keys).blocks)
+        namespace, hit = tenant_namespace(tenant), held.match(keys)
         asked, hits = asked + len(keys), hits + hit
         rough_hits += sum(key in rough for key in keys[:hit])
         # What is computed now is whole, for as long as there is room.

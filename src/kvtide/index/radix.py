@@ -15,7 +15,6 @@ from typing import NamedTuple
 from kvtide.clock import Clock
 from kvtide.index.rebuild import ListedBlock, Rebuild
 from kvtide.index.tree import (
-    TIERS_MAX,
     USUAL_SIZE,
     Anchor,
     EvictionPolicy,
@@ -24,20 +23,8 @@ from kvtide.index.tree import (
     Use,
     mark_tier,
     tier_bit_of,
-    tier_blocks,
 )
 from kvtide.types import BlockKey, Namespace
-
-
-class Match(NamedTuple):
-    """The longest leading run of held blocks; `tier_blocks[t]` of them are in tier `t` without a gap from the first.
-
-    `tiers` has a byte for each block, whose bit `t` says that it is in tier `t`.
-    """
-
-    blocks: tuple[BlockKey, ...]
-    tier_blocks: tuple[int, ...]
-    tiers: bytes
 
 
 class RestoreReport(NamedTuple):
@@ -81,24 +68,16 @@ class RadixIndex:
         self._parked: dict[BlockKey, Run] = {}
         self._uses = 0
 
-    def match(self, keys: Sequence[BlockKey]) -> Match:
-        """Find the longest leading run of held blocks, and of those in each tier.
-
-        Does not modify the index. The result may be evicted at any time unless pinned. No keys gives an empty match.
-        """
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        """Length of the longest leading run of held blocks. They may be evicted at any time unless pinned."""
         with self._lock:
             known = self._tree.known_count(keys)
             if not known or not self._tree.is_at(keys[known - 1], known):
-                return Match((), (0,) * TIERS_MAX, b"")
-            count, masks = 0, bytearray()
-            for run in self._tree.path_of(keys[known - 1]):
-                if not run.held:
-                    break
-                count = min(known, run.start + run.held)
-                masks += run.tiers[: count - run.start]
-                if run.held < len(run.keys):
-                    break
-        return Match(tuple(keys[:count]), tier_blocks(masks), bytes(masks))
+                return 0
+            run = self._tree.run_of(keys[known - 1])
+            while run is not None and not run.held:
+                run = run.parent
+            return min(known, run.start + run.held) if run is not None else 0
 
     def insert(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvtide.types import BlockKey, Namespace
@@ -24,52 +25,34 @@ BLOCKS_OF_EQUAL_COST = 64
 USUAL_SIZE = 1024
 
 
+@dataclass(slots=True, eq=False)
 class Run:
     """Consecutive blocks `[start, start + len(keys))` of a prefix, in the tree of their namespace.
 
-    Index and policy share it: the first group of fields belongs to the index, the second to the policy. `uses` and
-    `last_use` (a sequence number) tell of the latest use, set before the policy hears of it. `value` is the mean number
-    of important tokens of its blocks, `given_cost` what recomputing one of them costs if somebody said so, `size` what
-    room each takes.
+    Index and policy share it: the last three fields belong to the policy. `uses` and `last_use` (a sequence number)
+    tell of the latest use, set before the policy hears of it. `value` is the mean number of important tokens of its
+    blocks, `given_cost` what recomputing one of them costs if somebody said so, `size` what room each takes.
     """
 
-    __slots__ = (
-        "children",
-        "given_cost",
-        "held",
-        "held_children",
-        "is_candidate",
-        "keys",
-        "last_use",
-        "order",
-        "parent",
-        "size",
-        "start",
-        "state",
-        "tag",
-        "tiers",
-        "uses",
-        "value",
-    )
+    keys: list[BlockKey]
+    parent: Run | None
+    start: int
+    children: set[Run] = field(default_factory=lambda: _NO_RUNS)
+    held: int = 0
+    held_children: int = 0
+    is_candidate: bool = False
+    tiers: bytearray = field(init=False)
+    uses: int = 0
+    last_use: int = 0
+    value: float = 1.0
+    given_cost: float | None = None
+    size: int = USUAL_SIZE
+    order: int = 0
+    tag: int = 0
+    state: Any = None
 
-    def __init__(self, keys: list[BlockKey], parent: Run | None, start: int) -> None:
-        self.keys = keys
-        self.parent = parent
-        self.start = start
-        self.children = _NO_RUNS
-        self.held = 0
-        self.held_children = 0
-        self.is_candidate = False
-        self.tiers = bytearray(len(keys))
-        self.uses = 0
-        self.last_use = 0
-        self.value = 1.0
-        self.given_cost: float | None = None
-        self.size = USUAL_SIZE
-
-        self.order = 0
-        self.tag = 0
-        self.state: Any = None
+    def __post_init__(self) -> None:
+        self.tiers = bytearray(len(self.keys))
 
     @property
     def cost(self) -> float:
@@ -277,16 +260,6 @@ def mark_tier(run: Run, first: int, bit: int) -> None:
     """Note that the blocks of a run from `first` on are in the tier of that bit too."""
     if run.tiers.count(bit, first) < len(run.tiers) - first:
         run.tiers[first:] = run.tiers[first:].translate(_WITH_BIT[bit])
-
-
-def tier_blocks(masks: bytearray) -> tuple[int, ...]:
-    """Return, for each tier, how many leading blocks have its bit."""
-    if masks.count(masks[:1] or b"\0") == len(masks):
-        mask = masks[0] if masks else 0
-        return tuple(len(masks) if mask >> tier & 1 else 0 for tier in range(TIERS_MAX))
-    return tuple(
-        next((i for i, mask in enumerate(masks) if not mask >> tier & 1), len(masks)) for tier in range(TIERS_MAX)
-    )
 
 
 # Entries of candidates that left stay in the heap until they are a majority.

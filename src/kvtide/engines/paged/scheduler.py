@@ -254,7 +254,7 @@ class SchedulerHalf:
         if self._is_rough(sequence, blocks) or not sequence.options.may_store:
             return
         # With several shards all are stored at once, so that the first one speaks for all.
-        known = len(self.cache.index.match([block.ids[0].key for block in blocks]).blocks)
+        known = self.cache.index.match([block.ids[0].key for block in blocks])
         fresh = range(max(self._lookups.unmissed(blocks[:known]), first), full)
         pages = scheduled.pages() if fresh else ()
         for position in fresh:
@@ -447,7 +447,7 @@ class _Lookups:
         if not blocks or not self.are_held(blocks[-1].states):
             return 0
         shards = range(len(blocks[0].ids))
-        return min(len(self._cache.index.match([block.ids[shard].key for block in blocks]).blocks) for shard in shards)
+        return min(self._cache.index.match([block.ids[shard].key for block in blocks]) for shard in shards)
 
     def are_held(self, ids: Iterable[ObjectId]) -> bool:
         """True if the index has all of these, without asking any tier."""

@@ -139,7 +139,7 @@ class Shadows:
 
     def lengths(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return how many leading blocks of a prompt each of them holds."""
-        return [len(shadow.match(keys).blocks) for shadow in self._shadows]
+        return [shadow.match(keys) for shadow in self._shadows]
 
     def learn(self, lengths: Sequence[int], faded: float) -> None:
         """Have the last one learn from a request of which they held so much."""
