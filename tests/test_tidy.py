@@ -70,3 +70,21 @@ def test_import_past_a_door_is_found(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "kvtide" / "explain.py").write_text('"""Docstring."""\n\nfrom kvtide.tier.disk.log import SegmentLog\n')
     tidy.main(str(tmp_path / "kvtide"))
     assert "tier.disk.log is inside tier.disk/" in capsys.readouterr().out
+
+
+def test_method_that_nobody_documents_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kvtide").mkdir()
+    source = '"""Docstring."""\n\n\nclass {}:\n    """One."""\n\n    def victim(self) -> None:\n        pass\n'
+    (tmp_path / "kvtide" / "keys.py").write_text(source.format("Silent"))
+    (tmp_path / "kvtide" / "block.py").write_text(source.format("Policy(EvictionPolicy)"))
+    tidy.main(str(tmp_path / "kvtide"))
+    assert capsys.readouterr().out.count("has no docstring") == 1
+
+
+def test_circle_of_files_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kvtide").mkdir()
+    for here, there in (("keys", "block"), ("block", "types"), ("types", "keys")):
+        lazily = f'"""Docstring."""\n\n\ndef late():\n    from kvtide.{there} import X\n\n    return X\n'
+        (tmp_path / "kvtide" / f"{here}.py").write_text(lazily)
+    tidy.main(str(tmp_path / "kvtide"))
+    assert capsys.readouterr().out.count("imports itself by way of others") == 3

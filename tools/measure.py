@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tidy import OPEN, repeated_classes
+from tidy import OPEN, circles, repeated_classes
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ROOT / "src" / "kvtide"
@@ -23,12 +23,15 @@ LAB = ROOT / "lab" / "kvtide_lab"
 GPU = ROOT / "gpu" / "kvtide_gpu"
 # Goals of the product as a whole; what is over one is printed with it.
 GOALS = {
-    "product_lines": 30_000,
+    "product_lines": 38_000,
     "product_files": 200,
-    "exported_names": 400,
+    "lab_lines": 12_000,
+    "tests_lines": 36_000,
+    "exported_names": 420,
     "repeated_class_names": 0,
-    "closure_lines_vllm": 12_000,
-    "closure_lines_sglang": 9_000,
+    "circles": 0,
+    "closure_lines_vllm": 11_000,
+    "closure_lines_sglang": 8_500,
     "wheel_mb": 2.0,
 }
 ENTRY_POINTS = {
@@ -149,18 +152,21 @@ def closure(entry: str, files: Sequence[Source]) -> list[Source]:
 
 def measure(wheel: Path | None) -> dict[str, Any]:
     """Return all figures of the tree, and of a wheel."""
-    product, lab, gpu = sources(PRODUCT), sources(LAB), sources(GPU)
+    product, lab, gpu, tests = sources(PRODUCT), sources(LAB), sources(GPU), sources(ROOT / "tests")
     modules = ((file.path, file.tree) for file in [*product, *lab, *gpu])
     repeated = [problem.message for _, problem in repeated_classes(modules, ROOT)]
     kernels = sum(path.read_text(encoding="utf-8").count("\n") for path in GPU.rglob("*.cuh"))
     figures: dict[str, Any] = {
         "product_lines": sum(file.lines for file in product),
         "product_files": len(product),
+        "lab_lines": sum(file.lines for file in lab),
+        "tests_lines": sum(file.lines for file in tests),
         "gpu_lines": sum(file.lines for file in gpu),
         "kernel_lines": kernels,
         "exported_names": sum(len(exported(file)) for file in product),
         "repeated_class_names": len(repeated),
         "repeated": repeated,
+        "circles": len(list(circles([(file.path, file.tree) for file in product], PRODUCT))),
     }
     for name, entry in ENTRY_POINTS.items():
         found = closure(entry, product)
@@ -172,7 +178,7 @@ def measure(wheel: Path | None) -> dict[str, Any]:
         "product": product,
         "lab": lab,
         "gpu": gpu,
-        "tests": sources(ROOT / "tests"),
+        "tests": tests,
         "tools": sources(ROOT / "tools"),
     }
     parts |= {

@@ -6,7 +6,8 @@ Usage: tidy.py SRC_PACKAGE_DIR   (exit status 1 when a rule is broken)
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,11 +34,12 @@ OPEN = {
         "codec.packed",
         "codec.rotary",
     ),
-    *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.files", "tier.source"),
+    *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.faults", "tier.files", "tier.source"),
     *("tier.http.records", "tier.stack.invalidation"),
     *("engines.paged.device", "plan.base", "plan.policies"),
     *("store.repack", "store.load.run", "store.load.run", "store.load.sparse", "store.load.streamed"),
 }
+PRODUCT = Path(__file__).resolve().parents[1] / "src" / "kvtide"
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 700
 # Only these may import the heavy, optional or dangerous thing named; the empty set means nobody.
@@ -216,12 +218,83 @@ def repeated_classes(modules: Iterable[tuple[Path, ast.Module]], root: Path) -> 
                     yield path, Problem(node.lineno, f"class {node.name} is in {other.relative_to(root)} already")
 
 
+def base_names(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    """Yield the names of a class's bases that are known, and of theirs."""
+    for base in node.bases:
+        head = base.value if isinstance(base, ast.Subscript) else base
+        name = head.attr if isinstance(head, ast.Attribute) else getattr(head, "id", "")
+        if name in classes and classes[name] is not node:
+            yield name
+            yield from base_names(classes[name], classes)
+
+
+def silent_methods(
+    modules: Sequence[tuple[Path, ast.Module]], classes: Mapping[str, ast.ClassDef]
+) -> Iterator[tuple[Path, Problem]]:
+    """Yield public methods without a docstring whose contract no base class of ours states either."""
+    for path, tree in modules:
+        if "testing" in path.parts:
+            # Tests are named after the property that they check.
+            continue
+        public = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+        for node in public:
+            stated = {
+                method.name
+                for base in base_names(node, classes)
+                for method in classes[base].body
+                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(method)
+            }
+            for method in node.body:
+                if (
+                    isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+                    and not method.name.startswith("_")
+                    and method.name not in stated
+                    and ast.get_docstring(method) is None
+                ):
+                    yield path, Problem(method.lineno, f"{node.name}.{method.name} has no docstring, nor has a base")
+
+
+def circles(modules: Iterable[tuple[Path, ast.Module]], root: Path) -> Iterator[tuple[Path, Problem]]:
+    """Yield the files that import each other, directly or by way of others; an import for types counts too."""
+    names = {path: ".".join((root.name, *path.relative_to(root).with_suffix("").parts)) for path, _ in modules}
+    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
+    imports: dict[str, set[str]] = {}
+    for path, tree in modules:
+        found = {name for _, name in imported_modules(tree)} & set(names.values())
+        # `from a.b import c` names a.b too, which it is not about if c is a module.
+        imports[names[path]] = {name for name in found if not any(each.startswith(f"{name}.") for each in found)}
+    for path, name in names.items():
+        seen, waiting = set[str](), list(imports[name])
+        while waiting:
+            each = waiting.pop()
+            if each not in seen:
+                seen.add(each)
+                waiting += imports.get(each, ())
+        if name in seen:
+            yield path, Problem(1, f"{name} imports itself by way of others")
+
+
+def classes_of(trees: Iterable[ast.Module]) -> dict[str, ast.ClassDef]:
+    """Return the classes at the top of modules, by name."""
+    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def product_classes() -> dict[str, ast.ClassDef]:
+    """Return the product's classes, of which others are subclasses."""
+    return classes_of(ast.parse(path.read_text(encoding="utf-8")) for path in PRODUCT.rglob("*.py"))
+
+
 def main(argument: str) -> int:
     """Print every problem under a package directory; return the exit status."""
     root = Path(argument).resolve()
     paths = sorted(root.rglob("*.py"))
     found = [(path, problem) for path in paths for problem in problems(path, root)]
-    found += repeated_classes(((path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths), root)
+    modules = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+    classes = {**product_classes(), **classes_of(tree for _, tree in modules)}
+    found += repeated_classes(modules, root)
+    found += silent_methods(modules, classes)
+    found += circles(modules, root) if root.name not in APART else ()
     for path, problem in found:
         print(f"{path.relative_to(root.parent)}:{problem.lineno}: {problem.message}")
     return 1 if found else 0

@@ -238,7 +238,6 @@ class RankedOrder(EvictionOrder):
         self._heap.add(object_id)
 
     def leave(self, object_id: ObjectId) -> None:
-        """Forget an object."""
         self._heap.discard(object_id)
 
     def admits(self, object_id: ObjectId, may_go: Callable[[ObjectId], bool]) -> bool:
@@ -247,7 +246,6 @@ class RankedOrder(EvictionOrder):
         return lowest is not None and self._ranking.rank(lowest) < self._ranking.rank(object_id)
 
     def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
-        """Yield the lowest ranks first."""
         for object_id in self._heap.ascending():
             if may_go(object_id):
                 self._heap.discard(object_id)

@@ -341,14 +341,12 @@ class HeapPolicy(EvictionPolicy):
         raise NotImplementedError
 
     def enter(self, run: Run) -> None:
-        """Rank the run."""
         self._entries += 1
         self._candidates += 1
         run.order += 1
         heapq.heappush(self._heap, (self.priority(run), self._entries, run, run.order))
 
     def leave(self, run: Run) -> None:
-        """Take the run out of the ranking."""
         run.order += 1
         self._candidates -= 1
         if len(self._heap) > 2 * self._candidates + _HEAP_SLACK:
@@ -356,7 +354,6 @@ class HeapPolicy(EvictionPolicy):
             heapq.heapify(self._heap)
 
     def victim(self) -> Run | None:
-        """Return the candidate of lowest priority."""
         while self._heap:
             _, _, run, order = self._heap[0]
             if run.order == order:
@@ -372,5 +369,4 @@ class LruPolicy(HeapPolicy):
     """
 
     def priority(self, run: Run) -> float:
-        """Return the number of the latest use."""
         return run.last_use

@@ -97,12 +97,10 @@ class Agreement(EvictionPolicy):
         self._file(run, end, sum(shadow.is_held(end) << at for at, shadow in enumerate(self._shadows)))
 
     def leave(self, run: Run) -> None:
-        """Forget where the run ended."""
         end, holders = self._end_of.pop(run)
         del self._ends[end], self._queues[holders][run]
 
     def resize(self, run: Run, delta: int) -> None:
-        """Note where a candidate ends now."""
         if run in self._end_of and run.held:
             self.leave(run)
             self.enter(run)
@@ -259,19 +257,16 @@ class _Follower(EvictionPolicy):
                 self._doomed[self._ends[key]] = None
 
     def enter(self, run: Run) -> None:
-        """Note where the run ends."""
         end = self._end_of[run] = run.keys[run.held - 1]
         self._ends[end] = run
         if not self._shadow.is_held(end):
             self._doomed[run] = None
 
     def leave(self, run: Run) -> None:
-        """Forget where the run ended."""
         del self._ends[self._end_of.pop(run)]
         self._doomed.pop(run, None)
 
     def resize(self, run: Run, delta: int) -> None:
-        """Note where a candidate ends now."""
         if run in self._end_of and run.held:
             self.leave(run)
             self.enter(run)
@@ -323,19 +318,15 @@ class MixPolicy(AdvisedPolicy):
         self._shadows.plan(blocks_max)
 
     def hear(self, mark: int) -> None:
-        """Pass advice on to who takes it."""
         self._reuse.hear(mark)
 
     def advise(self, path: Sequence[Run]) -> None:
-        """Pass advice about an earlier request on."""
         self._shadows["reuse"].advise(path[-1].keys[-1])
 
     def measure(self, run: Run, key: BlockKey) -> None:
-        """Have the shadows measure it too."""
         self._shadows.measure(key, run.size)
 
     def adopt(self, run: Run, count: int) -> None:
-        """Let the shadows grow a run that grows."""
         if len(run.keys) > count:
             self._replay(run, run.keys[-count:], run.keys[-count - 1])
 
@@ -362,15 +353,12 @@ class MixPolicy(AdvisedPolicy):
         self._follower.give_up(given_up[self.ruler])
 
     def resize(self, run: Run, delta: int) -> None:
-        """Tell the follower."""
         self._follower.resize(run, delta)
 
     def enter(self, run: Run) -> None:
-        """Tell the follower."""
         self._follower.enter(run)
 
     def leave(self, run: Run) -> None:
-        """Tell the follower."""
         self._follower.leave(run)
 
     def victim(self) -> Run | None:
@@ -417,18 +405,15 @@ class SampledMixPolicy(AdvisedPolicy):
         self.ghost_blocks_max = max(policy.ghost_blocks_max for policy in self._live)
 
     def hear(self, mark: int) -> None:
-        """Pass advice on to those who take it."""
         self._small.hear(mark)
         self._reuse.hear(mark)
 
     def advise(self, path: Sequence[Run]) -> None:
-        """Pass advice about an earlier request on."""
         self._reuse.advise(path)
         if self._runs[path[-1]]:
             self._sample.advise(path[-1].keys[-1])
 
     def measure(self, run: Run, key: BlockKey) -> None:
-        """Have the sample measure it too."""
         if self._runs[run]:
             self._sample.measure(key, run.size)
 
@@ -481,7 +466,6 @@ class SampledMixPolicy(AdvisedPolicy):
                 ruler.enter(run)
 
     def resize(self, run: Run, delta: int) -> None:
-        """Tell who follows the runs."""
         for policy in self._live:
             policy.resize(run, delta)
 
@@ -492,25 +476,20 @@ class SampledMixPolicy(AdvisedPolicy):
         self._runs[upper] = self._runs[lower]
 
     def enter(self, run: Run) -> None:
-        """Tell who follows the runs."""
         for policy in self._live:
             policy.enter(run)
 
     def leave(self, run: Run) -> None:
-        """Tell who follows the runs."""
         for policy in self._live:
             policy.leave(run)
 
     def victim(self) -> Run | None:
-        """Return the ruler's victim."""
         return self._live[-1].victim()
 
     def spared(self, run: Run) -> int:
-        """Return what the ruler spares."""
         return self._live[-1].spared(run)
 
     def forget(self, run: Run, count: int) -> None:
-        """Tell who follows the runs."""
         for policy in self._live:
             policy.forget(run, count)
         if not run.keys:

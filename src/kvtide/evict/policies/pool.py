@@ -114,13 +114,11 @@ class PoolOrder(EvictionOrder):
         self._pool.add(name, self._clock.monotonic_s(), self._members[name][1])
 
     def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
-        """Free a block that nobody uses yet."""
         name, before = _name(*object_id), self._members.get(_name(object_id.namespace, parent))
         self._members[name] = (object_id, 1 if before is None else before[1] + 1)
         self._free(name)
 
     def leave(self, object_id: ObjectId) -> None:
-        """Forget a block."""
         name = _name(*object_id)
         if self._members.pop(name, None) is not None:
             self._pool.take_back(name)

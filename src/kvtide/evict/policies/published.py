@@ -38,24 +38,20 @@ class FadingPolicy(HeapPolicy):
         self._weights: dict[Run, float] = {}
 
     def plan(self, blocks_max: int) -> None:
-        """Remember some times what fits now."""
         self.ghost_blocks_max = min(_FADING_GHOSTS * blocks_max, blocks_max // 2 + _FADING_GHOSTS_MAX)
 
     def adopt(self, run: Run, count: int) -> None:
-        """Count new blocks."""
         self._known_blocks += count
         if len(run.keys) == count:
             self._weights[run] = -math.inf
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
-        """Add a use to each run."""
         self._age += use.blocks / self._known_blocks
         for run in path:
             low, high = sorted((self._weights[run], self._age))
             self._weights[run] = high + math.log2(1 + 2.0 ** (low - high))
 
     def split(self, upper: Run, lower: Run) -> None:
-        """Give both parts the same uses."""
         self._weights[upper] = self._weights[lower]
 
     def priority(self, run: Run) -> float:
@@ -117,11 +113,9 @@ class S3FifoPolicy(EvictionPolicy):
         return self._main if run.tag & _MAIN else self._small
 
     def enter(self, run: Run) -> None:
-        """Queue the run."""
         self._queue(run)[run] = None
 
     def leave(self, run: Run) -> None:
-        """Take the run out of its queue."""
         del self._queue(run)[run]
 
     def victim(self) -> Run | None:
@@ -161,7 +155,6 @@ class ArcPolicy(EvictionPolicy):
         self.ghost_blocks_max = self._blocks_max = blocks_max
 
     def adopt(self, run: Run, count: int) -> None:
-        """Count the blocks with those of their run."""
         self._ghosts[run.uses > 1] += count
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
@@ -188,11 +181,9 @@ class ArcPolicy(EvictionPolicy):
         self._ghosts[run.uses > 1] -= delta
 
     def enter(self, run: Run) -> None:
-        """Rank the run in its list."""
         self._lists[run.uses > 1].enter(run)
 
     def leave(self, run: Run) -> None:
-        """Take the run out of its list."""
         self._lists[run.uses > 1].leave(run)
 
     def victim(self) -> Run | None:
@@ -201,5 +192,4 @@ class ArcPolicy(EvictionPolicy):
         return self._lists[first].victim() or self._lists[not first].victim()
 
     def forget(self, run: Run, count: int) -> None:
-        """Drop the blocks from the counts."""
         self._ghosts[run.uses > 1] -= count

@@ -280,7 +280,6 @@ class ReusePolicy(AdvisedPolicy):
         self._age_next_s = [0.0] * len(self._edges_s)
 
     def plan(self, blocks_max: int) -> None:
-        """Remember some times what fits now."""
         self.ghost_blocks_max = min(_GHOSTS_PER_BLOCK * blocks_max, blocks_max // 2 + GHOST_BLOCKS_MAX)
 
     def adopt(self, run: Run, count: int) -> None:
@@ -464,7 +463,6 @@ class ReusePolicy(AdvisedPolicy):
         return None
 
     def forget(self, run: Run, count: int) -> None:
-        """Drop a run that is gone."""
         if not run.keys:
             run.state.queue.runs.pop(run, None)
 

@@ -218,7 +218,7 @@ class LoadAccess:
         self.backfill = backfill
         self.coarser_levels = coarser_levels
         self.coarse = CoarseBlocks(clock)
-        # What became of blocks, by name or by `MissReason`.
+        # Outcomes of blocks, by name or by `MissReason`.
         self.counts = Counts()
 
     @contextmanager

@@ -69,7 +69,6 @@ class DiskTier(Tier):
         return order is not None and order.note_request(object_ids[0].namespace, keys, hint, states)
 
     def offer_to(self, offer: Offer) -> None:
-        """Call this from now on before an object is evicted."""
         self._log.offer = offer
 
     def report_to(self, on_removed: OnRemoved) -> None:
@@ -235,7 +234,6 @@ class DiskTier(Tier):
         return TierStats(self.name, len(catalog), catalog.used_bytes, self._bytes_max, *counts)
 
     def check(self) -> None:
-        """AssertionError if the accounting is off."""
         self._log.catalog.check()
 
     @contextmanager

@@ -191,19 +191,15 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
 
     @property
     def hears_requests(self) -> bool:
-        """Tell whether requests matter to the order."""
         return self.order.hears_requests
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
-        """Tell the order what a prompt asks for."""
         return self.order.note_request(object_ids[0].namespace, [each.key for each in object_ids], hint, states)
 
     def offer_to(self, offer: Offer) -> None:
-        """Call this from now on before an object is evicted."""
         self._offer = offer
 
     def report_to(self, on_removed: OnRemoved) -> None:
-        """Tell of evictions and deletions."""
         self._on_removed = on_removed
 
     def open(self) -> None:
@@ -225,7 +221,6 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
             self._used_bytes = 0
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Tell whether the object is here now."""
         with self._lock:
             return object_id in self._residents
 
@@ -342,7 +337,6 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
         self._removed.note(object_id, reason)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
-        """Remove an object."""
         with self._lock:
             if object_id not in self._residents or self._frames is None:
                 return False
@@ -350,11 +344,9 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
             return True
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
-        """Return why the object was removed last."""
         return self._removed.reason(object_id)
 
     def objects(self) -> Iterator[ObjectInfo]:
-        """Yield what is here."""
         with self._lock:
             # Only this while readers wait: ten nanoseconds an object.
             object_ids = list(self._residents)
@@ -364,7 +356,6 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
                 yield ObjectInfo(object_id, resident.size, resident.last_use_s)
 
     def stats(self) -> TierStats:
-        """Return the counters."""
         with self._lock:
             counts = (self._hits, self._misses, self._evictions, 0)
             return TierStats(self.name, len(self._residents), self._used_bytes, self._bytes_max, *counts)
@@ -402,7 +393,6 @@ class MemoryTier(FramedTier[Arena]):
             touch(frames.memory[:bytes_max], is_wanted)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Copy the object's bytes from `offset` on into `buffer`."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
         with self.lease(object_id) as views:
@@ -440,7 +430,6 @@ class MemoryTier(FramedTier[Arena]):
             return LentObject(sum(map(len, views)), _joined(views, HEADER_BYTES), views, None, lease.pop_all().close)
 
     def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
-        """Lend the object's memory if it is here."""
         return self.lend(object_id) if object_id in self._residents else None
 
     def _write(self, frames: Arena, resident: Resident, buffer: Buffer) -> None:

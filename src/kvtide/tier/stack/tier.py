@@ -239,7 +239,6 @@ class TierStack(Tier):
 
     @property
     def hears_requests(self) -> bool:
-        """True if requests matter to a tier."""
         return any(place.tier.hears_requests for place in self._open)
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
@@ -261,7 +260,6 @@ class TierStack(Tier):
         return self.guard("look up", partial(place.tier.contains, object_id), False, place.label)
 
     def contains(self, object_id: ObjectId) -> bool:
-        """True if any tier has the object now."""
         return next(self.places(object_id), None) is not None
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
@@ -338,7 +336,6 @@ class TierStack(Tier):
         return read_range_of_any([place.tier for place in places], present, start, stop, take, note)
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
-        """Read from the first tier that has the object."""
         present = self._present(object_id)
         for place in self._allowed(present) if present is not None else ():
             read = partial(read_ranges, place.tier, present or object_id, ranges)
@@ -443,7 +440,6 @@ class TierStack(Tier):
         return self._has(self._open[0], object_id)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
-        """Remove from every tier."""
         return True in [
             self.guard("delete", partial(place.tier.delete, object_id, reason), False, place.label)
             for place in self._open
