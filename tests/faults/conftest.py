@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,15 @@ class Tally:
         self.wrong_bytes += wrong_bytes
         self.lost_committed += lost_committed
         self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
+
+    def judge(
+        self, kind: str, found: Mapping[Any, bytes | None], contents: Mapping[Any, bytes], kept: Iterable[Any], why: str
+    ) -> None:
+        """Count a fault. AssertionError if what is found is not what was stored, or what must be there is not."""
+        wrong = sum(data not in (None, contents[each]) for each, data in found.items())
+        lost = sum(found[each] is None for each in kept)
+        self.count(kind, wrong, lost)
+        assert (wrong, lost) == (0, 0), why
 
     def note(self, name: str, figure: float) -> None:
         """Keep a measured figure for the line at the end."""

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvtide.tier.base import Buffer
 from kvtide.tier.buffers import ALIGN_BYTES
-from kvtide.tier.files import FileInfo, Files
+from kvtide.tier.files import Files
 
 # What can go wrong with a call: an error that it raises, or a transfer that ends early.
 FAULT_KINDS = ("EIO", "ENOSPC", "EINTR", "short read", "short write")
+# Calls that can only raise; `preadv` and `pwritev` may end early too.
+CALLS = ("open", "allocate", "truncate", "sync", "unlink", "rename", "next_data", "try_lock")
+CALLS += ("is_unlinked", "is_here", "length", "free_bytes", "listing")
 
 
-class FaultyFiles(Files):
+class UnsyncedFiles(Files):
+    """Files that wait for no disk: power does not fail here."""
+
+    def sync(self, descriptor: int) -> None:
+        return
+
+
+class FaultyFiles(UnsyncedFiles):
     """Counts system calls and fails the one numbered `nth`, 0-based; with `nth` None it only counts.
 
     Only calls that can go wrong in this way count: a short read is one of `preadv`. `failed` names the one that did.
@@ -41,10 +51,6 @@ class FaultyFiles(Files):
             code = getattr(errno, self._kind)
             raise OSError(code, os.strerror(code))
 
-    def open(self, path: Path | str, flags: int) -> int:
-        self._check("open")
-        return super().open(path, flags)
-
     def preadv(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
         if self._kind == "short read" and self._is_faulty("preadv"):
             return super().preadv(descriptor, _first_half(parts), offset)
@@ -57,53 +63,19 @@ class FaultyFiles(Files):
         self._check("pwritev")
         return super().pwritev(descriptor, parts, offset)
 
-    def allocate(self, descriptor: int, size: int) -> None:
-        self._check("allocate")
-        super().allocate(descriptor, size)
 
-    def truncate(self, descriptor: int, size: int) -> None:
-        self._check("truncate")
-        super().truncate(descriptor, size)
+def _checked(name: str) -> Callable[..., Any]:
+    plain = getattr(UnsyncedFiles, name)
 
-    def sync(self, descriptor: int) -> None:
-        self._check("sync")
-        super().sync(descriptor)
+    def call(files: FaultyFiles, *arguments: Any) -> Any:
+        files._check(name)
+        return plain(files, *arguments)
 
-    def unlink(self, path: Path | str) -> None:
-        self._check("unlink")
-        super().unlink(path)
+    return call
 
-    def rename(self, path: Path, target: Path) -> None:
-        self._check("rename")
-        super().rename(path, target)
 
-    def next_data(self, descriptor: int, offset: int) -> int | None:
-        self._check("next_data")
-        return super().next_data(descriptor, offset)
-
-    def try_lock(self, descriptor: int) -> bool:
-        self._check("try_lock")
-        return super().try_lock(descriptor)
-
-    def is_unlinked(self, descriptor: int) -> bool:
-        self._check("is_unlinked")
-        return super().is_unlinked(descriptor)
-
-    def is_here(self, descriptor: int, path: Path | str, length: int = 0) -> bool:
-        self._check("is_here")
-        return super().is_here(descriptor, path, length)
-
-    def length(self, path: Path | str) -> int:
-        self._check("length")
-        return super().length(path)
-
-    def free_bytes(self, path: Path) -> int:
-        self._check("free_bytes")
-        return super().free_bytes(path)
-
-    def listing(self, folder: Path) -> list[FileInfo]:
-        self._check("listing")
-        return super().listing(folder)
+for _name in CALLS:
+    setattr(FaultyFiles, _name, _checked(_name))
 
 
 def _first_half(parts: Sequence[memoryview]) -> list[memoryview]:

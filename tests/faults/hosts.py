@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -75,8 +74,3 @@ def network_hosts(count: int) -> Iterator[Sequence[Host]]:
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not allowed here: {error.stderr.decode(errors='replace').strip()}")
         yield hosts
-
-
-def log_of(folder: Path, host: Host) -> Path:
-    """Return where a host's server writes its log."""
-    return folder / f"{host.name}.log"

@@ -13,6 +13,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.faults.hosts import Host
+
 from kvtide.testing.tier_suite import object_id
 from kvtide_lab.bench.services import wait_until
 
@@ -20,21 +22,23 @@ __all__ = ["Answered", "Node", "asked", "nodes", "seeds"]
 
 # Between servers and clients on this machine; whoever is silent for longer counts as hanging.
 ANSWER_S_MAX = 30.0
+HERE = "127.0.0.1"
 
 
 class Node:
-    """A server process on this machine that can be frozen, killed and wiped; it keeps its port."""
+    """A server process, here or on a host of its own, that can be frozen, killed and wiped; it keeps its address."""
 
-    def __init__(self, port: int, folder: Path, *words: str) -> None:
+    def __init__(self, port: int, folder: Path, *words: str, host: Host | None = None) -> None:
         self.port = port
         self.folder = folder
         self._words = words
+        self._host = host
         self._process: subprocess.Popen[bytes] | None = None
         self.is_frozen = False
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self._host.address if self._host else HERE}:{self.port}"
 
     @property
     def is_running(self) -> bool:
@@ -44,13 +48,18 @@ class Node:
         if self._process is None:
             self.folder.mkdir(exist_ok=True)
             command = [sys.executable, "-m", "kvtide.cli", "serve", "--listen", self.address, *self._words]
+            command = self._host.command(*command) if self._host else command
             with (self.folder / "log").open("ab") as log:
                 self._process = subprocess.Popen(
                     ["setpriv", "--pdeathsig", "KILL", *command], stdout=log, stderr=subprocess.STDOUT
                 )
 
     def wait(self) -> None:
-        wait_until(lambda: asked(self.port, "GET", "/healthz").status == 200, f"{self.address} to answer", 60)
+        def is_up() -> bool:
+            assert self._process is None or self._process.poll() is None, (self.folder / "log").read_text()
+            return asked(self.address, "GET", "/healthz").status == 200
+
+        wait_until(is_up, f"{self.address} to answer", 60)
 
     def freeze(self) -> None:
         if self._process is not None:
@@ -102,12 +111,13 @@ class Answered(NamedTuple):
     took_s: float
 
 
-def asked(port: int, method: str, what: int | str, body: bytes | None = None, **headers: str) -> Answered:
-    """Ask for an object by number, or for a path. AssertionError for an answer that does not come."""
+def asked(where: int | str, method: str, what: int | str, body: bytes | None = None, **headers: str) -> Answered:
+    """Ask a port here or an address for an object by number, or a path. AssertionError for an answer that hangs."""
     name = object_id(what) if isinstance(what, int) else None
     path = f"/v1/{name.namespace.hex()}/{name.key.hex()}" if name else str(what)
     started_s = time.monotonic()
-    connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_S_MAX)
+    address = f"{HERE}:{where}" if isinstance(where, int) else where
+    connection = HTTPConnection(address, timeout=ANSWER_S_MAX)
     try:
         connection.request(
             method, path, body, {f"Kvtide-{key.replace('_', '-')}": value for key, value in headers.items()}

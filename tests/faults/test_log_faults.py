@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.faults.conftest import Tally
-from tests.faults.files import FAULT_KINDS, FaultyFiles
+from tests.faults.files import FAULT_KINDS, FaultyFiles, UnsyncedFiles
 from tests.faults.writers import append_objects, heard, writing
 from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import disk_bytes, stored_records
@@ -54,7 +54,7 @@ LAYOUT = BlockLayout(layers=2, tokens=32, kv_heads=2, head_dim=32, dtype=KVDtype
 
 
 def open_tier(store: Path, bytes_max: int = 1 << 30, files: Files | None = None) -> DiskTier:
-    tier = DiskTier(store, bytes_max, ManualClock(1000.0), lambda key: False, files)
+    tier = DiskTier(store, bytes_max, ManualClock(1000.0), lambda key: False, files or UnsyncedFiles())
     tier.open()
     return tier
 
@@ -80,11 +80,9 @@ def test_killed_writer_loses_nothing_that_it_committed(
         tier = open_tier(tmp_path / "store", bytes_max)
         found = {number: read_all(tier, number, 200_001) for number in committed}
         tier.close()
-        wrong = sum(data not in (None, object_bytes(number, committed[number])) for number, data in found.items())
+        contents = {number: object_bytes(number, size) for number, size in committed.items()}
         is_evicting = bytes_max < 1 << 30
-        lost = 0 if is_evicting else sum(data is None for data in found.values())
-        tally.count("kill", wrong, lost)
-        assert (wrong, lost) == (0, 0), f"seed {SEED}, kill {kill}"
+        tally.judge("kill", found, contents, [] if is_evicting else found, f"seed {SEED}, kill {kill}")
         assert disk_bytes(tmp_path / "store") <= bytes_max + (1 << 20)
 
 
@@ -103,17 +101,18 @@ def real_store(tmp_path: Path) -> tuple[Path, dict[ObjectId, bytes]]:
     return tmp_path / "store", contents
 
 
-def served(tier: DiskTier, each: ObjectId, size: int) -> bytes | None:
-    """Return what a consumer would use of an object: all of it, after its checks, or nothing."""
-    buffer = memoryview(bytearray(size + 1))
-    try:
-        count = tier.get_into(each, buffer)
-        if count is None:
-            return None
-        parse_object(buffer[:count], each).sections()
-    except CorruptPayload:
-        return None
-    return bytes(buffer[:count])
+def served(store: Path, contents: dict[ObjectId, bytes]) -> dict[ObjectId, bytes | None]:
+    """What a consumer would use of each object: all of it, after its checks, or nothing."""
+    tier, found = open_tier(store, 1 << 24), dict[ObjectId, bytes | None]()
+    for each, data in contents.items():
+        buffer = memoryview(bytearray(len(data) + 1))
+        found[each] = None
+        with suppress(CorruptPayload):
+            if (count := tier.get_into(each, buffer)) is not None:
+                parse_object(buffer[:count], each).sections()
+                found[each] = bytes(buffer[:count])
+    tier.close()
+    return found
 
 
 def test_write_torn_at_any_page_is_a_miss(real_store: tuple[Path, dict[ObjectId, bytes]], tally: Tally) -> None:
@@ -131,13 +130,9 @@ def test_write_torn_at_any_page_is_a_miss(real_store: tuple[Path, dict[ObjectId,
                 torn[start : start + ALIGN_BYTES] = bytes(ALIGN_BYTES)
             victim.path.write_bytes(torn)
             (store / "checkpoint").unlink(missing_ok=True)
-            tier = open_tier(store, 1 << 24)
-            found = {each: served(tier, each, len(data)) for each, data in contents.items()}
-            tier.close()
-            wrong = sum(data not in (None, contents[each]) for each, data in found.items())
-            lost = sum(found[each] is None for each in contents if each != victim.header.id)
-            tally.count("torn", wrong, lost)
-            assert (wrong, lost) == (0, 0), f"cut at {cut}, header {has_header}"
+            found = served(store, contents)
+            kept = contents.keys() - {victim.header.id}
+            tally.judge("torn", found, contents, kept, f"cut at {cut}, header {has_header}")
             assert (found[victim.header.id] is not None) == (has_header and cut == stop)
 
 
@@ -159,18 +154,14 @@ def test_flipped_bit_is_never_served(
         path.write_bytes(damaged)
         if flip % 2 and path == segment:
             checkpoint.unlink()
-        tier = open_tier(store, 1 << 24)
-        found = {each: served(tier, each, len(data)) for each, data in contents.items()}
-        tier.close()
-        is_hit = {
-            record.header.id: path == segment
-            and 0 <= position - record.header.offset < record_bytes(record.header.size)
-            for record in records
+        found = served(store, contents)
+        hit = {
+            header.id
+            for header in (record.header for record in records)
+            if path == segment and 0 <= position - header.offset < record_bytes(header.size)
         }
-        wrong = sum(data not in (None, contents[each]) for each, data in found.items())
-        lost = sum(found[each] is None for each in contents if not is_hit[each])
-        tally.count("flip", wrong, lost)
-        assert (wrong, lost) == (0, 0), f"seed {SEED}, flip {flip}: {path.name} at {position}"
+        why = f"seed {SEED}, flip {flip}: {path.name} at {position}"
+        tally.judge("flip", found, contents, contents.keys() - hit, why)
         for each, image in images.items():
             each.write_bytes(image)
 
@@ -204,8 +195,7 @@ def test_every_failing_system_call_is_a_miss(kind: str, tmp_path: Path, tally: T
         tier.close()
         after = open_tier(store, 320_000)
         found = {number: read_all(after, number, 30_001) for number in range(14)}
-        wrong = sum(data not in (None, object_bytes(number, 30_000)) for number, data in found.items())
-        lost = sum(found[n] is None and after.removed_reason(object_id(n)) is None for n in stored)
+        kept = [number for number in stored if after.removed_reason(object_id(number)) is None]
         assert after.put_from(object_id(99), object_bytes(99)) and read_all(after, 99) == object_bytes(99)
         after.check()
         after.close()
@@ -214,35 +204,21 @@ def test_every_failing_system_call_is_a_miss(kind: str, tmp_path: Path, tally: T
         if not files.failed:
             assert nth > 15, "the scenario makes more calls than that"
             return
-        tally.count(kind, wrong, lost)
-        assert (wrong, lost) == (0, 0), f"{kind} at call {nth}, {files.failed}"
+        contents = {number: object_bytes(number, 30_000) for number in found}
+        tally.judge(kind, found, contents, kept, f"{kind} at call {nth}, {files.failed}")
     pytest.fail("the scenario has no end")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 8 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "kvtide-test", str(mount)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
-def test_full_disk_gives_up_the_oldest_and_nothing_wrong(small_disk: Path, tally: Tally) -> None:
-    tier, objects = open_tier(small_disk / "store"), 200
-    (small_disk / "ballast").write_bytes(bytes(2 << 20))
+def test_full_disk_gives_up_the_oldest_and_nothing_wrong(small_disk: Callable[[str], Path], tally: Tally) -> None:
+    disk, objects = small_disk("size=8m"), 200
+    tier = open_tier(disk / "store")
+    (disk / "ballast").write_bytes(bytes(2 << 20))
     for number in range(objects):
         assert tier.put_from(object_id(number), object_bytes(number, 100_000))
-    for reader in (tier, open_tier(small_disk / "store")):
-        found = [read_all(reader, number, 100_001) for number in range(objects)]
-        kept = [number for number, data in enumerate(found) if data is not None]
-        wrong = sum(found[number] != object_bytes(number, 100_000) for number in kept)
-        lost = len(set(range(objects - 30, objects)) - set(kept))
-        tally.count("full", wrong, lost)
-        assert (wrong, lost) == (0, 0)
+    for reader in (tier, open_tier(disk / "store")):
+        found = {number: read_all(reader, number, 100_001) for number in range(objects)}
+        contents = {number: object_bytes(number, 100_000) for number in found}
+        tally.judge("full", found, contents, range(objects - 30, objects), "the newest stay")
 
 
 def test_ten_gigabytes_of_segments_open_in_a_second(tmp_path: Path) -> None:

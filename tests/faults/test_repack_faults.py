@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
+from tests.faults.writers import pack_blocks, writing
 from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier
 from tests.store.test_repack import read
 
@@ -16,33 +15,9 @@ from kvtide.clock import SystemClock
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.tier.disk import DiskTier
 
-ROOT = Path(__file__).parent.parent.parent
 SEED = 20251121
 KILLS = 4
 STORE_BYTES = 1 << 24
-
-# Packs blocks in orders by chance, one after the other, until it is killed.
-PACKER = """
-import sys
-import numpy as np
-from pathlib import Path
-from tests.store.load.test_sparse import CODEC, LAYOUT, METAS
-from kvtide.clock import SystemClock
-from kvtide.importance import packing_orders
-from kvtide.tier.disk import DiskTier
-from kvtide.wire import pack_object, parse_object
-tier = DiskTier(Path(sys.argv[1]), int(sys.argv[2]), SystemClock(), lambda key: False)
-tier.open()
-rng = np.random.default_rng(int(sys.argv[3]))
-buffer = memoryview(bytearray(1 << 20))
-print("ready", flush=True)
-while True:
-    for meta in METAS:
-        stored = parse_object(buffer[: tier.get_into(meta.id, buffer)], meta.id)
-        orders = packing_orders(rng.random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
-        sections = CODEC.repack(meta, stored.sections(), orders)
-        assert tier.replace(meta.id, pack_object(meta, CODEC.codec_id, sections, CODEC.profile))
-"""
 
 
 def opened(store: Path) -> DiskTier:
@@ -71,15 +46,12 @@ def test_no_wrong_byte_and_no_lost_block_while_packers_are_killed(tmp_path: Path
         tier.put_from(meta.id, buffer[: source.get_into(meta.id, memoryview(buffer))])
     tokens = 0
     for kill in range(KILLS * fault_factor):
-        arguments = [sys.executable, "-c", PACKER, str(store), str(STORE_BYTES), str(kill)]
-        with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE) as packer:
-            assert packer.stdout is not None and packer.stdout.readline() == b"ready\n"
+        with writing(pack_blocks, store, STORE_BYTES, kill) as (packer, _):
             stop_s = time.monotonic() + rng.uniform(0, 0.3)
             # Beside busy neighbours the packer may take its time over the first block.
             while time.monotonic() < stop_s + (0 if tokens else 10):
                 tokens += read_in_part(tier)
-            assert packer.poll() is None, f"the packer failed, seed {SEED}"
-            packer.kill()
+            assert packer.is_alive(), f"the packer failed, seed {SEED}"
         fresh = opened(store)
         for meta, bits in zip(METAS, BITS, strict=True):
             assert np.array_equal(read(fresh, meta), bits), f"kill {kill}, seed {SEED}"

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,8 @@ SEED = 20240317
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 512 KiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "kvtide-test", str(mount)], capture_output=True, check=False
-    )
-    if made.returncode != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+def disk(small_disk: Callable[[str], Path]) -> Path:
+    return small_disk("size=512k")
 
 
 def generate(
@@ -70,40 +61,40 @@ def test_store_that_is_a_file_still_answers(
 
 
 def test_read_only_store_is_read_and_never_written(
-    tiny_model: Any, prompt: torch.Tensor, small_disk: Path, caplog: pytest.LogCaptureFixture
+    tiny_model: Any, prompt: torch.Tensor, disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected, _ = generate(tiny_model, small_disk, prompt[:, :50])
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    _, cached = generate(tiny_model, small_disk, prompt)
+    expected, _ = generate(tiny_model, disk, prompt[:, :50])
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    _, cached = generate(tiny_model, disk, prompt)
     assert cached.last.hit_tokens == 48
-    again, _ = generate(tiny_model, small_disk, prompt[:, :50])
+    again, _ = generate(tiny_model, disk, prompt[:, :50])
     assert torch.equal(again, expected)
     assert len([message for message in messages(caplog) if "Read-only" in message]) == 1
 
 
 def test_missing_store_on_a_read_only_disk_still_answers(
-    tiny_model: Any, prompt: torch.Tensor, small_disk: Path, caplog: pytest.LogCaptureFixture
+    tiny_model: Any, prompt: torch.Tensor, disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    remount = ["mount", "-o", "remount,ro", str(small_disk)]
-    output, _ = generate(tiny_model, small_disk / "store", prompt, lambda: subprocess.run(remount, check=True))
+    remount = ["mount", "-o", "remount,ro", str(disk)]
+    output, _ = generate(tiny_model, disk / "store", prompt, lambda: subprocess.run(remount, check=True))
     assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
     assert len(messages(caplog)) == 1
 
 
 def test_full_disk_still_answers_and_reads_go_on(
-    tiny_model: Any, prompt: torch.Tensor, small_disk: Path, caplog: pytest.LogCaptureFixture
+    tiny_model: Any, prompt: torch.Tensor, disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    generate(tiny_model, small_disk, prompt[:, :50])
-    ballast = os.open(small_disk / "ballast", os.O_WRONLY | os.O_CREAT)
+    generate(tiny_model, disk, prompt[:, :50])
+    ballast = os.open(disk / "ballast", os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="No space"):
         while True:
             os.write(ballast, bytes(4096))
     os.close(ballast)
-    output, cached = generate(tiny_model, small_disk, prompt)
+    output, cached = generate(tiny_model, disk, prompt)
     assert cached.last.hit_tokens == 48
     assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
     assert len([message for message in messages(caplog) if "No space" in message]) == 1
-    assert list(small_disk.glob("*.part")) == []
+    assert list(disk.glob("*.part")) == []
 
 
 def test_store_deleted_under_a_running_engine_still_answers(

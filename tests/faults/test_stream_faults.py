@@ -113,7 +113,7 @@ def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: 
     servers = Servers(tmp_path, objects, 3e5, stack)
     job, link = made_job(objects, deadline_s=30.0), LinkEstimate()
     receiver = Receiver(job.objects)
-    fail_later(servers, stack, cut_s=3.0, kill_at=200_000, cut_at=400_000)
+    fail_later(servers, stack, cut_s=1.5, kill_at=200_000, cut_at=400_000)
     run = FetchRun(job, receiver, Layered(), servers.tiers, link, CLOCK, FetchLimits())
     run.start()
     report = run.until_ready(IdleEngine())

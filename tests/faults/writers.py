@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
@@ -11,16 +12,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tests.servers import START_S_MAX
+from tests.store.load.test_sparse import CODEC, LAYOUT, METAS
 from tests.store.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import SystemClock
 from kvtide.codec.base import RawCodec
+from kvtide.importance import packing_orders
 from kvtide.store import cache_for
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.http import http_tier
+from kvtide.wire import pack_object, parse_object
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["pytest", __name__])
@@ -74,6 +79,19 @@ def fill_and_remove(store: Path, says: Connection) -> None:
             fill(cache, metas)
             for meta in metas:
                 cache.tiers.delete(meta.id, "evicted")
+
+
+def pack_blocks(store: Path, bytes_max: int, seed: int, says: Connection) -> None:
+    """Pack a store's blocks in orders by chance, one after the other."""
+    tier = DiskTier(store, bytes_max, SystemClock(), lambda key: False)
+    tier.open()
+    rng, buffer = np.random.default_rng(seed), memoryview(bytearray(1 << 20))
+    says.send("ready")
+    for meta in itertools.cycle(METAS):
+        stored = parse_object(buffer[: tier.get_into(meta.id, buffer)], meta.id)
+        orders = packing_orders(rng.random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
+        sections = CODEC.repack(meta, stored.sections(), orders)
+        assert tier.replace(meta.id, pack_object(meta, CODEC.codec_id, sections, CODEC.profile))
 
 
 def use_server(url: str, says: Connection) -> None:
