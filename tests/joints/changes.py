@@ -1,14 +1,14 @@
-"""Ways to change a live model so that its cache is another, each with the way back."""
+"""Ways to change a live model so that its cache is another, each taken back at the end of its `with`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-Undo = Callable[[], None]
 # A power of two: the way back is exact.
 TIMES = 2.0
 MODELS = ("plain", "cast", "inferred")
@@ -53,107 +53,136 @@ def _weight(model: Any) -> Any:
     return model.model.layers[0].self_attn.k_proj.weight
 
 
-def _in_place(model: Any) -> Undo:
-    def times(factor: float) -> None:
-        with torch.inference_mode() if _weight(model).is_inference() else torch.no_grad():
-            _weight(model).mul_(factor)
-
-    times(TIMES)
-    return lambda: times(1 / TIMES)
+def _writing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
 
 
-def _by_data(model: Any) -> Undo:
+def _scaled(tensor: torch.Tensor) -> Iterator[None]:
+    with _writing(tensor):
+        tensor.mul_(TIMES)
+    yield
+    with _writing(tensor):
+        tensor.mul_(1 / TIMES)
+
+
+def _in_place(model: Any) -> Iterator[None]:
+    yield from _scaled(_weight(model))
+
+
+def _buffer(model: Any) -> Iterator[None]:
+    yield from _scaled(model.model.rotary_emb.inv_freq)
+
+
+def _in_inference_mode(model: Any) -> Iterator[None]:
+    with torch.inference_mode():
+        _weight(model).mul_(TIMES)
+    yield
+    with torch.inference_mode():
+        _weight(model).mul_(1 / TIMES)
+
+
+def _by_data(model: Any) -> Iterator[None]:
     weight = _weight(model)
     before = weight.data.clone()
-    with torch.inference_mode(weight.is_inference()):
+    with _writing(weight):
         weight.data.copy_(before.roll(1, 0))
-
-    def undo() -> None:
-        with torch.inference_mode(weight.is_inference()):
-            weight.data.copy_(before)
-
-    return undo
+    yield
+    with _writing(weight):
+        weight.data.copy_(before)
 
 
-def _by_numpy(model: Any) -> Undo:
+def _by_numpy(model: Any) -> Iterator[None]:
     view = _weight(model).detach().numpy()
     view *= TIMES
-
-    def undo() -> None:
-        view[...] /= TIMES
-
-    return undo
+    yield
+    view /= TIMES
 
 
-def _buffer(model: Any) -> Undo:
-    buffer = model.model.rotary_emb.inv_freq
-    with torch.inference_mode(buffer.is_inference()):
-        buffer.mul_(1 / TIMES)
-
-    def undo() -> None:
-        with torch.inference_mode(buffer.is_inference()):
-            buffer.mul_(TIMES)
-
-    return undo
-
-
-def _scaling(model: Any) -> Undo:
+def _scaling(model: Any) -> Iterator[None]:
     attention = model.model.layers[0].self_attn
     attention.scaling *= TIMES
-
-    def undo() -> None:
-        attention.scaling /= TIMES
-
-    return undo
+    yield
+    attention.scaling /= TIMES
 
 
-def _hook(model: Any) -> Undo:
-    def steer(module: Any, inputs: Any, output: Any) -> Any:
-        return output + 0.5
-
-    undo: Callable[[], None] = model.model.layers[0].mlp.register_forward_hook(steer).remove
-    return undo
+def _hook(model: Any) -> Iterator[None]:
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + 0.5)
+    yield
+    handle.remove()
 
 
-def _before_hook(model: Any) -> Undo:
-    def steer(module: Any, inputs: Any) -> Any:
-        return (inputs[0] + 0.5, *inputs[1:])
-
-    undo: Callable[[], None] = model.model.layers[1].input_layernorm.register_forward_pre_hook(steer).remove
-    return undo
-
-
-def _load(model: Any) -> Undo:
-    before = copy.deepcopy(model.state_dict())
-    with torch.inference_mode(_weight(model).is_inference()):
-        model.load_state_dict({name: tensor.roll(1, -1) for name, tensor in before.items()})
-
-    def undo() -> None:
-        with torch.inference_mode(_weight(model).is_inference()):
-            model.load_state_dict(before)
-
-    return undo
+def _before_hook(model: Any) -> Iterator[None]:
+    norm = model.model.layers[1].input_layernorm
+    handle = norm.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.5, *inputs[1:]))
+    yield
+    handle.remove()
 
 
-def _module(model: Any) -> Undo:
+def _hook_on_all(model: Any) -> Iterator[None]:
     layer = model.model.layers[0]
-    before = layer.mlp
-    layer.mlp = make_model(8).model.layers[0].mlp
-
-    def undo() -> None:
-        layer.mlp = before
-
-    return undo
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: output * 1.5 if module is layer else None
+    )
+    yield
+    handle.remove()
 
 
-CHANGES: dict[str, Callable[[Any], Undo]] = {
-    "in place": _in_place,
-    "by .data": _by_data,
-    "by a numpy view": _by_numpy,
-    "of a buffer": _buffer,
-    "of the attention's scaling": _scaling,
-    "by a hook": _hook,
-    "by a hook before": _before_hook,
-    "by load_state_dict": _load,
-    "of a module": _module,
+def _forward(model: Any) -> Iterator[None]:
+    layer = model.model.layers[0]
+    usual = layer.forward
+    layer.forward = lambda *args, **named: usual(*args, **named) * 1.5
+    yield
+    del layer.forward
+
+
+def _load(model: Any) -> Iterator[None]:
+    before = copy.deepcopy(model.state_dict())
+    with _writing(_weight(model)):
+        model.load_state_dict({name: tensor.roll(1, -1) for name, tensor in before.items()})
+    yield
+    with _writing(_weight(model)):
+        model.load_state_dict(before)
+
+
+def _module(model: Any) -> Iterator[None]:
+    layer = model.model.layers[0]
+    before, layer.mlp = layer.mlp, make_model(8).model.layers[0].mlp
+    yield
+    layer.mlp = before
+
+
+CHANGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    "in place": contextmanager(_in_place),
+    "in inference mode": contextmanager(_in_inference_mode),
+    "by .data": contextmanager(_by_data),
+    "by a numpy view": contextmanager(_by_numpy),
+    "of a buffer": contextmanager(_buffer),
+    "of the attention's scaling": contextmanager(_scaling),
+    "by a hook": contextmanager(_hook),
+    "by a hook before": contextmanager(_before_hook),
+    "by a hook on all modules": contextmanager(_hook_on_all),
+    "of a forward method": contextmanager(_forward),
+    "by load_state_dict": contextmanager(_load),
+    "of a module": contextmanager(_module),
 }
+
+
+USES = ("continue", "crop", "reset", "write")
+
+
+def use_cache(kind: str, model: Any, past: Any, ids: torch.Tensor, back: int) -> None:
+    """Use a cache that a call returned for `ids`, as callers may; `back` tokens are taken off it by a crop."""
+    following = (ids.flip(1)[:, :30] + 7) % model.config.vocab_size
+    if kind == "crop":
+        past.crop(-back)
+        ids = torch.cat([ids[:, : past.get_seq_length()], following.repeat(1, 1 + back // 30)], 1)
+    if kind in {"continue", "crop"}:
+        ids = torch.cat([ids, following], 1)
+        model.generate(ids, past_key_values=past, do_sample=False, max_new_tokens=4)
+    elif kind == "reset":
+        past.reset()
+    else:
+        with torch.inference_mode():
+            for layer in past.layers:
+                layer.keys.mul_(3)
+                layer.values.add_(1)

@@ -10,13 +10,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from tests.joints import truth
-from tests.joints.changes import CHANGES
+from tests.joints.changes import CHANGES, USES, use_cache
+from tests.joints.conftest import no_threads as refused_threads
 from tests.joints.truth import WrongAnswer
 from tests.joints.world import ANSWER, FLUSH_S_MAX, Seat, World
 
@@ -24,7 +25,6 @@ from tests.joints.world import ANSWER, FLUSH_S_MAX, Seat, World
 CHILD_S_MAX = 60.0
 CHANGES_MAX = 2
 DAMAGES = ("flip", "cut", "remove", "forbid", "folder", "fifo", "all")
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
 
 
 def error_of(action: Callable[[], None]) -> Exception | None:
@@ -57,23 +57,10 @@ def go_on(world: World) -> None:
     seat, ids = world.seat(is_exact=True), world.prompt()
     output = world.ask(seat, ids)
     past, model = output.past_key_values, world.models[seat.model]
-    kind = world.rng.choice(["continue", "crop", "crop", "reset", "write"])
+    kind = world.rng.choice(USES)
     back = world.rng.randrange(1, past.get_seq_length() + 1)
     world.note(f"{kind} by {back} on {seat}")
-    if kind == "continue":
-        model.generate(torch.cat([output.sequences, world.words(20)], 1), past_key_values=past, **GREEDY)
-    elif kind == "crop":
-        past.crop(-back)
-        model.generate(
-            torch.cat([ids[:, : past.get_seq_length()], world.words(back + 30)], 1), past_key_values=past, **GREEDY
-        )
-    elif kind == "reset":
-        past.reset()
-    else:
-        with torch.inference_mode():
-            for layer in past.layers:
-                layer.keys.mul_(3)
-                layer.values.add_(1)
+    use_cache(kind, model, past, output.sequences, back)
     assert world.open(seat).cache.flush(FLUSH_S_MAX)
     world.audit(seat, output.sequences)
     world.prompts.append(output.sequences)
@@ -91,7 +78,9 @@ def change(world: World, kind: str) -> None:
     """Change a model under its open caches; look at what is restored, or answer first."""
     seat, ids = _stored(world)
     world.note(f"change of {seat.model} {kind}")
-    world.undo.append((seat.model, kind, CHANGES[kind](world.models[seat.model])))
+    undo = ExitStack()
+    undo.enter_context(CHANGES[kind](world.models[seat.model]))
+    world.undo.append((seat.model, kind, undo))
     _follow(world, seat, ids)
     while len(world.undo) > CHANGES_MAX:
         change_back(world)
@@ -103,7 +92,7 @@ def change_back(world: World) -> None:
     if world.undo:
         model, kind, undo = world.undo.pop()
         world.note(f"back from a change of {model} {kind}")
-        undo()
+        undo.close()
     _follow(world, seat, ids)
 
 
@@ -235,25 +224,11 @@ def no_threads(world: World) -> None:
     """Open caches and answer while the system gives no threads."""
     seat, ids = world.seat(), world.prompt()
     cached = world.attached(seat)
-    with _refused_threads():
+    with refused_threads():
         world.ask(seat, ids, cached)
         world.audit(seat, ids, cached)
         world.ask(seat, ids)
     cached.__exit__(None, None, None)
-
-
-@contextmanager
-def _refused_threads() -> Iterator[None]:
-    start = threading.Thread.start
-
-    def refuse(thread: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    threading.Thread.start = refuse  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def two_threads(world: World) -> None:

@@ -13,7 +13,7 @@ from kvtide.engines.transformers.smollm2 import converted_folder, load_model
 
 pytestmark = pytest.mark.real_model
 
-TURNS = 10
+TURNS = 6
 SAID_TOKENS, ANSWER_TOKENS = 150, 8
 
 
@@ -32,7 +32,7 @@ def turn(cached: Any, talk: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.timeout(900)
-def test_ten_turns_hit_all_that_came_before(model: Any, tmp_path: Path) -> None:
+def test_every_turn_hits_all_that_came_before(model: Any, tmp_path: Path) -> None:
     talk = torch.empty((1, 0), dtype=torch.long)
     store = f"disk://{tmp_path}/store"
     with attach(model, store) as cached:
@@ -44,4 +44,4 @@ def test_ten_turns_hit_all_that_came_before(model: Any, tmp_path: Path) -> None:
     with attach(model, store) as cached:
         full = (talk.shape[1] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         turn(cached, talk, TURNS)
-        assert cached.last is not None and cached.last.hit_tokens == full == 1280
+        assert cached.last is not None and cached.last.hit_tokens == full == 768

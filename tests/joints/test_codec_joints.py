@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ SIGN = {FLOAT16: 0x8000, BFLOAT16: 0x8000, FLOAT32: 0x80000000}
 SHAPES = [(1, 1, 1, 2), (2, 12, 2, 8), (5, 23, 1, 6)]
 
 
+@cache
 def codecs(layout: BlockLayout) -> list[Codec]:
     """Every lossy codec, the profiles made for values near one."""
     plain = BlockLayout(layout.layers, layout.tokens, layout.kv_heads, layout.head_dim, FLOAT32)

@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.codec.tide_profiles import fitted_on
 from tests.engines.paged.test_halves import PROMPT, ToyEngine
+from tests.joints.conftest import HoldBack, attached, attached_lossy
 from tests.store.test_cache import metas_of
 
 from kvtide.block import BlockLayout
-from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers import CachedModel
 from kvtide.engines.ways import Refusals, RestoreWay, Ways
 from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.testing import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
-
-
-def attached(model: Any, store: Path | str, **settings: Any) -> CachedModel:
-    return attach(model, str(store), block_tokens=16, **settings)
-
-
-@pytest.fixture
-def held_back() -> Iterator[Callable[[Cache], threading.Event]]:
-    """Let a cache store nothing until the test ends or the event is set."""
-    gates: list[threading.Event] = []
-
-    def hold(cache: Cache) -> threading.Event:
-        gate, put = threading.Event(), cache.tiers.put_from
-        cache.tiers.put_from = lambda *rest: gate.wait(30) and put(*rest)  # type: ignore[method-assign]
-        gates.append(gate)
-        return gate
-
-    yield hold
-    for gate in gates:
-        gate.set()
+SHORT = {**GREEDY, "max_new_tokens": 6, "min_new_tokens": 6}
 
 
 def blocks_of(tokens: int) -> int:
@@ -51,9 +30,7 @@ def blocks_of(tokens: int) -> int:
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
-def test_every_turn_finds_the_turns_before_it(
-    codec: str, tiny_model: Any, tmp_path: Path, held_back: Callable[[Cache], threading.Event]
-) -> None:
+def test_every_turn_finds_the_turns_before_it(codec: str, tiny_model: Any, tmp_path: Path, held_back: HoldBack) -> None:
     talk = torch.randint(1, 256, (1, 40), generator=torch.Generator().manual_seed(3))
     with attached(tiny_model, tmp_path, codec=codec) as cached:
         gate = held_back(cached.cache)
@@ -67,22 +44,8 @@ def test_every_turn_finds_the_turns_before_it(
         gate.set()
 
 
-def test_a_queued_block_is_queued_once(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, held_back: Callable[[Cache], threading.Event]
-) -> None:
-    with attached(tiny_model, tmp_path) as cached:
-        gate = held_back(cached.cache)
-        cached.generate(prompt, max_new_tokens=2)
-        assert cached.last is not None and cached.last.blocks_queued == 6
-        cached.generate(prompt, max_new_tokens=2)
-        assert cached.last.blocks_queued == 0
-        gate.set()
-        assert cached.flush(10) and cached.cache.stats().blocks_stored == 6
-        cached.cache.check()
-
-
 def test_a_block_that_waits_is_not_queued_again(
-    layout: BlockLayout, open_cache: Callable[..., Cache], held_back: Callable[[Cache], threading.Event]
+    layout: BlockLayout, open_cache: Callable[..., Cache], held_back: HoldBack
 ) -> None:
     cache = open_cache("memory://")
     gate, captured = held_back(cache), []
@@ -106,7 +69,7 @@ def test_what_was_queued_and_not_stored_is_a_miss(tiny_model: Any, prompt: torch
 
 
 def test_connectors_find_what_their_workers_have_queued(
-    open_cache: Callable[..., Cache], tmp_path: Path, held_back: Callable[[Cache], threading.Event]
+    open_cache: Callable[..., Cache], tmp_path: Path, held_back: HoldBack
 ) -> None:
     engine = ToyEngine(open_cache, str(tmp_path))
     held_back(engine.worker.cache)
@@ -117,14 +80,8 @@ def test_connectors_find_what_their_workers_have_queued(
     engine.finish("b")
 
 
-# As the fixture's prompt.
-TALK = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
-PART = {"codec": "packed:0.01:4", "importance": 0.25}
-
-
-def in_part(model: Any, store: Path, **settings: Any) -> CachedModel:
-    profile = fitted_on(model, model_layout(model, 16), TALK)
-    return attached(model, store, profiles=[profile], **{**PART, **settings})
+def in_part(model: Any, store: Path) -> CachedModel:
+    return attached_lossy(model, store, "packed:0.01:4", importance=0.25)
 
 
 def test_importance_stores_what_is_new(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
@@ -181,12 +138,12 @@ def test_two_models_with_importance_do_not_touch_each_other(
         with in_part(models[number], tmp_path / str(number)) as cached:
             # What is learnt would change what is selected.
             cached._learner.note = lambda *arguments: False  # type: ignore[method-assign]
-            cached.generate(prompt, **GREEDY)
+            cached.generate(prompt, **SHORT)
             assert cached.flush(10)
             found = []
             for _ in range(8):
                 cached._importance.ways, cached._importance.refusals = Ways(), Refusals()
-                found.append(cached.generate(prompt, **GREEDY))
+                found.append(cached.generate(prompt, **SHORT))
                 assert cached.last is not None and cached.last.selected is not None
             return found
 

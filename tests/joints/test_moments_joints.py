@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,28 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.joints.conftest import attached, no_threads
+from tests.joints.operations import in_child
 from tests.store.test_cache import metas_of
 from transformers import GenerationConfig
 
 from kvtide.block import BlockLayout
-from kvtide.engines.transformers import CachedModel, attach
 from kvtide.store import PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.store.load import MissReason, Whole
 from kvtide.testing import smooth_bits
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-
-
-def attached(model: Any, store: Path) -> CachedModel:
-    return attach(model, str(store), block_tokens=16)
-
-
-def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
 @pytest.fixture
@@ -49,13 +36,10 @@ def store(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_without_threads_requests_run(
-    tiny_model: Any, prompt: torch.Tensor, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_threads_requests_run(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
     plain = tiny_model.generate(prompt, **GREEDY)
     with attached(tiny_model, store) as cached:
-        with monkeypatch.context() as patch:
-            no_threads(patch)
+        with no_threads():
             assert torch.equal(cached.generate(prompt, **GREEDY), plain)
             assert cached.last is not None and cached.last.hit_tokens == 0
         assert torch.equal(cached.generate(prompt, **GREEDY), plain)
@@ -63,10 +47,9 @@ def test_without_threads_requests_run(
 
 
 def test_a_cache_that_opened_without_threads_stores_once_there_are_some(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
-    with monkeypatch.context() as patch:
-        no_threads(patch)
+    with no_threads():
         cached = attached(tiny_model, tmp_path)
         cached.cache.open()
         assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
@@ -110,27 +93,6 @@ def test_closing_beside_loads_makes_them_misses(
                 each.result(30)
 
 
-def in_child(action: Callable[[], bool], timeout_s: float = 60) -> bool:
-    """Fork, as frameworks do, and return what the child found; False if it hangs."""
-    pid = os.fork()
-    if pid == 0:
-        status = 2
-        try:
-            status = 0 if action() else 1
-        finally:
-            os._exit(status)
-    waited_s = 0.0
-    while waited_s < timeout_s:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.02)
-        waited_s += 0.02
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return False
-
-
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_misses_at_once_and_writes_nothing(
     layout: BlockLayout, open_cache: Callable[..., Cache], tmp_path: Path
@@ -142,15 +104,15 @@ def test_a_forked_child_misses_at_once_and_writes_nothing(
     assert cache.flush(10)
     before = sorted((path, path.stat().st_size) for path in tmp_path.rglob("*"))
 
-    def child() -> bool:
+    def child() -> None:
         report = cache.load(metas[:2], Whole(lambda position, bits: None))
         found = (report.reason, cache.match([meta.id for meta in metas]), cache.store(pending), cache.flush(60))
         cache.close()
-        return found == (MissReason.CLOSED, 0, 0, True)
+        assert found == (MissReason.CLOSED, 0, 0, True)
 
     # While another thread holds the locks that the child inherits.
     with cache.guarded.counts._lock, cache._counts._lock, cache.access.coarse._lock:
-        assert in_child(child)
+        in_child(child)
     assert sorted((path, path.stat().st_size) for path in tmp_path.rglob("*")) == before
     assert cache.load(metas[:2], Whole(lambda position, bits: None)).blocks == 2
 
@@ -167,8 +129,9 @@ from kvtide.store import PendingBlock, cache_for
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import LosslessCodec
 from kvtide.testing import smooth_bits
+from tests.joints.conftest import attached, no_threads
+from tests.joints.operations import in_child
 from tests.store.test_cache import metas_of
-from transformers import GenerationConfig
 
 layout = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
 metas = metas_of(layout, 40)

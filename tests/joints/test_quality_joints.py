@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.codec.tide_profiles import fitted_on
+from tests.joints.conftest import attached_lossy
 from tests.servers import running_server
 from tests.stores import stored_records
 
 from kvtide.cli.explain import MatchVerdict, explain_prompt
-from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.store.load import MissReason
 from kvtide.wire import parse_header
 from kvtide_lab.bench.services import valkey_server
@@ -22,18 +20,9 @@ from kvtide_lab.bench.services import valkey_server
 GREEDY: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
 
 
-# As the fixture's prompt.
-TALK = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
-
-
-def attached(model: Any, store: Path | str, codec: str) -> CachedModel:
-    profile = fitted_on(model, model_layout(model, 16), TALK)
-    return attach(model, str(store), codec=codec, profiles=[profile], block_tokens=16)
-
-
 def hits(model: Any, store: Path | str, codec: str, prompt: torch.Tensor) -> int:
     """What a process with this codec restores; it stores what it computes."""
-    with attached(model, store, codec) as cached:
+    with attached_lossy(model, store, codec) as cached:
         cached.generate(prompt, **GREEDY)
         assert cached.flush(20) and cached.last is not None
         return cached.last.hit_tokens
@@ -74,7 +63,7 @@ def test_a_finer_block_serves_who_asks_for_less_and_is_not_replaced(
 
 def test_what_was_too_coarse_is_not_read_again_and_again(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
     hits(tiny_model, tmp_path, "cachegen:4", prompt)
-    with attached(tiny_model, tmp_path, "cachegen:1") as cached:
+    with attached_lossy(tiny_model, tmp_path, "cachegen:1") as cached:
         cached.cache.store = lambda blocks: 0  # type: ignore[method-assign]
         cached.generate(prompt, **GREEDY)
         assert cached.cache.stats().misses == {MissReason.COARSE.value: 1}
@@ -85,17 +74,14 @@ def test_what_was_too_coarse_is_not_read_again_and_again(tiny_model: Any, prompt
 
 def test_two_qualities_live_beside_each_other(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
     """Both open: the coarse one computes nothing again once the finer one has stored."""
-    with attached(tiny_model, tmp_path, "cachegen:4") as coarse, attached(tiny_model, tmp_path, "cachegen:1") as fine:
+    with (
+        attached_lossy(tiny_model, tmp_path, "cachegen:4") as coarse,
+        attached_lossy(tiny_model, tmp_path, "cachegen:1") as fine,
+    ):
         for cached, expected in ((coarse, 0), (fine, 0), (coarse, 96), (fine, 96), (coarse, 96)):
             cached.generate(prompt, **GREEDY)
             assert cached.flush(20) and cached.last is not None
             assert cached.last.hit_tokens == expected
-
-
-def test_exact_engines_never_meet_a_lossy_block(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    hits(tiny_model, tmp_path, "cachegen:1", prompt)
-    assert hits(tiny_model, tmp_path, "lossless", prompt) == 0
-    assert hits(tiny_model, tmp_path, "raw", prompt) == 96
 
 
 @pytest.mark.parametrize("tier", ["memory://", "disk"])
@@ -114,7 +100,7 @@ def test_valkey_holds_the_finest(tiny_model: Any, prompt: torch.Tensor) -> None:
 
 
 def test_explain_says_that_a_block_is_too_coarse(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    with attached(tiny_model, tmp_path, "cachegen:4") as cached:
+    with attached_lossy(tiny_model, tmp_path, "cachegen:4") as cached:
         cached.generate(prompt, **GREEDY)
         assert cached.flush(20)
         look = partial(explain_prompt, cached.cache.tiers, cached.namespace, prompt[0].tolist(), 16, None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.joints.conftest import no_threads
 from tests.store.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout
@@ -167,17 +167,14 @@ def test_tier_that_can_not_be_opened_or_asked_is_left_out(
     assert caplog.text.count("(disk tier)") == (1 if when == "open" else 3), "once for each verb"
 
 
-def test_no_thread_to_follow_invalidations_leaves_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_to_follow_invalidations_leaves_the_tiers() -> None:
     memory = MemoryTier(1 << 20, ManualClock(), lambda key: False)
     stack = TierStack([memory], invalidations=Invalidations(lambda: [], [memory], None, ManualClock()))
 
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    stack.open()
-    assert stack.put_from(object_id(1), object_bytes(1))
-    stack.close()
+    with no_threads():
+        stack.open()
+        assert stack.put_from(object_id(1), object_bytes(1))
+        stack.close()
 
 
 def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
@@ -248,16 +245,3 @@ def test_looking_changes_nothing(tmp_path: Path, layout: BlockLayout) -> None:
     run = kvtide("stats", "--json", "--store", tmp_path / "store")
     assert run.returncode == 0 and '"objects": 2' in run.stdout
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before
-
-
-def test_doctor_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import importlib.util
-
-    from rich.console import Console
-
-    from kvtide.cli import doctor
-
-    monkeypatch.setattr(doctor, "CONSOLE", Console(width=200))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    doctor.doctor("/tmp/kvtide-store-that-is-not-there")
-    assert "pip install 'kvtide[transformers]'" in capsys.readouterr().out

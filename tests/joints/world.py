@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from tests.codec.tide_profiles import fitted
 from tests.joints import truth
-from tests.joints.changes import Undo, make_models
+from tests.joints.changes import make_models
 
 from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
@@ -53,7 +54,7 @@ class World:
         self.profiles = [fitted(model_layout(self.models["plain"], BLOCK_TOKENS))]
         self.seats: dict[Seat, CachedModel] = {}
         self.prompts: list[torch.Tensor] = []
-        self.undo: list[tuple[str, str, Undo]] = []
+        self.undo: list[tuple[str, str, ExitStack]] = []
         self.log: list[str] = []
         exact, lossy = ([codec for codec in codecs if (codec in EXACT) is wanted] for wanted in (True, False))
         self.chairs = [Seat(name, rng.choice(exact), rng.random() < 0.9) for name in models if exact]
