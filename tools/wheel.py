@@ -1,6 +1,7 @@
 """Builds kvtide's wheel and uses it as who installs it does: outside the checkout, in an environment of its own.
 
 Usage: wheel.py                    (what the environment lacks, torch above all, it takes from the one that runs this)
+       with KVTIDE_WHEELS=FOLDER   (a wheel that is there is taken, else one is built there)
        wheel.py --first-run DIST   (wheels of `make wheels`, no compiler on PATH, the demo; timed)
 """
 
@@ -81,9 +82,11 @@ def first_run(dist: Path) -> None:
 
 
 def install_wheel(folder: Path) -> tuple[Path, Path]:
-    """Build the wheel and return it and an interpreter that has it, beside all else of the one that runs this."""
-    run(sys.executable, "-m", *PIP, "wheel", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
-    (wheel,) = folder.glob("kvtide-*.whl")
+    """Build the wheel or take a kept one; return it and an interpreter that has it, beside all of the one running."""
+    kept = Path(os.environ.get("KVTIDE_WHEELS") or folder)
+    if not [*kept.glob("kvtide-*.whl")]:
+        run(sys.executable, "-m", *PIP, "wheel", "--no-deps", "--wheel-dir", kept, ROOT, cwd=folder)
+    (wheel,) = kept.glob("kvtide-*.whl")
     check_wheel(wheel)
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
