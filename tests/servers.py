@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.clock import SystemClock
-from kvtide.server.service import Service, backing_for
+from kvtide.server import Service, backing_for
 from kvtide.server.settings import ListenAddress, ServerSettings
 from kvtide.tier.pool import Member
 
@@ -28,7 +28,7 @@ class RunningServer:
         self.settings = settings
         clock = SystemClock()
         self.backing = backing_for(settings, clock)
-        self.store, self.records, _, self.region = self.backing
+        self.store, self.records, self.region = self.backing.store, self.backing.records, self.backing
         self.service = Service(settings, self.backing, clock, member)
         self.address = ListenAddress("", 0)
         self._listening = threading.Event()

@@ -11,16 +11,11 @@ from http.client import HTTPConnection, HTTPResponse
 from tests.servers import RunningServer
 
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
-from kvtide.types import ObjectId
 
 TOKENS = {name: new_token() for name in ("attacker", "second", "victim")}
 GRANTS = tuple(
     Grant(tenant=name, scopes=list(Scope), token_sha256=token_digest(token)) for name, token in TOKENS.items()
 )
-
-
-def path_of(name: ObjectId) -> str:
-    return f"/v1/{name.namespace.hex()}/{name.key.hex()}"
 
 
 def head(method: str, path: str, who: str = "", **headers: object) -> bytes:

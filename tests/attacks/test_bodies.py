@@ -10,17 +10,18 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import redis
-from tests.attacks.floods import GRANTS, ask, head, path_of
+from tests.attacks.floods import GRANTS, ask, head
+from tests.server.worlds import path_of
 from tests.servers import RunningServer, running_server
 
 from kvtide.errors import QueueFull
-from kvtide.server.http.exchange import BodyBuffers
+from kvtide.server.http import BodyBuffers
 from kvtide.server.settings import ProgressBudget, ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import BenchService, valkey_server, wait_until
 
 MIB = 1 << 20
-OBJECT = path_of(object_id(1))
+OBJECT = path_of(1)
 
 
 def url_of(valkey: BenchService) -> str:
@@ -44,7 +45,7 @@ def sending(server: RunningServer, *starts: bytes) -> Iterator[list[socket.socke
 
 
 def upload(who: str, number: int, size: int, sent: int = 0) -> bytes:
-    return head("PUT", path_of(object_id(number)), who, Content_Length=size) + bytes(sent)
+    return head("PUT", path_of(number), who, Content_Length=size) + bytes(sent)
 
 
 def test_uploads_without_a_byte_hold_no_buffer() -> None:
@@ -86,16 +87,13 @@ def test_tenants_never_take_all_buffers() -> None:
 
 def test_readers_that_take_nothing_leave_buffers_where_the_tier_cannot_lend() -> None:
     limits = ServerLimits(buffer_bytes_max=64 * MIB)
-    with (
-        valkey_server() as behind,
-        running_server(tiers=(url_of(behind),), grants=GRANTS, limits=limits) as server,
-    ):
+    with valkey_server() as behind, running_server(tiers=(url_of(behind),), grants=GRANTS, limits=limits) as server:
         assert ask(server, "PUT", OBJECT, "attacker", object_bytes(1, 16 * MIB))[0].status == 201
         assert ask(server, "PUT", OBJECT, body=object_bytes(1, MIB))[0].status == 201
         with sending(server, *[head("GET", OBJECT, "attacker")] * 8):
             wait_until(lambda: server.service.buffers.lent_bytes >= 32 * MIB, "the readers to stall")
             assert ask(server, "GET", OBJECT)[1] == object_bytes(1, MIB)
-            assert ask(server, "PUT", path_of(object_id(2)), body=object_bytes(2, MIB))[0].status == 201
+            assert ask(server, "PUT", path_of(2), body=object_bytes(2, MIB))[0].status == 201
 
 
 def test_reader_that_stands_still_is_cut_off_however_much_it_took() -> None:
@@ -124,12 +122,10 @@ def test_readers_that_take_nothing_leave_the_memory_to_what_others_store() -> No
     limits, mine, others = ServerLimits(memory_bytes_max=64 * MIB), range(10, 14), range(4)
     with running_server(grants=GRANTS, limits=limits) as server:
         for number in others:
-            ask(server, "PUT", path_of(object_id(number)), "attacker", object_bytes(number, 14 * MIB))
-        with sending(server, *[head("GET", path_of(object_id(number)), "attacker") for number in others]):
+            ask(server, "PUT", path_of(number), "attacker", object_bytes(number, 14 * MIB))
+        with sending(server, *[head("GET", path_of(number), "attacker") for number in others]):
             wait_until(lambda: server.service.observatory.metrics.reads().get("found") == 4, "all to have begun")
-            stored = [
-                ask(server, "PUT", path_of(object_id(number)), body=object_bytes(number, 12 * MIB)) for number in mine
-            ]
+            stored = [ask(server, "PUT", path_of(number), body=object_bytes(number, 12 * MIB)) for number in mine]
     assert [answer.status for answer, _ in stored] == [201] * len(mine)
 
 

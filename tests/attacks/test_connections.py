@@ -11,7 +11,7 @@ import pytest
 from tests.attacks.floods import GRANTS, ask, head
 from tests.servers import RunningServer, running_server
 
-from kvtide.server.http.doors import ConnectionLimits, Guest, connections_for
+from kvtide.server.http.connections import ConnectionLimits, Guest, connections_for
 from kvtide.server.settings import FILES_MAX, ServerLimits
 
 
@@ -22,10 +22,7 @@ def silent(server: RunningServer, count: int) -> Iterator[list[socket.socket]]:
 
 
 def test_silent_connections_keep_nobody_out() -> None:
-    with (
-        running_server(grants=GRANTS, limits=ServerLimits(connections_max=32)) as server,
-        server.connect() as known,
-    ):
+    with running_server(grants=GRANTS, limits=ServerLimits(connections_max=32)) as server, server.connect() as known:
         known.sendall(head("GET", "/v1", "victim"))
         assert known.recv(1000).startswith(b"HTTP/1.1 200 ")
         with silent(server, 40):

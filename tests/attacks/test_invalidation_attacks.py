@@ -240,10 +240,7 @@ def test_another_form_of_an_invalidated_block_does_not_replace_a_new_one(server:
 
 
 def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: Path) -> None:
-    with (
-        running_server(tiers=(f"disk://{tmp_path}/a",)) as one,
-        running_server(tiers=(f"disk://{tmp_path}/b",)) as two,
-    ):
+    with running_server(tiers=(f"disk://{tmp_path}/a",)) as one, running_server(tiers=(f"disk://{tmp_path}/b",)) as two:
         servers = {str(each.address): each for each in (one, two)}
         held = {name: Held(http_tier(each.url, CLOCK), "put") for name, each in servers.items()}
         pool = PoolTier(

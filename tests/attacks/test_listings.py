@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.attacks.floods import GRANTS, ask, path_of
+from tests.attacks.floods import GRANTS, ask
+from tests.server.worlds import path_of
 from tests.servers import running_server
 
 from kvtide.server.auth import tenant_namespace
@@ -16,7 +17,7 @@ from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import ObjectInfo
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-OBJECT = path_of(object_id(1))
+OBJECT = path_of(1)
 SPACE = OBJECT.rpartition("/")[0]
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
-
-from tests.attacks.floods import GRANTS, TOKENS, ask, path_of
-from tests.server.worlds import World
+from tests.attacks.floods import GRANTS, TOKENS, ask
+from tests.server.worlds import World, path_of, put
 from tests.server.worlds import ask as ask_world
 from tests.servers import running_server
 
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.settings import ServerLimits
-from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.testing.tier_suite import object_bytes
 
-OBJECT = path_of(object_id(1))
+OBJECT = path_of(1)
 
 
 def test_made_up_tenants_leave_named_ones_their_labels() -> None:
@@ -43,13 +40,12 @@ def test_made_up_tenants_have_no_rate_of_their_own() -> None:
         assert 429 in [ask(server, "GET", "/v1", "", Kvtide_Tenant=f"junk-{n}")[0].status for n in range(20)]
 
 
-def test_what_is_brought_from_another_region_takes_a_buffer(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        east, west = World(tmp_path, stack).regions
-        assert ask_world(east, "PUT", 1, object_bytes(1))[0].status == 201
-        buffers = west.service.buffers
-        all_of_them = buffers.take(west.settings.limits.buffer_bytes_max)
-        assert all_of_them is not None
-        assert ask_world(west, "GET", 1, Force_Latest="1")[0].status == 503
-        buffers.give_back(all_of_them)
-        assert ask_world(west, "GET", 1, Force_Latest="1")[1] == object_bytes(1)
+def test_what_is_brought_from_another_region_takes_a_buffer(world: World) -> None:
+    east, west = world.regions
+    put(east, 1)
+    buffers = west.service.buffers
+    all_of_them = buffers.take(west.settings.limits.buffer_bytes_max)
+    assert all_of_them is not None
+    assert ask_world(west, "GET", 1, Force_Latest="1")[0].status == 503
+    buffers.give_back(all_of_them)
+    assert ask_world(west, "GET", 1, Force_Latest="1")[1] == object_bytes(1)

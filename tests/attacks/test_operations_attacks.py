@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 from tests.attacks.floods import GRANTS, ask, head
+from tests.server.worlds import path_of
 from tests.servers import RunningServer, running_server
 
-from kvtide.server.http.doors import account_of, host_of
-from kvtide.server.observe.access import ACCESS_LOGGER, AUDIT_LOGGER, write_log
+from kvtide.server.http.connections import account_of, host_of
+from kvtide.server.logs import ACCESS_LOGGER, AUDIT_LOGGER, write_log
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
@@ -37,11 +38,6 @@ def status_of(server: RunningServer) -> Any:
     status = json.loads(connection.getresponse().read())
     connection.close()
     return status
-
-
-def path_of(number: int) -> str:
-    name = object_id(number)
-    return f"/v1/{name.namespace.hex()}/{name.key.hex()}"
 
 
 @pytest.mark.parametrize("policy", ["lottery", "vtc"])
@@ -162,10 +158,5 @@ def test_accounts_of_addresses_are_those_that_tell_clients_apart() -> None:
     # A listener on `::` sees IPv4 clients in IPv6 clothes: one account for all of them would be nobody's share.
     assert [
         account_of(host_of((host, 1))) for host in ("::ffff:10.0.0.1", "10.0.0.1", "2001:db8::5:1", "2001:db8::6:1")
-    ] == [
-        "@10.0.0.1",
-        "@10.0.0.1",
-        "@2001:db8::",
-        "@2001:db8::",
-    ]
+    ] == ["@10.0.0.1", "@10.0.0.1", "@2001:db8::", "@2001:db8::"]
     assert account_of(host_of("")) == "@unix"

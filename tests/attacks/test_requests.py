@@ -6,12 +6,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.attacks.floods import GRANTS, ask, flood, head, path_of
+from tests.attacks.floods import GRANTS, ask, flood, head
+from tests.server.worlds import path_of
 from tests.servers import running_server
 
-from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.testing.tier_suite import object_bytes
 
-OBJECT = path_of(object_id(1))
+OBJECT = path_of(1)
 
 
 @pytest.mark.parametrize("path", ["/v1", "/healthz", "/v1/nothing"])

@@ -7,14 +7,15 @@ import socket
 from typing import Any
 
 import pytest
-from tests.attacks.floods import GRANTS, ask, head, path_of
+from tests.attacks.floods import GRANTS, ask, head
+from tests.server.worlds import path_of
 from tests.servers import running_server
 
-from kvtide.server.http import doors
-from kvtide.server.http.connection import common_name
-from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.server.http import connections as doors
+from kvtide.server.http.connections import common_name
+from kvtide.testing.tier_suite import object_bytes
 
-OBJECT = path_of(object_id(1))
+OBJECT = path_of(1)
 
 
 @pytest.mark.parametrize(

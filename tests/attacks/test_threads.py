@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from tests.attacks.floods import GRANTS, ask, head, path_of
+from tests.attacks.floods import GRANTS, ask, head
+from tests.server.worlds import path_of
 from tests.servers import RunningServer, running_server
 
 from kvtide.server.http.shares import Rates
@@ -19,7 +20,7 @@ from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.base import WrappedTier
 from kvtide_lab.bench.services import wait_until
 
-OBJECT = path_of(object_id(1))
+OBJECT = path_of(1)
 SPACE = OBJECT.rpartition("/")[0]
 
 
@@ -65,19 +66,19 @@ def test_slow_reads_of_one_tenant_leave_threads_to_others(limits: ServerLimits) 
     with running_server(grants=GRANTS, limits=limits) as server:
         assert ask(server, "PUT", OBJECT, body=object_bytes(1))[0].status == 201
         with blocked(server, "get") as tier:
-            absent = [path_of(object_id(number)) for number in range(10, 22)]
+            absent = [path_of(number) for number in range(10, 22)]
             with asking(12, lambda number: ask(server, "GET", absent[number], "attacker")):
                 wait_until(lambda: tier.waiting >= max(1, limits.io_threads - 1), "the attacker's calls to hang")
                 tier.verbs.clear()
                 assert ask(server, "GET", OBJECT)[1] == object_bytes(1)
-                assert ask(server, "PUT", path_of(object_id(2)), body=object_bytes(2))[0].status == 201
+                assert ask(server, "PUT", path_of(2), body=object_bytes(2))[0].status == 201
                 assert tier.waiting
                 tier.go_on.set()
 
 
 def test_slow_reads_leave_a_thread_to_who_writes() -> None:
     with running_server() as server, blocked(server, "get") as tier:
-        absent = [path_of(object_id(number)) for number in range(10, 22)]
+        absent = [path_of(number) for number in range(10, 22)]
         with asking(12, lambda number: ask(server, "GET", absent[number], "")):
             wait_until(lambda: tier.waiting >= 3, "the calls to hang")
             assert ask(server, "PUT", OBJECT, "", object_bytes(1))[0].status == 201

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.metrics import Metrics, Route, SourceCollector
-from kvtide.server.quotas import Quota, QuotaCollector, Quotas
+from kvtide.server.quotas import Quota, Quotas
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
@@ -44,8 +44,8 @@ def labels_of() -> dict[str, set[str]]:
     quotas = Quotas(lambda: {"a": Quota(bytes_max=1)}, lambda: 0.0)
     quotas.note(Namespace(bytes(32)), "a")
     quotas.placed(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))), 0, 1)
-    registry.register(QuotaCollector(quotas, lambda: {"a": Quota(bytes_max=1)}, str))
-    registry.register(SourceCollector(lambda: tiers, Scheduler(SchedulerSettings(), random.Random(0))))
+    scheduler = Scheduler(SchedulerSettings(), random.Random(0))
+    registry.register(SourceCollector(lambda: tiers, scheduler, quotas, str))
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

@@ -108,7 +108,7 @@ shutdown that balancers can follow | drain_delay_s | @server | @process | OURS
     tests/server/test_health.py::test_shutdown_says_not_ready_while_requests_are_still_taken
 quota of bytes and objects | bytes_max objects_max | @quotas | @process | OURS
 lifetime by tenant | ttl_s | @quotas | @process | OURS
-byte-fair sending | policy = "vtc" or "drr" | @sending | @process | OURS
+byte-fair sending | policy = "vtc" | @sending | @process | OURS
 the report's lottery | policy = "lottery" | @sending | @process | CACHEGEN
 first come, first served | policy = "fifo" | @sending | @process | OURS
 bodies of a tenant at a time | tenant_sends_max | @sending | @process | OURS
@@ -119,7 +119,7 @@ settings without a restart | kill -HUP | @server | @process | OURS
 health on a port of its own | --health HOST:PORT | @server | @process | OURS
 access log | --access-log FILE | @server | @process | OURS
 audit log | --audit-log FILE | @server | @process | OURS
-clients behind a proxy | trusted_proxies proxy_header | @server | @process | OURS
+clients behind a proxy | trusted_proxies | @server | @process | OURS
 metrics | GET /metrics | @watching | @process | OURS
 dashboard, status and history | GET /  GET /v1/status  GET /v1/history | @watching | @process | OURS
 events | GET /events | docs/monitoring.md: Events | @process | OURS

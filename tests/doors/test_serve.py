@@ -193,9 +193,8 @@ def stalled(server: ServerProcess, number: int, who: str) -> Iterator[None]:
 
 
 @door("byte-fair sending")
-@pytest.mark.parametrize("policy", ["vtc", "drr"])
-def test_small_body_does_not_wait_for_another_tenants_large_ones(tmp_path: Path, policy: str) -> None:
-    assert order_of_ends(tmp_path, f'policy = "{policy}"') == ["small", "large", "large", "large"]
+def test_small_body_does_not_wait_for_another_tenants_large_ones(tmp_path: Path) -> None:
+    assert order_of_ends(tmp_path, 'policy = "vtc"') == ["small", "large", "large", "large"]
 
 
 @door("the report's lottery")
@@ -243,7 +242,7 @@ def test_bodies_go_no_faster_than_the_link_is_said_to_be(tmp_path: Path) -> None
 
 
 @door("settings without a restart")
-def test_hangup_reads_the_file_anew(tmp_path: Path) -> None:
+def test_hangup_reads_the_file_again(tmp_path: Path) -> None:
     with serving(tmp_path, "[limits]\nobject_bytes_max = 2000\n") as server:
         assert status(server, "PUT", 1, object_bytes(1, 3000)) == 413
         (tmp_path / "kvtide.toml").write_text("[limits]\nobject_bytes_max = 4000\n")
@@ -287,7 +286,7 @@ def test_each_delete_has_a_line(tmp_path: Path) -> None:
 
 @door("clients behind a proxy")
 def test_client_behind_a_proxy_is_known(tmp_path: Path) -> None:
-    settings = 'trusted_proxies = ["127.0.0.1"]\nproxy_header = "x-forwarded-for"\n'
+    settings = 'trusted_proxies = ["127.0.0.1"]\n'
     with serving(tmp_path, settings, "--access-log", str(tmp_path / "log")) as server:
         status(server, "GET", 1, Own_X_Forwarded_For="10.1.2.3")
         assert lines(tmp_path / "log", 1)[0]["address"] == "10.1.2.3"

@@ -16,7 +16,7 @@ from tests.faults.conftest import Tally
 from tests.faults.hosts import Host, network_hosts
 from tests.faults.schedules import Node, asked, nodes, seeds
 
-from kvtide.server.regions.regions import LATEST_S_MAX
+from kvtide.server.regions import LATEST_S_MAX
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import free_ports, wait_until
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.server.worlds import World
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +27,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san")
         run("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
     return folder
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """Two regions and their centre."""
+    with ExitStack() as stack:
+        yield World(tmp_path, stack)

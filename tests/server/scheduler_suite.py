@@ -113,16 +113,16 @@ class SchedulerSuite:
         assert {each.send for each in drain(scheduler)} == {send, other} - {victim}
         assert scheduler.loads() == []
 
-    def test_bad_input_is_refused(self, policy: str) -> None:
+    def test_bad_input_is_a_bug(self, policy: str) -> None:
         scheduler = scheduler_for(policy)
-        with pytest.raises(ValueError, match="at least one byte"):
+        with pytest.raises(AssertionError):
             scheduler.enqueue("a", "a1", 0, 0.0)
         scheduler.enqueue("a", "a1", 50, 0.0)
         (part,) = scheduler.grant(0.0)
-        with pytest.raises(ValueError, match="expected 0 to 50"):
+        with pytest.raises(AssertionError):
             scheduler.finish(part, 51, 0.0)
         scheduler.finish(part, 50, 0.0)
-        with pytest.raises(ValueError, match="not in flight"):
+        with pytest.raises(AssertionError):
             scheduler.finish(part, 50, 0.0)
 
     def test_accounts_hold_over_any_sequence_of_calls(self, policy: str) -> None:

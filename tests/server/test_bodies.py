@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import QueueFull
-from kvtide.server.http.exchange import BodyBuffers
+from kvtide.server.http import BodyBuffers
 from kvtide.tier.buffers import is_aligned
 
 
@@ -59,10 +59,3 @@ def test_any_order_keeps_the_accounts(steps: list[tuple[bool, int]]) -> None:
             buffers.give_back(lent.pop(size % len(lent)))
         buffers.check()
         assert buffers.lent_bytes == sum(map(len, lent))
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_cap_must_be_positive(size: int) -> None:
-    for bounds in ((size,), (1 << 20, size)):
-        with pytest.raises(ValueError, match="positive"):
-            BodyBuffers(*bounds)

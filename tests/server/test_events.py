@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.server.observe.access import EventKind, EventLog, Position, events_body
+from kvtide.server.logs import EventKind, EventLog, Position, events_body
 from kvtide.testing.tier_suite import object_id
 
 
@@ -89,9 +89,3 @@ def test_id_of_the_last_event_read_goes_on_behind_it() -> None:
     body = events_body(log.since(Position("e1", 0), events_max=2)).decode()
     last_id = body.strip().rpartition("id: ")[2].partition("\n")[0]
     assert log.since(log.position(last_id)).events[0].sequence == 2
-
-
-@pytest.mark.parametrize(("epoch", "events_max"), [("", 5), ("a-b", 5), ("a\nb", 5), ("a", 0)])
-def test_bad_bounds_are_refused(epoch: str, events_max: int) -> None:
-    with pytest.raises(ValueError, match=r"epoch|events_max"):
-        EventLog(epoch, events_max)

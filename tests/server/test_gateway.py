@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator
 from email import message_from_bytes
 from email.policy import HTTP
-from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
 import pytest
+from tests.server.worlds import ask, exchange, path_of, put
 from tests.servers import RunningServer, running_server
 
 from kvtide.clock import SystemClock
@@ -21,34 +21,8 @@ from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.tier import http_tier
-from kvtide.types import ObjectId
 from kvtide.wire import version_tag
 from kvtide_lab.bench.services import wait_until
-
-
-def path_of(name: ObjectId) -> str:
-    return f"/v1/{name.namespace.hex()}/{name.key.hex()}"
-
-
-def ask(
-    server: RunningServer, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
-) -> tuple[HTTPResponse, bytes]:
-    connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
-    connection.request(method, path, body, headers or {})
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
-    return answer, content
-
-
-def exchange(server: RunningServer, data: bytes) -> bytes:
-    """Send bytes and return all that comes back until the server closes."""
-    with server.connect() as sock:
-        sock.sendall(data)
-        parts = []
-        while part := sock.recv(65536):
-            parts.append(part)
-    return b"".join(parts)
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -61,17 +35,17 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningSe
 
 def test_stored_object_comes_back_with_its_tag(server: RunningServer) -> None:
     data = object_bytes(1, 300_000)
-    assert ask(server, "PUT", path_of(object_id(1)), data)[0].status == 201
-    assert ask(server, "PUT", path_of(object_id(1)), data)[0].status == 200
-    answer, content = ask(server, "GET", path_of(object_id(1)))
+    assert ask(server, "PUT", 1, data)[0].status == 201
+    assert ask(server, "PUT", 1, data)[0].status == 200
+    answer, content = ask(server, "GET", 1)
     assert (answer.status, content) == (200, data)
-    assert answer.headers["ETag"] == f'"{version_tag(data).hex()}"'
-
-
-def test_head_has_no_body_and_the_length(server: RunningServer) -> None:
-    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-    answer, content = ask(server, "HEAD", path_of(object_id(1)))
-    assert (answer.status, answer.headers["Content-Length"], content) == (200, "1000", b"")
+    tag = f'"{version_tag(data).hex()}"'
+    assert answer.headers["ETag"] == tag
+    answer, content = ask(server, "HEAD", 1)
+    assert (answer.status, answer.headers["Content-Length"], content) == (200, "300000", b"")
+    answer, content = ask(server, "GET", 1, Own_If_None_Match=f'"other", {tag}')
+    assert (answer.status, content) == (304, b"")
+    assert ask(server, "GET", 1, Own_If_None_Match='"other"')[0].status == 200
 
 
 @pytest.mark.parametrize(
@@ -85,8 +59,8 @@ def test_head_has_no_body_and_the_length(server: RunningServer) -> None:
     ],
 )
 def test_range_is_served(server: RunningServer, asked: str, start: int, stop: int) -> None:
-    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-    answer, content = ask(server, "GET", path_of(object_id(1)), headers={"Range": asked})
+    put(server, 1)
+    answer, content = ask(server, "GET", 1, Own_Range=asked)
     assert (answer.status, content) == (206, object_bytes(1)[start:stop])
     assert answer.headers["Content-Range"] == f"bytes {start}-{stop - 1}/1000"
 
@@ -94,10 +68,10 @@ def test_range_is_served(server: RunningServer, asked: str, start: int, stop: in
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_many_ranges_come_as_parts_of_one_body(server: RunningServer, method: str) -> None:
     data = object_bytes(1, 300_000)
-    ask(server, "PUT", path_of(object_id(1)), data)
+    ask(server, "PUT", 1, data)
     spans = [(4000 * number, 4000 * number + 3000) for number in range(64)]
     asked = "bytes=" + ",".join(f"{start}-{stop - 1}" for start, stop in spans)
-    answer, content = ask(server, method, path_of(object_id(1)), headers={"Range": asked})
+    answer, content = ask(server, method, 1, Own_Range=asked)
     assert answer.status == 206
     assert answer.headers["Content-Range"] is None
     kind = answer.headers["Content-Type"]
@@ -126,21 +100,13 @@ def test_many_ranges_come_as_parts_of_one_body(server: RunningServer, method: st
     ],
 )
 def test_bad_range_is_refused(server: RunningServer, asked: str, status: int) -> None:
-    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-    assert ask(server, "GET", path_of(object_id(1)), headers={"Range": asked})[0].status == status
-
-
-def test_known_tag_is_not_sent_again(server: RunningServer) -> None:
-    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-    tag = f'"{version_tag(object_bytes(1)).hex()}"'
-    answer, content = ask(server, "GET", path_of(object_id(1)), headers={"If-None-Match": f'"other", {tag}'})
-    assert (answer.status, content) == (304, b"")
-    assert ask(server, "GET", path_of(object_id(1)), headers={"If-None-Match": '"other"'})[0].status == 200
+    put(server, 1)
+    assert ask(server, "GET", 1, Own_Range=asked)[0].status == status
 
 
 def test_existence_of_many_is_one_request(server: RunningServer) -> None:
     for number in (0, 1, 3):
-        ask(server, "PUT", path_of(object_id(number)), object_bytes(number))
+        put(server, number)
     body = json.dumps({"keys": [object_id(number).key.hex() for number in range(4)]}).encode()
     answer, content = ask(server, "POST", f"/v1/{object_id(0).namespace.hex()}/exists", body)
     assert answer.status == 200
@@ -154,7 +120,7 @@ def test_bad_question_about_existence_is_refused(server: RunningServer, body: by
 
 def test_listing_goes_on_behind_a_key(server: RunningServer) -> None:
     for number in range(5):
-        ask(server, "PUT", path_of(object_id(number)), object_bytes(number))
+        put(server, number)
     keys = sorted(object_id(number).key.hex() for number in range(5))
     listing = f"/v1/{object_id(0).namespace.hex()}"
     first = json.loads(ask(server, "GET", f"{listing}?limit=2")[1])
@@ -164,11 +130,11 @@ def test_listing_goes_on_behind_a_key(server: RunningServer) -> None:
 
 
 def test_deleted_object_is_absent_and_says_why(server: RunningServer) -> None:
-    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-    assert ask(server, "DELETE", path_of(object_id(1)), headers={"Kvtide-Reason": "corrupt"})[0].status == 204
-    answer, _ = ask(server, "GET", path_of(object_id(1)))
+    put(server, 1)
+    assert ask(server, "DELETE", 1, Reason="corrupt")[0].status == 204
+    answer, _ = ask(server, "GET", 1)
     assert (answer.status, answer.headers["Kvtide-Removed"]) == (404, "corrupt")
-    assert ask(server, "DELETE", path_of(object_id(1)))[0].status == 404
+    assert ask(server, "DELETE", 1)[0].status == 404
 
 
 def damaged(number: int, position: int) -> bytes:
@@ -192,8 +158,8 @@ def damaged(number: int, position: int) -> bytes:
     ],
 )
 def test_body_that_is_not_the_named_object_is_never_visible(server: RunningServer, body: bytes) -> None:
-    assert ask(server, "PUT", path_of(object_id(1)), body)[0].status == 422
-    assert ask(server, "GET", path_of(object_id(1)))[0].status == 404
+    assert ask(server, "PUT", 1, body)[0].status == 422
+    assert ask(server, "GET", 1)[0].status == 404
 
 
 @pytest.mark.parametrize(
@@ -219,12 +185,12 @@ def test_wrong_path_or_method_is_refused(server: RunningServer, method: str, pat
 
 @pytest.mark.parametrize("name", ["x", "0", "-1", "99999999999"])
 def test_bad_deadline_is_refused(server: RunningServer, name: str) -> None:
-    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-    assert ask(server, "GET", path_of(object_id(1)), headers={"Kvtide-Deadline-Ms": name})[0].status == 400
+    put(server, 1)
+    assert ask(server, "GET", 1, Deadline_Ms=name)[0].status == 400
 
 
 def test_put_needs_a_length_within_the_bound(server: RunningServer) -> None:
-    head = f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head = f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     assert exchange(server, head.encode() + b"\r\n").startswith(b"HTTP/1.1 411 ")
     assert exchange(server, head.encode() + b"Transfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411 ")
     assert exchange(server, head.encode() + b"Content-Length: 1048577\r\n\r\n").startswith(b"HTTP/1.1 413 ")
@@ -232,7 +198,7 @@ def test_put_needs_a_length_within_the_bound(server: RunningServer) -> None:
 
 def test_body_that_is_held_back_is_asked_for_only_if_needed(server: RunningServer) -> None:
     data = object_bytes(1)
-    head = f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n"
+    head = f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n"
     with server.connect() as sock:
         sock.sendall(head.encode())
         assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -242,8 +208,8 @@ def test_body_that_is_held_back_is_asked_for_only_if_needed(server: RunningServe
 
 
 def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:
-    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-    one = f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nRange: bytes=%d-%d\r\n\r\n"
+    put(server, 1)
+    one = f"GET {path_of(1)} HTTP/1.1\r\nHost: x\r\nRange: bytes=%d-%d\r\n\r\n"
     data = (
         b"".join((one % (n, n)).encode() for n in range(16))
         + b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -280,16 +246,14 @@ def test_slow_head_idle_connection_and_slow_body_are_closed() -> None:
         server.connect() as slow_body,
     ):
         slow_head.sendall(b"GET / HT")
-        slow_body.sendall(
-            f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc".encode()
-        )
+        slow_body.sendall(f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc".encode())
         assert slow_head.recv(1000) == b""
         assert slow_body.recv(1000).startswith(b"HTTP/1.1 408 ")
         assert idle.recv(1000) == b""
 
 
 def test_buffers_that_are_all_in_use_are_a_503(server: RunningServer) -> None:
-    head = f"PUT {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n".encode()
+    head = f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n".encode()
     with server.connect() as first, server.connect() as second:
         for sock in (first, second):
             sock.sendall(head + b"x")
@@ -309,43 +273,36 @@ def test_connections_above_the_bound_are_turned_away() -> None:
         assert exchange(server, b"").startswith(b"HTTP/1.1 503 ")
 
 
-def test_tenant_that_asks_too_often_is_told_when_to_come_back() -> None:
-    with running_server(limits=ServerLimits(tenant_requests_s_max=0.05)) as server:
-        # The burst is one request; the next one is due after 20 s.
-        assert [ask(server, "GET", "/v1")[0].status for _ in range(2)] == [200, 429]
-        assert ask(server, "GET", "/healthz")[0].status == 200
-
-
 def test_deadline_that_passes_in_the_queue_is_a_504() -> None:
     with running_server(
         sending=SchedulerSettings(slots=1, tenant_slots_max=1), limits=ServerLimits(stall_s_max=60)
     ) as server:
-        ask(server, "PUT", path_of(object_id(1)), object_bytes(1, 16 << 20))
+        put(server, 1, 16 << 20)
         with server.connect() as hog:
             # Takes nothing: its slice holds the only slot until it stalls for too long.
             hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            hog.sendall(f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            hog.sendall(f"GET {path_of(1)} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used")
-            answer, _ = ask(server, "GET", path_of(object_id(1)), headers={"Kvtide-Deadline-Ms": "100"})
+            answer, _ = ask(server, "GET", 1, Deadline_Ms="100")
             assert answer.status == 504
 
 
 def test_stalled_reader_leaves_its_slot_to_others() -> None:
     with running_server(sending=SchedulerSettings(slots=1, tenant_slots_max=1)) as server:
-        ask(server, "PUT", path_of(object_id(1)), object_bytes(1, 16 << 20))
+        put(server, 1, 16 << 20)
         with server.connect() as hog:
             hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            hog.sendall(f"GET {path_of(object_id(1))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            hog.sendall(f"GET {path_of(1)} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used")
-            assert len(ask(server, "GET", path_of(object_id(1)))[1]) == 16 << 20
+            assert len(ask(server, "GET", 1)[1]) == 16 << 20
 
 
 def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
     data = object_bytes(1, 900_000)
     with running_server(tiers=(f"disk://{tmp_path}",)) as server:
-        ask(server, "PUT", path_of(object_id(1)), data)
+        ask(server, "PUT", 1, data)
         with server.connect() as idle, server.connect() as busy:
-            busy.sendall(f"PUT {path_of(object_id(2))} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
+            busy.sendall(f"PUT {path_of(2)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
             busy.sendall(object_bytes(2)[:10])
             wait_until(lambda: server.service.buffers.lent_bytes > 0, "a buffer to be lent")
             stopping = threading.Thread(target=server.stop)
@@ -355,18 +312,18 @@ def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
             assert busy.recv(1000).startswith(b"HTTP/1.1 201 ")
             stopping.join()
     with running_server(tiers=(f"disk://{tmp_path}",)) as again:
-        assert ask(again, "GET", path_of(object_id(1)))[1] == data
-        assert ask(again, "GET", path_of(object_id(2)))[1] == object_bytes(2)
+        assert ask(again, "GET", 1)[1] == data
+        assert ask(again, "GET", 2)[1] == object_bytes(2)
 
 
 def test_pages_tell_what_happened(server: RunningServer) -> None:
-    ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
+    put(server, 1)
     for asked in ("bytes=0-99", "bytes=100-199", "bytes=200-"):
-        ask(server, "GET", path_of(object_id(1)), headers={"Range": asked})
-    ask(server, "HEAD", path_of(object_id(1)))
-    ask(server, "HEAD", path_of(object_id(2)))
-    ask(server, "GET", path_of(object_id(2)))
-    ask(server, "PUT", path_of(object_id(2)), damaged(2, 999))
+        ask(server, "GET", 1, Own_Range=asked)
+    ask(server, "HEAD", 1)
+    ask(server, "HEAD", 2)
+    ask(server, "GET", 2)
+    ask(server, "PUT", 2, damaged(2, 999))
     metrics = ask(server, "GET", "/metrics")[1].decode()
     assert 'kvtide_object_reads_total{result="found",tenant="(open)"} 1.0' in metrics
     assert 'kvtide_object_reads_total{result="absent",tenant="(open)"} 1.0' in metrics
@@ -381,8 +338,8 @@ def test_events_follow_objects(server: RunningServer) -> None:
     with server.connect() as sock:
         sock.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"text/event-stream" in sock.recv(1000)
-        ask(server, "PUT", path_of(object_id(1)), object_bytes(1))
-        ask(server, "DELETE", path_of(object_id(1)))
+        put(server, 1)
+        ask(server, "DELETE", 1)
         came = b""
         while b"event: removed" not in came:
             came += sock.recv(1000)
@@ -401,10 +358,10 @@ def test_what_clients_decided_is_counted_and_nonsense_refused(server: RunningSer
     metrics = ask(server, "GET", "/metrics")[1].decode()
     labels = f'namespace="{name.hex()[:12]}",reason="both_ends",tenant="(open)"'
     assert f'kvtide_prompt_tokens_total{{decision="load",{labels}}} 8.0' in metrics
-    for path in ("/v1/bad", path_of(object_id(9)), "/nothing"):
+    for path in ("/v1/bad", path_of(9), "/nothing"):
         # What comes with a request that is refused does not count.
-        ask(server, "GET", path, headers={"Kvtide-Decisions": "load:both_ends=5"})
+        ask(server, "GET", path, Decisions="load:both_ends=5")
     status = json.loads(ask(server, "GET", "/v1/status")[1])
     assert (status["loaded_tokens"], status["missed_tokens"]) == (8, {"link_slower": 2})
     for nonsense in ("load=1", "load:both_ends=" + "9" * 2000):
-        assert ask(server, "GET", "/v1", headers={"Kvtide-Decisions": nonsense})[0].status == 400
+        assert ask(server, "GET", "/v1", Decisions=nonsense)[0].status == 400

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.metrics import OTHER_TENANTS, Metrics, NamespaceStatus, Route, SourceCollector
+from kvtide.server.quotas import Quotas
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.types import Namespace, TierStats
 
@@ -51,7 +52,7 @@ def test_body_says_what_was_counted(registry: CollectorRegistry, metrics: Metric
     assert metrics.reads() == {"found": 2, "absent": 1, "evicted": 1, "removed": 1}
     assert metrics.namespaces() == [NamespaceStatus("a", "1" * 12, "a model", 7, {"link_slower": 5})]
     assert metrics.corrupt_objects() == 1
-    assert metrics.tenants() == [("a", 700, 30, 1, 0.015, 0.02)]
+    assert metrics.tenants() == [("a", 700, 30, 0.02)]
 
 
 def test_p99_of_waits_is_the_end_of_its_bucket(metrics: Metrics) -> None:
@@ -98,7 +99,7 @@ def test_connections_go_up_and_down(metrics: Metrics) -> None:
 def test_tiers_and_scheduler_are_read_when_asked(registry: CollectorRegistry) -> None:
     scheduler = Scheduler(SchedulerSettings(slots=3), random.Random(0))
     stats = [TierStats("memory", 2, 500, 1000, 7, 3, 4, 1)]
-    registry.register(SourceCollector(lambda: stats, scheduler))
+    registry.register(SourceCollector(lambda: stats, scheduler, Quotas(dict, lambda: 0.0), str))
     scheduler.enqueue("a", "a1", 600 << 10, 0.0)
     scheduler.enqueue("a", "a1", 100, 0.0)
     scheduler.grant(0.0)
@@ -115,8 +116,3 @@ def test_tiers_and_scheduler_are_read_when_asked(registry: CollectorRegistry) ->
         assert line in body
     stats[0] = msgspec.structs.replace(stats[0], hits=8)
     assert 'kvtide_tier_hits_total{tier="memory"} 8.0' in generate_latest(registry).decode()
-
-
-def test_bound_of_tenants_must_be_positive(registry: CollectorRegistry) -> None:
-    with pytest.raises(ValueError, match="tenants_max"):
-        Metrics(registry, tenants_max=0)

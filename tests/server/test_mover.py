@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvtide.server.http.connection import Body, BodyProgress, Connection, Mover
+from kvtide.server.http.connections import Body, BodyProgress, Connection, Mover
 from kvtide.server.http.sender import Sender, SendOrder
 from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
-from tests.server.test_gateway import ask, path_of
+from tests.server.worlds import ask
 from tests.servers import running_server
 
 from kvtide.server.scheduler import SchedulerSettings
-from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.testing.tier_suite import object_bytes
 
 
 def test_body_goes_on_when_the_link_has_room_again() -> None:
@@ -17,9 +17,9 @@ def test_body_goes_on_when_the_link_has_room_again() -> None:
     sending = SchedulerSettings(slice_bytes=50_000, link_bits_s=2e7)
     with running_server(sending=sending) as server:
         data = object_bytes(1, 1_000_000)
-        ask(server, "PUT", path_of(object_id(1)), data)
+        assert ask(server, "PUT", 1, data)[0].status == 201
         started_s = time.monotonic()
-        answer, content = ask(server, "GET", path_of(object_id(1)))
+        answer, content = ask(server, "GET", 1)
         took_s = time.monotonic() - started_s
     assert (answer.status, content) == (200, data)
     assert took_s >= 0.3
@@ -30,10 +30,10 @@ def test_clients_of_a_slow_link_all_get_their_bodies() -> None:
     got: list[bool] = []
     with running_server(sending=sending) as server:
         data = object_bytes(1, 200_000)
-        ask(server, "PUT", path_of(object_id(1)), data)
+        assert ask(server, "PUT", 1, data)[0].status == 201
 
         def asking() -> None:
-            got.append(ask(server, "GET", path_of(object_id(1)))[1] == data)
+            got.append(ask(server, "GET", 1)[1] == data)
 
         threads = [threading.Thread(target=asking) for _ in range(5)]
         for thread in threads:

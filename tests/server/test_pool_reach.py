@@ -116,10 +116,7 @@ def test_etcd_under_tls_lets_its_user_in_and_nobody_else(
     registering.join()
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["?etcd_ca_file=/absent", "?etcd_user_file=/absent", "?scheme=ftp"],
-)
+@pytest.mark.parametrize("options", ["?etcd_ca_file=/absent", "?etcd_user_file=/absent", "?scheme=ftp"])
 def test_bad_ways_to_reach_a_pool_are_an_error_at_once(options: str) -> None:
     with pytest.raises(ValueError, match=r"etcd|scheme"):
         membership_of(f"pool+etcd://127.0.0.1:1/pool{options}")

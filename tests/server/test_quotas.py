@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.attacks.floods import GRANTS, ask
+from tests.server.worlds import path_of
 from tests.servers import RunningServer, running_server
 
 from kvtide.server import service
@@ -19,10 +20,6 @@ from kvtide_lab.bench.services import wait_until
 
 SIZE = 10_000
 NAMESPACE = object_id(1).namespace.hex()
-
-
-def path_of(number: int) -> str:
-    return f"/v1/{NAMESPACE}/{object_id(number).key.hex()}"
 
 
 def put(server: RunningServer, number: int, who: str = "victim", size: int = SIZE) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from tests.servers import RunningServer, running_server
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server.regions.records import Records, WriteCondition
+from kvtide.server.records import Records, WriteCondition
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.peer import HttpAnswer
 from kvtide.tier.http.records import records_clients
@@ -97,7 +97,7 @@ def test_file_cut_off_anywhere_keeps_whole_lines(tmp_path: Path) -> None:
 def test_killed_writer_has_kept_what_it_acknowledged(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from kvtide.clock import SystemClock\n"
-        "from kvtide.server.regions.records import Records; from kvtide.wire.protocol import RecordKind, RecordName\n"
+        "from kvtide.server.records import Records; from kvtide.wire.protocol import RecordKind, RecordName\n"
         "records = Records(Path(sys.argv[1]), SystemClock()); records.open()\n"
         "for n in range(1, 10**9):\n"
         "    records.write('', RecordName(RecordKind.GENERATION, 64 * 'a'), str(n)); print(n, flush=True)\n"
@@ -114,7 +114,7 @@ def test_killed_writer_has_kept_what_it_acknowledged(tmp_path: Path) -> None:
 
 
 def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.regions.records.LINES_MAX", 20)
+    monkeypatch.setattr("kvtide.server.records.LINES_MAX", 20)
     records = opened(tmp_path / "records")
     for number in range(1, 200):
         records.write("", NAME, str(number))
@@ -126,10 +126,10 @@ def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_records_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.regions.records.RECORDS_TENANT_MAX", 2)
-    monkeypatch.setattr("kvtide.server.regions.records.RECORDS_MAX", 3)
-    monkeypatch.setattr("kvtide.server.regions.records.RECORDS_RESERVED", 0)
-    monkeypatch.setattr("kvtide.server.regions.records._ALL_MAX", 3)
+    monkeypatch.setattr("kvtide.server.records.RECORDS_TENANT_MAX", 2)
+    monkeypatch.setattr("kvtide.server.records.RECORDS_MAX", 3)
+    monkeypatch.setattr("kvtide.server.records.RECORDS_RESERVED", 0)
+    monkeypatch.setattr("kvtide.server.records._ALL_MAX", 3)
     records = opened(None)
     for tenant, name in (("a", "1"), ("a", "2"), ("b", "1")):
         records.write(tenant, RecordName(RecordKind.PROFILE, name), "x")
@@ -273,7 +273,7 @@ def test_clock_that_went_back_does_not_hide_changes() -> None:
 
 
 def test_long_lists_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.regions.records.CHANGES_MAX", 3)
+    monkeypatch.setattr("kvtide.server.records.CHANGES_MAX", 3)
     records = Records(None, SystemClock())
     for number in range(7):
         records.write("", RecordName(RecordKind.PROFILE, str(number)), "x")

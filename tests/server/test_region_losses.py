@@ -11,7 +11,7 @@ from tests.server.worlds import World, ask, put
 from tests.servers import RunningServer
 
 from kvtide.clock import SystemClock
-from kvtide.server.regions import Records
+from kvtide.server.records import Records
 from kvtide.server.settings import ServerSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.wire.protocol import RecordKind, RecordName
@@ -46,14 +46,14 @@ def world(tmp_path: Path, stack: ExitStack) -> World:
 
 def silence(region: RunningServer) -> None:
     """Let a region hear of its centre only when a test, or a request for the latest, makes it ask."""
-    assert region.region is not None and region.region.central is not None
-    region.region.central._asking.close()
+    assert region.backing.central is not None
+    region.backing.central._asking.close()
 
 
 def look(region: RunningServer) -> None:
     """Do what a region does every second."""
-    assert region.region is not None and region.region.central is not None
-    region.region.central._ask()
+    assert region.backing.central is not None
+    region.backing.central._ask()
 
 
 def again(server: RunningServer, stack: ExitStack) -> RunningServer:

@@ -23,12 +23,6 @@ GENERATION = f"/v1/records/generation/{SPACE.hex()}"
 CHAT = "/v1/records/alias/chat"
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(tmp_path, stack)
-
-
 def test_invalidation_in_one_region_reaches_the_others(world: World) -> None:
     one, two = world.regions
     put(one, 1)
@@ -41,12 +35,6 @@ def test_invalidation_in_one_region_reaches_the_others(world: World) -> None:
     assert ask(two, "GET", 1)[0].status == 404
     put(two, 1)
     assert ask(one, "GET", 1, Force_Latest="1")[1] == object_bytes(1)
-
-
-def test_invalidation_reaches_a_region_that_nobody_asks(world: World) -> None:
-    assert ask(world.centre, "PUT", GENERATION, b"7")[0].status == 200
-    two = world.regions[1]
-    wait_until(lambda: two.records.generation("", SPACE) == 7, "the region to hear of it")
 
 
 def test_forced_latest_sees_what_the_other_region_wrote(world: World) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from tests.servers import hints_heard
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.evict import Hint
-from kvtide.server.regions.regions import CentralTier, RegionSettings
-from kvtide.server.regions.requests import Manifest
-from kvtide.server.service import backing_for
+from kvtide.server.regions import CentralTier, Manifest, backing_for
 from kvtide.server.settings import ServerSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http import http_tier
@@ -29,21 +27,19 @@ from kvtide.types import Name, NamedId
 from kvtide_lab.bench.services import wait_until
 
 
+@contextmanager
+def opened(folder: Path, *numbers: int) -> Iterator[Manifest]:
+    """Open a folder's manifest and add objects."""
+    manifest = Manifest(folder / "manifest")
+    manifest.open()
+    for number in numbers:
+        manifest.add(named(number))
+    yield manifest
+    manifest.close()
+
+
 def named(number: int) -> NamedId:
     return NamedId.of(object_id(number), Name("", object_id(number).namespace, 0))
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(tmp_path, stack)
-
-
-@pytest.fixture
-def slow_world(tmp_path: Path) -> Iterator[World]:
-    """Sending on takes longer than the test."""
-    with ExitStack() as stack:
-        yield World(tmp_path, stack, sync_bytes_s_max=1.0)
 
 
 def test_what_a_region_stores_reaches_the_centre_and_the_other_region(world: World) -> None:
@@ -53,18 +49,18 @@ def test_what_a_region_stores_reaches_the_centre_and_the_other_region(world: Wor
     wait_until(lambda: world.centre.store.stats().objects == 20, "the centre to get everything")
     for number in range(20):
         assert ask(two, "GET", number)[1] == object_bytes(number, 30_000)
-    assert one.region is not None and one.region.synchroniser is not None
-    sent = one.region.synchroniser
+    sent = one.backing.synchroniser
+    assert sent is not None
     assert sent.sent_bytes / (20 * 30_000) <= 1.1
-    assert two.region is not None and two.region.synchroniser is not None
-    assert two.region.synchroniser.sent_objects == 0, "what came from the centre is not sent back"
+    assert two.backing.synchroniser is not None
+    assert two.backing.synchroniser.sent_objects == 0, "what came from the centre is not sent back"
 
 
 def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world: World) -> None:
     one = world.regions[0]
     coarse, fine = object_bytes(1, quality=0.5), object_bytes(1)
-    assert one.region is not None and one.region.synchroniser is not None
-    sent = one.region.synchroniser
+    sent = one.backing.synchroniser
+    assert sent is not None
     for content in (coarse, fine):
         assert ask(one, "PUT", 1, content)[0].status == 201
         wait_until(lambda c=content: ask(world.centre, "GET", 1)[1] == c, "the centre to have it")  # type: ignore[misc]
@@ -75,31 +71,25 @@ def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world
 
 
 def test_what_is_replaced_while_it_is_sent_is_sent_again(tmp_path: Path) -> None:
-    manifest = Manifest(tmp_path / "manifest")
-    manifest.open()
-    manifest.add(named(1))
-    taken = manifest.next()
-    assert taken is not None
-    manifest.add(named(1))
-    manifest.done(taken)
-    assert manifest.next() == taken, "what was sent may be what was there before"
-    manifest.done(taken)
-    assert manifest.next() is None
-    manifest.close()
+    with opened(tmp_path, 1) as manifest:
+        taken = manifest.next()
+        assert taken is not None
+        manifest.add(named(1))
+        manifest.done(taken)
+        assert manifest.next() == taken, "what was sent may be what was there before"
+        manifest.done(taken)
+        assert manifest.next() is None
 
 
 def test_a_dropped_object_that_was_read_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtide.server.regions.requests.PENDING_MAX", 2)
-    manifest = Manifest(tmp_path / "manifest")
-    manifest.open()
-    manifest.add(named(0))
-    manifest.note_use(object_id(0))
-    for number in (1, 2):
-        manifest.add(named(number))
-    assert manifest.next() == object_id(1)
-    manifest.close()
+    monkeypatch.setattr("kvtide.server.regions.PENDING_MAX", 2)
+    with opened(tmp_path, 0) as manifest:
+        manifest.note_use(object_id(0))
+        for number in (1, 2):
+            manifest.add(named(number))
+        assert manifest.next() == object_id(1)
 
 
 @pytest.mark.timeout(20)
@@ -119,31 +109,17 @@ def test_advice_of_a_regions_engine_reaches_the_centre(world: World) -> None:
     engine.close()
 
 
-def test_latest_is_found_before_it_is_synchronised(slow_world: World) -> None:
-    one, two = slow_world.regions
-    put(one, 0)
-    put(one, 1)
-    wait_until(lambda: len(one.region._manifest) == 1, "the first to be sent")  # type: ignore[arg-type]
-    assert ask(two, "GET", 1)[0].status == 404
-    answer, content = ask(two, "GET", 1, Force_Latest="1")
-    assert (answer.status, content) == (200, object_bytes(1))
-    assert ask(two, "GET", 1)[0].status == 200, "now it is here"
-    assert ask(two, "GET", 2, Force_Latest="1")[0].status == 404
-
-
-def test_batched_look_up_of_the_latest_knows_what_was_invalidated(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        world = World(tmp_path, stack)
-        one, two = world.regions
-        put(two, 1)
-        question = b'{"keys": ["' + object_id(1).key.hex().encode() + b'"]}'
-        space = object_id(1).namespace.hex()
-        look = partial(ask, two, "POST", f"/v1/{space}/exists", question)
-        assert b"[true]" in look(Force_Latest="1")[1]
-        assert ask(one, "PUT", f"/v1/records/generation/{space}", b"1")[0].status == 200
-        assert b"[false]" in look(Force_Latest="1")[1]
-        world.centre.stop()
-        assert look(Force_Latest="1")[0].status == 503
+def test_batched_look_up_of_the_latest_knows_what_was_invalidated(world: World) -> None:
+    one, two = world.regions
+    put(two, 1)
+    question = b'{"keys": ["' + object_id(1).key.hex().encode() + b'"]}'
+    space = object_id(1).namespace.hex()
+    look = partial(ask, two, "POST", f"/v1/{space}/exists", question)
+    assert b"[true]" in look(Force_Latest="1")[1]
+    assert ask(one, "PUT", f"/v1/records/generation/{space}", b"1")[0].status == 200
+    assert b"[false]" in look(Force_Latest="1")[1]
+    world.centre.stop()
+    assert look(Force_Latest="1")[0].status == 503
 
 
 def test_region_that_is_cut_off_goes_on_and_says_since_when(world: World) -> None:
@@ -178,72 +154,50 @@ def test_latest_is_not_claimed_while_a_region_is_cut_off(world: World) -> None:
 
 
 def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / "manifest"
-    first = Manifest(path)
-    first.open()
-    for number in range(5):
-        first.add(named(number))
-    first.add(named(1))
-    first.done(object_id(0))
-    first.close()
-    with path.open("ab") as file:
+    with opened(tmp_path, 0, 1, 2, 3, 4, 1) as first:
+        first.done(object_id(0))
+    with (tmp_path / "manifest").open("ab") as file:
         file.write(b"torn")
-    second = Manifest(path)
-    second.open()
-    assert len(second) == 4
-    second.note_use(object_id(3))
-    second.note_use(object_id(0))
-    order = []
-    while (each := second.next()) is not None:
-        order.append(each)
-        second.done(each)
-    assert order == [object_id(number) for number in (3, 1, 2, 4)]
-    second.close()
-    third = Manifest(path)
-    third.open()
-    assert (len(third), third.next()) == (0, None)
-    third.close()
+    with opened(tmp_path) as second:
+        assert len(second) == 4
+        second.note_use(object_id(3))
+        second.note_use(object_id(0))
+        order = []
+        while (each := second.next()) is not None:
+            order.append(each)
+            second.done(each)
+        assert order == [object_id(number) for number in (3, 1, 2, 4)]
+    with opened(tmp_path) as third:
+        assert (len(third), third.next()) == (0, None)
 
 
 def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.regions.requests.PENDING_MAX", 3)
-    manifest = Manifest(tmp_path / "manifest")
-    manifest.open()
-    for number in range(5):
-        manifest.add(named(number))
-    assert (len(manifest), manifest.dropped, manifest.next()) == (3, 2, object_id(2))
-    manifest.close()
+    monkeypatch.setattr("kvtide.server.regions.PENDING_MAX", 3)
+    with opened(tmp_path, *range(5)) as manifest:
+        assert (len(manifest), manifest.dropped, manifest.next()) == (3, 2, object_id(2))
 
 
 def test_file_of_the_manifest_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.regions.requests.RECORDS_MAX", 20)
-    path = tmp_path / "manifest"
-    manifest = Manifest(path)
-    manifest.open()
-    for number in range(200):
-        manifest.add(named(number))
-        if number % 10:
-            manifest.done(object_id(number))
-    waiting = len(manifest)
-    manifest.close()
-    assert waiting == 20
-    assert path.stat().st_size <= 73 * (20 + 22 + 2)
-    again = Manifest(path)
-    again.open()
-    assert len(again) == 20
-    again.close()
+    monkeypatch.setattr("kvtide.server.regions.RECORDS_MAX", 20)
+    with opened(tmp_path) as manifest:
+        for number in range(200):
+            manifest.add(named(number))
+            if number % 10:
+                manifest.done(object_id(number))
+        assert len(manifest) == 20
+    assert (tmp_path / "manifest").stat().st_size <= 73 * (20 + 22 + 2)
+    with opened(tmp_path) as again:
+        assert len(again) == 20
 
 
 def test_manifest_that_can_not_be_written_is_a_fault(tmp_path: Path) -> None:
-    manifest = Manifest(tmp_path / "manifest")
-    manifest.open()
-    assert manifest._file is not None
-    manifest._file.close()
-    manifest._file = (tmp_path / "manifest").open("rb")
-    central = CentralTier(MemoryTier(1 << 20, SystemClock(), lambda key: False), manifest)
-    with pytest.raises(TierUnavailable, match="can't note"):
-        central.put_from(named(1), b"x")
-    manifest.close()
+    with opened(tmp_path) as manifest:
+        assert manifest._file is not None
+        manifest._file.close()
+        manifest._file = (tmp_path / "manifest").open("rb")
+        central = CentralTier(MemoryTier(1 << 20, SystemClock(), lambda key: False), manifest)
+        with pytest.raises(TierUnavailable, match="can't note"):
+            central.put_from(named(1), b"x")
 
 
 def test_synchronising_keeps_to_its_rate(tmp_path: Path) -> None:
@@ -257,12 +211,13 @@ def test_synchronising_keeps_to_its_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"central": "s3://bucket", "manifest": Path("m")}, {"central": "http://h:1"}, {"regions": ("disk:///x",)}],
+    "wrong", [{"central": "s3://bucket", "manifest": Path("m")}, {"central": "http://h:1"}, {"regions": ("disk:///x",)}]
 )
 def test_bad_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         backing_for(ServerSettings(**wrong), SystemClock())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="positive"):
+        read_settings(None, {"sync_bytes_s_max": 0})
 
 
 def test_file_names_paths_as_text(tmp_path: Path) -> None:
@@ -276,8 +231,3 @@ def test_file_names_paths_as_text(tmp_path: Path) -> None:
     path.write_text("manifest = 3")
     with pytest.raises(ValueError, match="manifest"):
         read_settings(path, {})
-
-
-def test_bounds_are_positive() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        RegionSettings(sync_bytes_s_max=0)

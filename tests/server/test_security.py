@@ -20,7 +20,7 @@ from tests.servers import RunningServer, running_server
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import Gate, Grant, Scope, new_token, tenant_namespace, token_digest
-from kvtide.server.observe.access import ACCESS_LOGGER, AccessLine, write_log
+from kvtide.server.logs import ACCESS_LOGGER, AccessLine, write_log
 from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.tier import http_tier
@@ -240,7 +240,7 @@ def test_plain_request_to_a_tls_port_ends_quietly(certificates: Path) -> None:
 def test_missing_tls_file_is_a_value_error(certificates: Path, name: str) -> None:
     files = {"cert_file": certificates / "server.pem", "key_file": certificates / "server.key"}
     settings = ServerSettings(tls=TlsSettings(**{**files, name: certificates / "absent"}))
-    from kvtide.server.service import Service, backing_for
+    from kvtide.server import Service, backing_for
 
     with pytest.raises(ValueError, match="TLS"):
         Service(settings, backing_for(settings, SystemClock()), SystemClock())

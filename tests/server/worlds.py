@@ -39,7 +39,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch:
             # A busy machine is no silent centre.
             for name in ("LATEST_S_MAX", "ASKED_S_MAX"):
-                patch.setattr(f"kvtide.server.regions.regions.{name}", 15.0)
+                patch.setattr(f"kvtide.server.regions.{name}", 15.0)
             self.centre = self._start(stack, listen=f"127.0.0.1:{ports[0]}", regions=regions, **central or {})
             self.regions = [
                 self._start(
@@ -98,8 +98,7 @@ def ask(
     server: RunningServer | ServerProcess, method: str, what: int | str, body: bytes | None = None, **headers: str
 ) -> tuple[HTTPResponse, bytes]:
     """Ask for an object by number, or for a path. A header `Own_X` goes as `X`, others with our prefix."""
-    name = object_id(what) if isinstance(what, int) else None
-    path = f"/v1/{name.namespace.hex()}/{name.key.hex()}" if name else str(what)
+    path = path_of(what) if isinstance(what, int) else what
     connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
     names = {key.replace("_", "-"): value for key, value in headers.items()}
     sent = {key[4:] if key.startswith("Own-") else f"Kvtide-{key}": value for key, value in names.items()}
@@ -112,3 +111,18 @@ def ask(
 
 def put(server: RunningServer | ServerProcess, number: int, size: int = 1000, **headers: str) -> None:
     assert ask(server, "PUT", number, object_bytes(number, size), **headers)[0].status == 201
+
+
+def path_of(number: int) -> str:
+    name = object_id(number)
+    return f"/v1/{name.namespace.hex()}/{name.key.hex()}"
+
+
+def exchange(server: RunningServer, data: bytes) -> bytes:
+    """Send bytes and return all that comes back until the server closes."""
+    with server.connect() as sock:
+        sock.sendall(data)
+        parts = []
+        while part := sock.recv(65536):
+            parts.append(part)
+    return b"".join(parts)

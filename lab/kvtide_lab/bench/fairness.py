@@ -20,7 +20,7 @@ from rich.table import Table
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.keys import NamespaceSpec
 from kvtide.server.auth import new_token
-from kvtide.server.scheduler.policies import POLICIES
+from kvtide.server.scheduler import POLICIES
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 from kvtide_lab.bench.link import open_link
@@ -44,12 +44,11 @@ _LAYOUT = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtyp
 class FairnessBenchResult(FairnessReport, frozen=True, kw_only=True):
     """The simulation's figures, measured: medians of several rounds, with the least and the most.
 
-    `small_wait_p99_rounds` is in rounds of slices, the longer one of drr and vtc. `pace` is the share of the link that
+    `small_wait_p99_rounds` is in rounds of slices, under vtc. `pace` is the share of the link that
     the server's scheduler fills; 0 leaves the queue to the kernel.
     """
 
     rounds: int
-    jain_drr_spread: tuple[float, float]
     jain_vtc_spread: tuple[float, float]
     small_wait_p99_rounds: float
     small_wait_p99_rounds_spread: tuple[float, float]
@@ -86,13 +85,11 @@ def run(setup: FairnessSetup, pace: float, rounds: int) -> FairnessBenchResult:
             place, link = _Place([], setup.link_bits_s, Path(made)), f"token bucket in the sender ({error})"
         done = [{policy: _measure(policy, setup, place) for policy in POLICIES} for _ in range(rounds)]
     rows = [_median([each[policy] for each in done]) for policy in POLICIES]
-    waits = [max(each[policy].small_wait_ms_p99 for policy in ("drr", "vtc")) for each in done]
-    waits_rounds = [wait_ms / (1e3 * setup.slice_round_s) for wait_ms in waits]
+    waits_rounds = [each["vtc"].small_wait_ms_p99 / (1e3 * setup.slice_round_s) for each in done]
     report = msgspec.structs.asdict(fairness_report(setup, rows))
     return FairnessBenchResult(
         **report,
         rounds=rounds,
-        jain_drr_spread=extremes([each["drr"].jain for each in done]),
         jain_vtc_spread=extremes([each["vtc"].jain for each in done]),
         small_wait_p99_rounds=median(waits_rounds),
         small_wait_p99_rounds_spread=extremes(waits_rounds),
@@ -194,6 +191,6 @@ def render(result: FairnessBenchResult) -> Table:
     table = render_fairness(result)
     table.caption = (
         f"{result.rounds} rounds; link: {result.link}; the server fills {result.pace:.0%} of it; small bodies waited "
-        f"{result.small_wait_p99_rounds:.2f} rounds of slices at p99 (drr, vtc)"
+        f"{result.small_wait_p99_rounds:.2f} rounds of slices at p99 (vtc)"
     )
     return table

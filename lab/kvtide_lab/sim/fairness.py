@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 from rich.table import Table
 
-from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
-from kvtide.server.scheduler.policies import POLICIES
+from kvtide.server.scheduler import POLICIES, Scheduler, SchedulerSettings, Send, Slice
 from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import percentile
 
@@ -87,7 +86,6 @@ class FairnessReport(msgspec.Struct, frozen=True):
     duration_s: float
     jain_fifo: float
     jain_lottery: float
-    jain_drr: float
     jain_vtc: float
     rows: list[FairnessRow]
 
@@ -203,7 +201,6 @@ def fairness_report(setup: FairnessSetup, rows: list[FairnessRow]) -> FairnessRe
         duration_s=setup.duration_s,
         jain_fifo=index["fifo"],
         jain_lottery=index["lottery"],
-        jain_drr=index["drr"],
         jain_vtc=index["vtc"],
         rows=rows,
     )

@@ -17,8 +17,7 @@ from rich.table import Table
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock
 from kvtide.server.names import Names
-from kvtide.server.regions.regions import CentralTier, RegionSettings, Synchroniser
-from kvtide.server.regions.requests import Manifest
+from kvtide.server.regions import CentralTier, Manifest, Synchroniser
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, Section, SectionId, SectionKind
@@ -148,8 +147,10 @@ def _region(centre: Counting, path: Path, sync_bytes_s: float, clock: ManualCloc
     store = TierStack([inner, central], write_back=[central])
     store.open()
     manifest.open()
-    settings, names = RegionSettings(sync_bytes_s_max=sync_bytes_s), Names(lambda tenant, namespace: 0)
-    return _Region(local, store, central, manifest, Synchroniser(inner, centre, manifest, names, settings, clock))
+    names = Names(lambda tenant, namespace: 0)
+    return _Region(
+        local, store, central, manifest, Synchroniser(inner, centre, manifest, names, sync_bytes_s, 256 << 20, clock)
+    )
 
 
 def _memory(blocks: int, clock: ManualClock) -> MemoryTier:

@@ -29,7 +29,7 @@ from kvtide.codec import LosslessCodec
 from kvtide.config import Limits, cache_home
 from kvtide.engines import device_part, untested_vllm, vllm_distribution
 from kvtide.errors import TierUnavailable
-from kvtide.server.http import listener_on
+from kvtide.server import listener_on
 from kvtide.server.settings import DEFAULT_LISTEN, FILES_MAX, ListenAddress, ServerSettings, parse_address
 from kvtide.tier import disk_path, open_tier
 from kvtide.tier.base import POOL_SCHEMES

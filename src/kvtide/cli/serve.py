@@ -6,7 +6,7 @@ import asyncio
 import logging
 import platform
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,15 @@ import typer
 from kvtide.cli.report import JsonOption, say
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server import Service, SettingsFile, backing_for, new_token, token_digest
-from kvtide.server.observe import ACCESS_LOGGER, AUDIT_LOGGER, write_log
+from kvtide.server import (
+    ACCESS_LOGGER,
+    AUDIT_LOGGER,
+    Service,
+    backing_for,
+    new_token,
+    token_digest,
+    write_log,
+)
 from kvtide.server.settings import (
     DEFAULT_LISTEN,
     ListenAddress,
@@ -94,17 +101,19 @@ def serve(
     # Few and about what the operator did.
     logging.getLogger("kvtide.server").setLevel(logging.INFO)
     read = partial(read_settings, config, changes)
-    _serve(read(), SettingsFile(config, read) if config else None, pool, name)
+    _serve(read(), read if config else None, pool, name)
 
 
-def _serve(settings: ServerSettings, source: SettingsFile | None, pool: str | None, name: str | None) -> None:
+def _serve(
+    settings: ServerSettings, read: Callable[[], ServerSettings] | None, pool: str | None, name: str | None
+) -> None:
     """Open everything, serve until a signal, and close everything. ValueError for what can't be had."""
     take_descriptors(settings.limits)
     check_memory(settings, memory_bytes())
     clock = SystemClock()
     backing = backing_for(settings, clock)
     member = _member(settings, pool, name) if pool is not None else None
-    service = Service(settings, backing, clock, member, source)
+    service = Service(settings, backing, clock, member, read)
     try:
         for logger, path in ((ACCESS_LOGGER, settings.access_log), (AUDIT_LOGGER, settings.audit_log)):
             if path is not None:

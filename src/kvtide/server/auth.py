@@ -6,16 +6,14 @@ are the same case, in the code and therefore in time.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import hashlib
 import hmac
 import re
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
-from enum import Enum, StrEnum
+from enum import Enum
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
@@ -35,16 +33,8 @@ _TOKEN_BYTES = 32
 _TOKEN_CHARACTERS_MAX = 256
 # A generation has twelve digits and never sinks: a leap to the last one would end all invalidation.
 GENERATION_STEP_MAX = 1024
-
-
 _UNIX = "unix"
 FORWARDED_HEADER = "x-forwarded-for"
-_SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"
-# What the protocol lets a line have, and what we take of a binary header's addresses and extensions.
-_LINE_BYTES_MAX = 107
-_BODY_BYTES_MAX = 1024
-_LOCAL, _PROXY = 0x20, 0x21
-_IPV4, _IPV6 = 0x1, 0x2
 
 
 class Scope(Enum):
@@ -79,10 +69,10 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Caller(NamedTuple):
-    """The sender of a request. `tenant` is empty where the server asks nobody for a token.
+    """The sender of a request; `tenant` is empty where the server asks nobody for a token.
 
-    `owner` is the tenant on whose account that is. A name that no grant lists has no account of its own, since there is
-    no end of such names: it is on the account of the grant, or of nobody.
+    `owner` is the tenant on whose account that is; for a name that no grant lists, as there is no end of such, the
+    grant's.
     """
 
     tenant: str
@@ -94,16 +84,16 @@ class Caller(NamedTuple):
 
     @property
     def generation_step_max(self) -> int:
-        """By how much the caller may raise a generation at once: a tenant by one, a server or an admin may restore."""
+        """The most by which the caller may raise a generation at once: a tenant by one, a server or an admin more."""
         is_trusted = self.is_relay or self.on_behalf_of or Scope.ADMIN in self.scopes
         return GENERATION_STEP_MAX if is_trusted else 1
 
     def may_act_for(self, tenant: str) -> bool:
-        """Tell whether the caller may ask for this tenant: itself, or one that its grant names."""
+        """True for the caller's own tenant, and those that its grant names."""
         return tenant == self.tenant or tenant in self.on_behalf_of or _EVERYBODY in self.on_behalf_of
 
     def acting_for(self, tenant: str) -> Caller:
-        """Return a tenant for whom the caller asks, without sight of the server. RequestRefused (403) if it may not."""
+        """The tenant for whom the caller asks, without `admin`. RequestRefused (403) if it may not."""
         if not _TENANT.fullmatch(tenant) or not self.may_act_for(tenant):
             raise RequestRefused(403, "the token may not ask for that tenant")
         is_relay = tenant in self.on_behalf_of
@@ -120,23 +110,23 @@ NOBODY = Caller("", frozenset(Scope), frozenset({_EVERYBODY}))
 
 
 def new_token() -> str:
-    """Return a fresh token: 256 bits from the system, so that a plain hash of it is as good as a slow one."""
+    """Make a token of 256 random bits, so that a plain hash of it is as good as a slow one."""
     return secrets.token_urlsafe(_TOKEN_BYTES)
 
 
 def token_digest(token: str) -> str:
-    """Return what a configuration keeps of a token."""
+    """SHA-256 of a token, as the configuration keeps it."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def tenants_named(grants: Sequence[Grant]) -> list[str]:
-    """Return the tenants that grants name, in order: whose they are and for whom they may ask."""
+    """Tenants whose grants these are or for whom they may ask, in order."""
     names = [name for grant in grants for name in (grant.tenant, *grant.on_behalf_of)]
     return [name for name in dict.fromkeys(names) if name != _EVERYBODY]
 
 
 def tenant_namespace(tenant: str, namespace: Namespace) -> Namespace:
-    """Return where a tenant's namespace is stored: SHA-256 over tag, tenant and namespace; itself without tenants."""
+    """Place of a tenant's namespace: SHA-256 over tag, tenant and namespace; itself without tenants."""
     if not tenant:
         return namespace
     name = tenant.encode()
@@ -144,7 +134,7 @@ def tenant_namespace(tenant: str, namespace: Namespace) -> Namespace:
 
 
 def generation_namespace(stored: Namespace, generation: int) -> Namespace:
-    """Return where a stored namespace's generation is: SHA-256 over tag, generation and namespace; 0 is itself."""
+    """Place of a stored namespace's generation: SHA-256 over tag, generation and namespace; 0 is itself."""
     if not generation:
         return stored
     return Namespace(hashlib.sha256(_GENERATION_TAG + generation.to_bytes(8, "little") + stored).digest())
@@ -194,28 +184,15 @@ def _token(authorization: str) -> str:
     return value[:_TOKEN_CHARACTERS_MAX]
 
 
-class ProxyHeader(StrEnum):
-    """The way trusted proxies name their clients: before a connection's first byte, or with each request."""
-
-    PROXY_PROTOCOL = "proxy-protocol"
-    X_FORWARDED_FOR = "x-forwarded-for"
-
-
 class Proxies:
-    """The addresses that are believed, and what. ValueError for one that is no address, network or `unix`."""
+    """Proxies that may say for whom they speak. ValueError for one that is no address, network or `unix`."""
 
-    def __init__(self, trusted: Sequence[str], header: ProxyHeader | None) -> None:
+    def __init__(self, trusted: Sequence[str]) -> None:
         self._networks: list[IPv4Network | IPv6Network] = [ip_network(each) for each in trusted if each != _UNIX]
         self._is_unix_trusted = _UNIX in trusted
-        self.header = header
-        if bool(trusted) != (header is not None):
-            raise ValueError("trusted_proxies and proxy_header belong together")
 
-    def speaks_for_others(self, host: str, header: ProxyHeader) -> bool:
-        """Tell whether a connection's peer is believed when it says by this header whom it speaks for."""
-        return self.header is header and self._is_trusted(host)
-
-    def _is_trusted(self, host: str) -> bool:
+    def is_trusted(self, host: str) -> bool:
+        """Tell whether a peer is believed when it names its client."""
         if host == _UNIX:
             return self._is_unix_trusted
         address = ip_address(host)
@@ -223,7 +200,7 @@ class Proxies:
 
     def client_of(self, headers: Mapping[str, str], host: str) -> str:
         """Return who sent a request: the last one of its chain that is not trusted, else the peer itself."""
-        if not self.speaks_for_others(host, ProxyHeader.X_FORWARDED_FOR):
+        if not self.is_trusted(host):
             return host
         for text in reversed(headers.get(FORWARDED_HEADER, "").split(",")):
             try:
@@ -232,7 +209,7 @@ class Proxies:
                 # What stands before this may be anybody's.
                 return host
             host = _plain(address)
-            if not self._is_trusted(host):
+            if not self.is_trusted(host):
                 return host
         return host
 
@@ -240,52 +217,3 @@ class Proxies:
 def _plain(address: IPv4Address | IPv6Address) -> str:
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return str(mapped or address).partition("%")[0]
-
-
-async def read_proxy_header(sock: socket.socket, host: str) -> str:
-    """Return who is behind a proxy, by the header that it sends first, of version 1 or 2; `host` if it says nobody.
-
-    Not a byte more is read. ValueError for anything else, ConnectionError if the proxy goes away.
-    """
-    loop = asyncio.get_running_loop()
-
-    async def read(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            came = await loop.sock_recv(sock, count - len(data))
-            if not came:
-                raise ConnectionResetError("the proxy closed within its header")
-            data += came
-        return data
-
-    start = await read(len(_SIGNATURE))
-    if start == _SIGNATURE:
-        command, family, *length = await read(4)
-        size = int.from_bytes(bytes(length), "big")
-        if size > _BODY_BYTES_MAX or command not in {_LOCAL, _PROXY}:
-            raise ValueError(f"a proxy's header of command {command:#x} and {size} bytes")
-        return _of_binary(command, family >> 4, await read(size), host)
-    while not start.endswith(b"\r\n"):
-        if len(start) >= _LINE_BYTES_MAX:
-            raise ValueError("a proxy's line that does not end")
-        start += await read(1)
-    return _of_line(start, host)
-
-
-def _of_binary(command: int, family: int, body: bytes, host: str) -> str:
-    if command == _LOCAL or family not in {_IPV4, _IPV6}:
-        # The proxy's own check, or an address of a kind that we don't count by.
-        return host
-    size = 4 if family == _IPV4 else 16
-    if len(body) < 2 * size + 4:
-        raise ValueError(f"a proxy's header with {len(body)} bytes of addresses")
-    return _plain(IPv4Address(body[:4]) if family == _IPV4 else IPv6Address(body[:16]))
-
-
-def _of_line(line: bytes, host: str) -> str:
-    words = line.decode("ascii", errors="replace").removesuffix("\r\n").split(" ")
-    if words[:2] == ["PROXY", "UNKNOWN"]:
-        return host
-    if len(words) != 6 or words[0] != "PROXY" or words[1] not in {"TCP4", "TCP6"}:
-        raise ValueError(f"expected a proxy's header, got {line[:40]!r}")
-    return _plain(ip_address(words[2]))

@@ -10,15 +10,15 @@ from http import HTTPStatus
 from typing import TypeVar
 
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server.auth import NOBODY, Scope
-from kvtide.server.http import BodyBuffers, Connection, Exchange, Guest, Reception, Workers, receive
-from kvtide.server.live import Live
-from kvtide.server.metrics import Metrics, Route
+from kvtide.server.auth import Scope
+from kvtide.server.http import Connection, Exchange, Guest, Reception, Resources, receive
+from kvtide.server.logs import AccessLog
+from kvtide.server.metrics import Route
 from kvtide.server.names import Listing
 from kvtide.server.objects import ObjectRequests
-from kvtide.server.observe import PAGES, AccessLog, Observability
-from kvtide.server.regions import RecordRequests, Region
-from kvtide.server.settings import ServerLimits
+from kvtide.server.pages import PAGES, Pages
+from kvtide.server.records import RecordRequests
+from kvtide.server.regions import Backing
 from kvtide.types import Namespace
 from kvtide.wire.http import RequestHead, parse_request_head
 from kvtide.wire.protocol import (
@@ -49,22 +49,16 @@ _LINGER_S_MAX = 1.0
 _LOOK_UPS_A_TURN = 256
 # Ends only when the reader does.
 _EVENTS = "/events"
-_METHODS: dict[type[ProtocolRoute], tuple[str, ...]] = {
-    ObjectRoute: ("GET", "HEAD", "PUT", "POST", "DELETE"),
-    ExistsRoute: ("POST",),
-    PrefetchRoute: ("POST",),
-    ListRoute: ("GET", "HEAD"),
-    RecordName: ("GET", "HEAD", "PUT", "DELETE"),
-    RecordsRoute: ("GET", "HEAD"),
-    PageRoute: ("GET", "HEAD"),
-}
-_KINDS = {
-    ObjectRoute: Route.OBJECT,
-    ExistsRoute: Route.EXISTS,
-    PrefetchRoute: Route.PREFETCH,
-    ListRoute: Route.LIST,
-    RecordName: Route.RECORDS,
-    RecordsRoute: Route.RECORDS,
+_READ = ("GET", "HEAD")
+# What a request counts as, and its methods. Pages count one by one.
+_ROUTES: dict[type[ProtocolRoute], tuple[Route, tuple[str, ...]]] = {
+    ObjectRoute: (Route.OBJECT, (*_READ, "PUT", "POST", "DELETE")),
+    ExistsRoute: (Route.EXISTS, ("POST",)),
+    PrefetchRoute: (Route.PREFETCH, ("POST",)),
+    ListRoute: (Route.LIST, _READ),
+    RecordName: (Route.RECORDS, (*_READ, "PUT", "DELETE")),
+    RecordsRoute: (Route.RECORDS, _READ),
+    PageRoute: (Route.OTHER, _READ),
 }
 
 
@@ -73,52 +67,41 @@ class Gateway:
 
     def __init__(
         self,
+        backing: Backing,
+        shared: Resources,
         reception: Reception,
         objects: ObjectRequests,
         records: RecordRequests,
-        listing: Listing,
-        buffers: BodyBuffers,
-        pages: Observability,
-        live: Live,
-        metrics: Metrics,
-        workers: Workers,
+        pages: Pages,
         access_log: AccessLog,
-        region: Region | None = None,
     ) -> None:
+        self._backing = backing
+        self._shared = shared
         self._reception = reception
         self._objects = objects
         self._records = records
-        self._listing = listing
-        self._buffers = buffers
         self._pages = pages
-        self._metrics = metrics
-        self._live = live
-        self._workers = workers
         self._access_log = access_log
-        self._region = region
+        self._listing = Listing(backing.store, backing.names)
         # Connections between a request's head and the end of its answer, where that is near.
         self.busy: set[Guest] = set()
 
-    @property
-    def _limits(self) -> ServerLimits:
-        return self._live.limits
-
     async def serve(self, stream: Connection, guest: Guest) -> None:
         """Answer a connection's requests until one of both sides ends it."""
-        self._metrics.connection_opened()
+        self._shared.metrics.connection_opened()
         try:
-            common_name = await stream.handshake(stream.now_s() + self._limits.head_s_max)
+            common_name = await stream.handshake(stream.now_s() + self._shared.live.limits.head_s_max)
             while await self._serve_one(stream, guest, common_name):
                 pass
         except (OSError, TimeoutError) as error:
             _log.debug("connection %s: %s", guest.client, error or "too slow")
         finally:
             stream.close()
-            self._metrics.connection_closed()
+            self._shared.metrics.connection_closed()
 
     async def _serve_one(self, stream: Connection, guest: Guest, common_name: str | None) -> bool:
         """Answer the next request. False if the connection ends with it."""
-        limits = self._limits
+        limits = self._shared.live.limits
         try:
             wait_s = limits.idle_s_max if guest.is_known else limits.head_s_max
             data = await stream.read_head(stream.now_s() + wait_s, limits.head_s_max)
@@ -126,9 +109,15 @@ class Gateway:
                 return False
             head = parse_request_head(data)
         except RequestRefused as error:
-            await self._refuse_head(stream, guest, error)
+            exchange = Exchange.begun(stream, guest, RequestHead("", "", {}, None, False), limits.head_s_max)
+            try:
+                await exchange.refuse(error)
+            finally:
+                self._note(exchange, Route.MALFORMED)
+            await stream.linger(stream.now_s() + _LINGER_S_MAX)
             return False
-        exchange = self._exchange(stream, guest, head)
+        exchange = Exchange.begun(stream, guest, head, limits.head_s_max)
+        exchange.is_kept_alive = head.is_kept_alive and not self._pages.is_draining
         if head.target != _EVENTS:
             self.busy.add(guest)
         try:
@@ -138,33 +127,11 @@ class Gateway:
             return exchange.is_kept_alive and not self._pages.is_draining
         finally:
             self.busy.discard(guest)
-            kind = _kind(exchange.route)
-            self._metrics.count_request(kind, exchange.status)
-            self._access_log.note(exchange, kind)
+            self._note(exchange, _kind(exchange.route))
 
-    def _exchange(self, stream: Connection, guest: Guest, head: RequestHead) -> Exchange:
-        return Exchange(
-            stream=stream,
-            client=guest.client,
-            address=guest.host,
-            head=head,
-            route=PageRoute(""),
-            caller=NOBODY,
-            owner=guest.address,
-            arrived_s=stream.head_began_s,
-            send_s_max=self._limits.head_s_max,
-            is_kept_alive=head.is_kept_alive and not self._pages.is_draining,
-            has_unread_body=bool(head.content_length),
-        )
-
-    async def _refuse_head(self, stream: Connection, guest: Guest, error: RequestRefused) -> None:
-        exchange = self._exchange(stream, guest, RequestHead("", "", {}, None, False))
-        try:
-            await exchange.refuse(error)
-        finally:
-            self._metrics.count_request(Route.MALFORMED, error.status)
-            self._access_log.note(exchange, Route.MALFORMED)
-        await stream.linger(stream.now_s() + _LINGER_S_MAX)
+    def _note(self, exchange: Exchange, kind: Route) -> None:
+        self._shared.metrics.count_request(kind, exchange.status)
+        self._access_log.note(exchange, kind)
 
     async def _answer(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:
         """Answer a request, or say that its deadline has passed, wherever it waits by then."""
@@ -184,7 +151,7 @@ class Gateway:
     async def _answer_at_leisure(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:
         try:
             await self._reception.let_in(exchange, guest, common_name)
-            allowed = _METHODS[type(exchange.route)]
+            _, allowed = _ROUTES[type(exchange.route)]
             if exchange.head.method not in allowed:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")
                 await exchange.refuse(refused, [("Allow", ", ".join(allowed))])
@@ -193,8 +160,8 @@ class Gateway:
             await self._dispatch(exchange)
             # What comes with a request that is refused may be anybody's.
             if told and exchange.status < HTTPStatus.BAD_REQUEST:
-                tenant, namespace = exchange.caller.tenant, _namespace(exchange.route)
-                self._metrics.count_decisions(tenant, namespace, told)
+                namespace = _namespace(exchange.route)
+                self._shared.metrics.count_decisions(exchange.caller.tenant, namespace, told)
         except RequestRefused as error:
             await exchange.refuse(error)
         except TierUnavailable as error:
@@ -207,11 +174,14 @@ class Gateway:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route, caller = exchange.route, exchange.caller
-        if isinstance(route, PageRoute):
-            await self._page(exchange, route.path)
+        if isinstance(route, PageRoute) and route.path != "/v1":
+            await self._pages.answer(exchange, route.path)
             return
-        if self._region is not None:
-            self._region.require_recovered()
+        if isinstance(route, PageRoute):
+            caller.require(Scope.READ)
+            await exchange.reply_json(await self._walked(exchange, self._listing.tenant(caller)))
+            return
+        self._backing.require_recovered()
         if isinstance(route, ObjectRoute):
             await self._objects.answer(exchange, route.id)
             return
@@ -231,7 +201,7 @@ class Gateway:
         size = exchange.head.content_length
         if size is None or size > EXISTS_BYTES_MAX:
             raise RequestRefused(411 if size is None else 413, f"expected at most {EXISTS_BYTES_MAX} bytes of JSON")
-        body, give_back = await receive(exchange, self._buffers, self._limits, size)
+        body, give_back = await receive(exchange, self._shared, size)
         try:
             return parse_look_ups(body)
         finally:
@@ -241,10 +211,9 @@ class Gateway:
         """Have objects brought to faster tiers. Its keys cost as much as requests for each."""
         keys, _ = await self._asked(exchange)
         self._reception.charge(exchange, len(keys))
-        ask = partial(
-            self._listing.prefetch, exchange.caller.tenant, route.namespace, keys, self._limits.object_bytes_max
-        )
-        await exchange.reply_json(PrefetchAnswer(await self._workers.read(exchange.owner, ask)))
+        tenant, size_max = exchange.caller.tenant, self._shared.live.limits.object_bytes_max
+        ask = partial(self._listing.prefetch, tenant, route.namespace, keys, size_max)
+        await exchange.reply_json(PrefetchAnswer(await self._shared.workers.read(exchange.owner, ask)))
 
     async def _exists(self, exchange: Exchange, route: ExistsRoute) -> None:
         """Answer a batched look-up. Its keys cost as much as requests for each, and no more of them go at a time."""
@@ -252,7 +221,7 @@ class Gateway:
         await self._objects.catch_up(exchange)
         tenant, advice = exchange.caller.tenant, hint(exchange.head.headers)
         if advice is not None:
-            self._metrics.count_hint(tenant)
+            self._shared.metrics.count_hint(tenant)
         look = self._listing.leading if leading_only else self._listing.present
         present: list[bool] = []
         for start in range(0, len(keys), _LOOK_UPS_A_TURN):
@@ -261,7 +230,7 @@ class Gateway:
             part = partial(look, tenant, route.namespace, asked)
             if leading_only and not start:
                 part = partial(self._listing.beginning, tenant, route.namespace, keys, len(asked), advice)
-            found = await self._workers.read(exchange.owner, part)
+            found = await self._shared.workers.read(exchange.owner, part)
             self._reception.charge(exchange, len(found))
             present += found
             if len(found) < len(asked):
@@ -269,28 +238,13 @@ class Gateway:
         leading = next((n for n, is_here in enumerate(present) if not is_here), len(present))
         await exchange.reply_json(ExistsAnswer(present + [False] * (len(keys) - len(present)), leading))
 
-    async def _page(self, exchange: Exchange, path: str) -> None:
-        if path != "/v1":
-            await self._pages.answer(exchange, path)
-            return
-        exchange.caller.require(Scope.READ)
-        await exchange.reply_json(await self._walked(exchange, self._listing.tenant(exchange.caller)))
-
     async def _walked(self, exchange: Exchange, walk: Iterator[_View | None]) -> _View:
         """Return what a walk comes to. Each slice of it waits for a turn, and costs as much as a request."""
         step: Callable[[], _View | None] = partial(next, walk)
-        while (found := await self._workers.read(exchange.owner, step)) is None:
+        while (found := await self._shared.workers.read(exchange.owner, step)) is None:
             self._reception.charge(exchange, 1)
             await self._reception.go_on(exchange)
         return found
-
-    async def keep_history(self) -> None:
-        """Keep an hour of the server's counters, until cancelled."""
-        await self._pages.keep_history()
-
-    def leave(self) -> None:
-        """Tell balancers to look elsewhere from now on."""
-        self._pages.is_leaving = True
 
     def drain(self) -> set[Guest]:
         """Take no more requests on connections that are here. Return those that are busy with one that will end."""
@@ -299,14 +253,13 @@ class Gateway:
 
 
 def _namespace(route: ProtocolRoute) -> Namespace:
-    """Return the namespace that a request is about, as its owner says it; without bytes if it is about none."""
+    """Namespace that a request is about, as its owner says it; empty if it is about none."""
     if isinstance(route, ObjectRoute):
         return route.id.namespace
     return route.namespace if isinstance(route, ExistsRoute | PrefetchRoute | ListRoute) else Namespace(b"")
 
 
 def _kind(route: ProtocolRoute) -> Route:
-    """Return what a request counts as."""
     if isinstance(route, PageRoute):
         return Route.LIST if route.path == "/v1" else PAGES.get(route.path, Route.OTHER)
-    return _KINDS[type(route)]
+    return _ROUTES[type(route)][0]

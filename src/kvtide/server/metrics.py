@@ -1,8 +1,7 @@
 """The server's counters, as Prometheus metrics in a registry that is passed in.
 
 Labels are bounded: tiers, routes and reasons are few, tenants beyond `tenants_max` share one label, and so do each
-tenant's namespaces beyond `namespaces_max`. What a hit is, clients say, who know what prompts asked for: a request is
-no look-up of a prompt's, since stores ask too and a load takes several ranges of an object.
+tenant's namespaces beyond `namespaces_max`. Clients say what a hit is: stores ask too, and a load is several requests.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from kvtide.outcomes import Choice, Decided
+from kvtide.server.quotas import Quotas
 from kvtide.server.scheduler import Scheduler
 from kvtide.types import Namespace, TierStats
 
@@ -56,11 +57,9 @@ class TenantTotals(NamedTuple):
     """One tenant's counters; `wait_s_p99` is the upper end of the bucket that holds it, None without waits."""
 
     tenant: str
-    sent_bytes: int
-    received_bytes: int
-    waits: int
-    wait_s_sum: float
-    wait_s_p99: float | None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    wait_s_p99: float | None = None
 
 
 class NamespaceStatus(msgspec.Struct, frozen=True):
@@ -74,11 +73,9 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class Metrics:
-    """The counters of one server. Thread-safe. What tiers and scheduler count themselves, `SourceCollector` reads."""
+    """The counters of one server, but for what `SourceCollector` reads. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry, tenants_max: int = 64, namespaces_max: int = 16) -> None:
-        if tenants_max <= 0 or namespaces_max <= 0:
-            raise ValueError(f"tenants_max and namespaces_max must be positive, got {tenants_max}, {namespaces_max}")
         self._tenants_max = tenants_max
         self._namespaces_max = namespaces_max
         self._lock = threading.Lock()
@@ -183,13 +180,10 @@ class Metrics:
 
     def reads(self) -> dict[str, int]:
         """Return how many objects were read (`found`), or were not here, by reason."""
-        counts: dict[str, int] = {}
-        for each in _samples(self._reads, "_total"):
-            counts[each.labels["result"]] = counts.get(each.labels["result"], 0) + int(each.value)
-        return counts
+        return _totals(self._reads, "result")
 
     def namespaces(self) -> list[NamespaceStatus]:
-        """Return what clients said of each namespace, and those that have objects from clients that said nothing."""
+        """Return what clients said of each namespace, those with objects of clients that said nothing included."""
         with self._lock:
             models = [(tenant, name, model) for tenant, names in self._models.items() for name, model in names.items()]
         found = {(tenant, name): NamespaceStatus(tenant, name, model, 0, {}) for tenant, name, model in models}
@@ -211,36 +205,27 @@ class Metrics:
 
     def tenants(self) -> list[TenantTotals]:
         """Return each label's counters, those of the tenants above the bound in one."""
-        sent = {each.labels["tenant"]: int(each.value) for each in _samples(self._sent, "_total")}
-        received = {each.labels["tenant"]: int(each.value) for each in _samples(self._received, "_total")}
-        waits = {each.labels["tenant"]: int(each.value) for each in _samples(self._waits, "_count")}
-        sums = {each.labels["tenant"]: each.value for each in _samples(self._waits, "_sum")}
+        sent, received = _totals(self._sent, "tenant"), _totals(self._received, "tenant")
         buckets: dict[str, list[tuple[float, float]]] = {}
         for each in _samples(self._waits, "_bucket"):
             buckets.setdefault(each.labels["tenant"], []).append((float(each.labels["le"]), each.value))
         return [
-            TenantTotals(
-                tenant,
-                sent.get(tenant, 0),
-                received.get(tenant, 0),
-                waits.get(tenant, 0),
-                sums.get(tenant, 0.0),
-                _p99(buckets.get(tenant, [])),
-            )
-            for tenant in dict.fromkeys([*sent, *received, *waits])
+            TenantTotals(tenant, sent.get(tenant, 0), received.get(tenant, 0), _p99(buckets.get(tenant, [])))
+            for tenant in dict.fromkeys([*sent, *received, *buckets])
         ]
 
 
-class _Sample(NamedTuple):
-    labels: dict[str, str]
-    value: float
-
-
-def _samples(metric: Counter | Gauge | Histogram, suffix: str) -> Iterator[_Sample]:
+def _samples(metric: Counter | Gauge | Histogram, suffix: str) -> Iterator[Sample]:
     for family in metric.collect():
-        for sample in family.samples:
-            if sample.name == family.name + suffix:
-                yield _Sample(sample.labels, sample.value)
+        yield from (sample for sample in family.samples if sample.name == family.name + suffix)
+
+
+def _totals(counter: Counter, label: str) -> dict[str, int]:
+    """Sums of a counter by one of its labels."""
+    totals: dict[str, int] = {}
+    for each in _samples(counter, "_total"):
+        totals[each.labels[label]] = totals.get(each.labels[label], 0) + int(each.value)
+    return totals
 
 
 def _p99(buckets: Sequence[tuple[float, float]]) -> float | None:
@@ -252,38 +237,60 @@ def _p99(buckets: Sequence[tuple[float, float]]) -> float | None:
 
 
 class SourceCollector(Collector):
-    """Reads tiers and scheduler whenever somebody asks for the metrics: they count for themselves."""
+    """Reads tiers, scheduler and quotas whenever somebody asks for the metrics: they count for themselves."""
 
-    def __init__(self, tier_stats: Callable[[], Sequence[TierStats]], scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        tier_stats: Callable[[], Sequence[TierStats]],
+        scheduler: Scheduler,
+        quotas: Quotas,
+        label: Callable[[str], str],
+    ) -> None:
         self._tier_stats = tier_stats
         self._scheduler = scheduler
+        self._quotas = quotas
+        self._label = label
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the tiers' and the scheduler's metrics."""
+        """Yield the metrics."""
         stats = self._tier_stats()
-        for name, text in (
-            ("hits", "Reads"),
-            ("misses", "Failed reads"),
-            ("evictions", "Evictions"),
-            ("faults", "Faults"),
-        ):
+        texts = {"hits": "Reads", "misses": "Failed reads", "evictions": "Evictions", "faults": "Faults"}
+        for name, text in texts.items():
             counter = CounterMetricFamily(f"kvtide_tier_{name}", f"{text} of a tier", labels=["tier"])
             for each in stats:
                 counter.add_metric([each.name], getattr(each, name))
             yield counter
-        for name, text in (("objects", "Objects"), ("used_bytes", "Bytes"), ("bytes_max", "Most bytes")):
-            gauge = GaugeMetricFamily(f"kvtide_tier_{name}", f"{text} in a tier", labels=["tier"])
-            for each in stats:
-                gauge.add_metric([each.name], getattr(each, name))
-            yield gauge
-        loads = self._scheduler.loads()
-        slots = GaugeMetricFamily("kvtide_send_slots", "Send slots", labels=["state"])
-        slots.add_metric(["used"], self._scheduler.slots_used)
-        slots.add_metric(["free"], self._scheduler.settings.slots - self._scheduler.slots_used)
-        yield slots
-        yield GaugeMetricFamily(
-            "kvtide_waiting_sends", "Bodies that wait for a slot", value=sum(load.waiting_sends for load in loads)
-        )
-        yield GaugeMetricFamily(
-            "kvtide_unsent_bytes", "Bytes queued and in flight", value=sum(load.unsent_bytes for load in loads)
-        )
+        for name, text in {"objects": "Objects", "used_bytes": "Bytes", "bytes_max": "Most bytes"}.items():
+            values = {each.name: getattr(each, name) for each in stats}
+            yield _gauge(f"kvtide_tier_{name}", f"{text} in a tier", "tier", values)
+        loads, used = self._scheduler.loads(), self._scheduler.slots_used
+        free = self._scheduler.settings.slots - used
+        yield _gauge("kvtide_send_slots", "Send slots", "state", {"used": used, "free": free})
+        for name, text, value in (
+            ("kvtide_waiting_sends", "Bodies that wait for a slot", sum(load.waiting_sends for load in loads)),
+            ("kvtide_unsent_bytes", "Bytes queued and in flight", sum(load.unsent_bytes for load in loads)),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        if self._quotas.is_counting:
+            yield from self._stored()
+
+    def _stored(self) -> Iterator[Metric]:
+        objects, stored = dict[str, float](), dict[str, float]()
+        for each in self._quotas.stored():
+            label = self._label(each.tenant)
+            objects[label] = objects.get(label, 0) + each.objects
+            stored[label] = stored.get(label, 0) + each.bytes
+        quotas = self._quotas.quotas()
+        most = {tenant: quota.bytes_max for tenant, quota in quotas.items() if quota.bytes_max is not None}
+        most_objects = {tenant: quota.objects_max for tenant, quota in quotas.items() if quota.objects_max is not None}
+        yield _gauge("kvtide_tenant_stored_objects", "Objects that a tenant has", "tenant", objects)
+        yield _gauge("kvtide_tenant_stored_bytes", "Bytes that a tenant has", "tenant", stored)
+        yield _gauge("kvtide_tenant_quota_bytes", "Bytes that a tenant may have", "tenant", most)
+        yield _gauge("kvtide_tenant_quota_objects", "Objects that it may have", "tenant", most_objects)
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    gauge = GaugeMetricFamily(name, text, labels=[label])
+    for each, value in values.items():
+        gauge.add_metric([each], value)
+    return gauge

@@ -1,8 +1,7 @@
 """Storage places of namespaces, their owners' names for them, and the requests about many of their objects.
 
-Invariant: a place is named by tenant, namespace and generation, so that what was stored under an earlier generation
-is not looked for any more. A name is known or it is not: none is ever guessed from a place. Listings walk through
-everybody's objects in slices, so that whoever asks for one waits between them for its turn.
+Invariant: a place is named by tenant, namespace and generation, so that nobody looks for what an earlier generation
+stored. No name is guessed from a place. Listings walk through everybody's objects in slices, with a turn for each.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ _SLICE_OBJECTS = 512
 class Names:
     """Names of stored namespaces in which objects were seen, the last `names_max` of them. Thread-safe.
 
-    Over the bound the tenant with the most names loses its oldest: nobody pushes out others' names by having many.
-    `generation` tells a tenant's namespace's present one; it must not wait.
+    Over the bound the tenant with the most names loses its oldest. `generation` tells a namespace's present one; it
+    must not wait.
     """
 
     def __init__(self, generation: Callable[[str, Namespace], int], names_max: int = 4096) -> None:
-        if names_max <= 0:
-            raise ValueError(f"names_max must be positive, got {names_max}")
         self._generation = generation
         self._names_max = names_max
         self._lock = threading.Lock()
@@ -44,14 +41,14 @@ class Names:
         self._places: dict[str, OrderedDict[Namespace, None]] = {}
 
     def place(self, tenant: str, namespace: Namespace, generation: int | None = None) -> Namespace:
-        """Return where a tenant's namespace is, of a generation or the present one."""
+        """Place of a tenant's namespace, of a generation or the present one."""
         of = self._generation(tenant, namespace) if generation is None else generation
         return generation_namespace(tenant_namespace(tenant, namespace), of)
 
     def ids(
         self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey], generation: int | None = None
     ) -> list[NamedId]:
-        """Return the ids under which a tenant's objects are stored, each with its name."""
+        """Ids under which a tenant's objects are stored, each with its name."""
         of = self._generation(tenant, namespace) if generation is None else generation
         name, stored = Name(tenant, namespace, of), self.place(tenant, namespace, of)
         return [NamedId.of(ObjectId(stored, key), name) for key in keys]
@@ -80,10 +77,7 @@ class Names:
         return name.generation == self._generation(name.tenant, name.namespace)
 
     def own(self, stored: ObjectId) -> ObjectId | None:
-        """Return a stored object's id as its owner says it.
-
-        None if nobody has named its namespace since the start, and for an earlier generation: its owner has it no more.
-        """
+        """A stored object's id as its owner says it; None without a name, or of an earlier generation."""
         name = stored.name if isinstance(stored, NamedId) else self.find(stored.namespace)
         return ObjectId(name.namespace, stored.key) if name is not None and self.is_current(name) else None
 
@@ -132,10 +126,7 @@ class Listing:
         yield ObjectList([ListedObject(info.id.key.hex(), info.size, info.last_use_s) for info in first])
 
     def tenant(self, caller: Caller) -> Iterator[TenantView | None]:
-        """Yield the namespaces in which a tenant has objects, as it names them, and the counters for an admin.
-
-        None comes before for each slice of work.
-        """
+        """Yield a tenant's namespaces, as it names them, and the counters for an admin, after None for each slice."""
         samples: dict[Namespace, ObjectId] = {}
         for infos in self._slices():
             samples.update((info.id.namespace, info.id) for info in infos)
@@ -148,8 +139,8 @@ class Listing:
     def _slices(self) -> Iterator[list[ObjectInfo]]:
         """Yield what everybody has, a few objects at a time."""
         infos = self._tier.objects()
-        while infos_now := list(islice(infos, _SLICE_OBJECTS)):
-            yield infos_now
+        while part := list(islice(infos, _SLICE_OBJECTS)):
+            yield part
 
     def _name(self, stored: Namespace, sample: ObjectId) -> Namespace | None:
         """Return what the owner calls a stored namespace, as one of its objects says."""

@@ -1,12 +1,16 @@
-"""The requests for one object: get, head, put, delete, and post for one that comes in pieces.
+"""The requests for one object: get, head, put, delete, and post for one that comes in pieces; objects lent to readers.
 
 Invariant: nothing of a body becomes visible to a tier before all of it has come and been verified; every buffer and
-lent object is given back, whatever happens to the connection.
+lent object is given back, whatever happens to the connection; readers of one tenant never keep so much of the memory
+tier that what others store has no room in it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -19,26 +23,33 @@ from kvtide.server.http import (
     BodyBuffers,
     Exchange,
     Headers,
+    Resources,
     Sender,
     SendOrder,
-    Workers,
+    Shares,
     lent_pieces,
     piece_bytes,
     receive,
+    take_buffer,
 )
-from kvtide.server.lending import Lending
-from kvtide.server.live import Live
-from kvtide.server.metrics import Metrics
-from kvtide.server.names import Names
 from kvtide.server.quotas import Quotas
-from kvtide.server.regions import Records, Region, stored_quality
+from kvtide.server.regions import Backing, Latest, stored_quality
 from kvtide.server.settings import ServerLimits
 from kvtide.server.uploads import Upload, Uploads
 from kvtide.tier import Tier
 from kvtide.tier.base import LentObject
+from kvtide.tier.breaker import until
 from kvtide.tier.pool import Member
 from kvtide.types import NamedId, ObjectId
-from kvtide.wire import StoredObject, object_quality, parse_object, version_tag
+from kvtide.wire import (
+    HEADER_BYTES,
+    StoredObject,
+    object_bytes,
+    object_quality,
+    parse_header,
+    parse_object,
+    version_tag,
+)
 from kvtide.wire.protocol import (
     AS_OF_HEADER,
     EPOCH_HEADER,
@@ -55,48 +66,155 @@ from kvtide.wire.protocol import (
 )
 from kvtide.wire.ranges import ByteRange, multipart, parse_ranges
 
-_REASON_CHARACTERS_MAX = 16
 _Result = TypeVar("_Result")
+_REASON_CHARACTERS_MAX = 16
+
+
+class Lending:
+    """Lends objects out of any tier. Runs on the event loop; what waits for a tier runs in `workers`."""
+
+    def __init__(self, shared: Resources) -> None:
+        self._shared = shared
+        # As they were at the start: what memory tiers hold does not change.
+        self._limits = limits = shared.live.limits
+        # Of the memory tier all readers hold a half at a time and one tenant's a quarter: the rest can be evicted.
+        self._memory = Shares(max(1, limits.memory_bytes_max // 2), max(1, limits.memory_bytes_max // 4))
+
+    def is_waited_for(self, owner: str) -> bool:
+        """Tell whether readers of this owner wait for memory that others of its readers hold."""
+        return self._memory.is_waited_for(owner)
+
+    async def lend(self, exchange: Exchange, tier: Tier, stored: ObjectId) -> LentObject | None:
+        """Lend an object, to be released once; None if it is not here, or damaged and therefore removed.
+
+        RequestRefused: 429 if the owner's readers hold all that they may, 503 if every buffer is in use.
+        """
+        # A thread takes ten times as long as what it would do here.
+        lent = await self._lent_at_once(exchange, tier, stored)
+        if lent is None:
+            buffers, size_max = self._shared.buffers, self._limits.object_bytes_max
+            action = partial(_lend, tier, stored, buffers, exchange.caller.tenant, size_max)
+            try:
+                lent = await self._shared.workers.read(exchange.owner, _in_time(exchange, action), _release)
+            except CorruptPayload:
+                self._shared.metrics.count_corrupt()
+                await self._shared.workers.write(exchange.owner, partial(tier.delete, stored, "corrupt"))
+        return lent
+
+    async def bring(self, exchange: Exchange, latest: Latest, stored: ObjectId) -> None:
+        """Copy an object here from whoever has the latest, if anybody has, through a buffer of the tenant's share.
+
+        RequestRefused: as `lend`, and 503 if somebody can't be asked.
+        """
+        tenant = exchange.caller.tenant
+
+        def brought() -> None:
+            with ExitStack() as held:
+
+                def take(size: int) -> memoryview:
+                    buffer = take_buffer(self._shared.buffers, size, tenant)
+                    held.callback(self._shared.buffers.give_back, buffer, tenant)
+                    return buffer
+
+                latest.bring(stored, take)
+
+        await self._shared.workers.read(exchange.owner, _in_time(exchange, brought))
+
+    async def _lent_at_once(self, exchange: Exchange, tier: Tier, stored: ObjectId) -> LentObject | None:
+        """Lend what needs no waiting for a disk; memory once its owner's share has room."""
+        lent, owner = tier.lend_at_once(stored), exchange.owner
+        if lent is None or lent.file is not None or exchange.head.method == "HEAD":
+            return lent
+        size = lent.size
+        if not self._memory.take_at_once(owner, size):
+            lent.release()
+            try:
+                async with asyncio.timeout(self._limits.head_s_max):
+                    await self._memory.take(owner, size)
+            except TimeoutError:
+                raise RequestRefused(429, "readers hold all the memory they may", retry_after_s=1.0) from None
+            lent = tier.lend_at_once(stored)
+            if lent is None or lent.size != size:
+                # It was evicted or replaced meanwhile.
+                _release(lent)
+                self._memory.give_back(owner, size)
+                return None
+        return LentObject(size, lent.head, lent.views, None, partial(self._take_back, lent, owner))
+
+    def _take_back(self, lent: LentObject, owner: str) -> None:
+        lent.release()
+        self._memory.give_back(owner, lent.size)
+
+
+def _in_time(exchange: Exchange, action: Callable[[], _Result]) -> Callable[[], _Result]:
+    """Return the action with the request's deadline, if it has one, for the servers that it asks."""
+    deadline_s = exchange.start_deadline_s
+
+    def run() -> _Result:
+        with until(deadline_s if deadline_s is not None else math.inf):
+            return action()
+
+    return run
+
+
+def _release(lent: LentObject | None) -> None:
+    if lent is not None:
+        lent.release()
+
+
+def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_max: int) -> LentObject | None:
+    """Lend an object, out of a buffer of ours where the tier can't lend. CorruptPayload if that is no object."""
+    if (lent := tier.lend(stored)) is not None:
+        return lent
+    head = bytearray(HEADER_BYTES)
+    came = tier.get_into(stored, memoryview(head))
+    if came is None:
+        return None
+    size = object_bytes(head[:came])
+    if not HEADER_BYTES <= size <= size_max:
+        raise CorruptPayload(f"{stored}: {came} bytes of a head say that the object has {size}")
+    buffer = take_buffer(buffers, size, tenant)
+    give_back = partial(buffers.give_back, buffer, tenant)
+    try:
+        read = tier.get_into(stored, buffer[:size])
+        if read is None:
+            give_back()
+            return None
+        parse_header(buffer[:read])
+        if read != size:
+            raise CorruptPayload(f"{stored}: {read} bytes came of an object of {size}")
+    except BaseException:
+        give_back()
+        raise
+    return LentObject(size, bytes(head), (buffer[:size],), None, give_back)
 
 
 class ObjectRequests:
-    """Answers for single objects out of one tier. Runs on the event loop; the tier's calls run in `workers`."""
+    """Answers for single objects. Runs on the event loop; what waits for a tier runs in the workers."""
 
     def __init__(
         self,
-        tier: Tier,
-        records: Records,
-        names: Names,
+        backing: Backing,
+        shared: Resources,
         sender: Sender,
-        lending: Lending,
-        buffers: BodyBuffers,
-        live: Live,
-        metrics: Metrics,
-        workers: Workers,
         quotas: Quotas,
         uploads: Uploads,
         member: Member | None = None,
-        region: Region | None = None,
     ) -> None:
-        self._tier = tier
+        self._backing = backing
+        self._tier: Tier = backing.store
         # Where a PUT looks whether the object is here: what the centre has is of no use if that falls silent.
-        self._local: Tier = region.local if region is not None else tier
-        self._records = records
-        self._names = names
-        self._metrics = metrics
+        self._local: Tier = backing.local
+        self._shared = shared
         self._sender = sender
-        self._lending = lending
-        self._buffers = buffers
-        self._live = live
-        self._workers = workers
+        self._lending = Lending(shared)
         self._quotas = quotas
         self._uploads = uploads
         self._member = member
-        self._region = region
 
     @property
     def _limits(self) -> ServerLimits:
-        return self._live.limits
+        return self._shared.live.limits
 
     async def answer(self, exchange: Exchange, object_id: ObjectId) -> None:
         """Answer GET, HEAD, PUT, POST or DELETE. RequestRefused if that is an error."""
@@ -111,56 +229,55 @@ class ObjectRequests:
 
     async def catch_up(self, exchange: Exchange) -> None:
         """Have the centre's records for a request that wants fresher ones than ours. RequestRefused if it can't be."""
-        central = self._region.central if self._region is not None else None
+        central = self._backing.central
         if central is not None and (central.is_too_old_for(exchange.head.headers) or central.is_needed):
             # Objects can't be out of date, but their namespace's generation can.
-            await self._workers.read(exchange.owner, central.require_latest)
+            await self._shared.workers.read(exchange.owner, central.require_latest)
 
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.READ)
-        region, method = self._region, exchange.head.method
+        latest, method = self._backing.latest, exchange.head.method
         await self.catch_up(exchange)
         stored = await self._stored(exchange, object_id, 404)
         if self._quotas.is_expired(stored):
-            await self._workers.write(exchange.owner, partial(self._tier.delete, stored, "expired"))
+            await self._shared.workers.write(exchange.owner, partial(self._tier.delete, stored, "expired"))
         tier = self._tier_for(exchange, stored)
         lent = await self._lending.lend(exchange, tier, stored)
-        if lent is None and region is not None and FORCE_HEADER in exchange.head.headers:
-            await self._lending.bring(exchange, region.latest, stored)
+        if lent is None and latest is not None and FORCE_HEADER in exchange.head.headers:
+            await self._lending.bring(exchange, latest, stored)
             lent = await self._lending.lend(exchange, tier, stored)
         lent = lent or self._uploads.lend(stored, method, exchange.head.headers)
         if lent is None:
             if not await self._is_sent_on(exchange, object_id):
                 reason = await self._reply_absent(exchange, stored)
                 if method == "GET":
-                    self._metrics.count_absent(exchange.caller.tenant, reason)
+                    self._shared.metrics.count_absent(exchange.caller.tenant, reason)
             return
-        self._names.note(stored)
+        self._backing.names.note(stored)
         try:
             await self._send(exchange, lent)
         finally:
             lent.release()
 
     async def _stored(self, exchange: Exchange, object_id: ObjectId, otherwise: int) -> NamedId:
-        """Return the id under which an object is stored. RequestRefused for one that is meant of another generation.
+        """Id under which an object is stored. RequestRefused (`otherwise`) if another generation is meant.
 
         PUT and POST may also teach us that a generation has risen, by a bounded step, unless we have a centre.
         """
         tenant, name = exchange.caller.tenant, object_id.namespace
-        meant = generation(exchange.head.headers)
-        known = self._records.generation(tenant, name)
-        is_centre = self._region is None or self._region.central is None
-        if meant is not None and meant > known and is_centre and exchange.head.method in {"PUT", "POST"}:
+        meant, records = generation(exchange.head.headers), self._backing.records
+        known, is_write = records.generation(tenant, name), exchange.head.method in {"PUT", "POST"}
+        if meant is not None and meant > known and is_write and self._backing.central is None:
             record = RecordName(RecordKind.GENERATION, name.hex())
             taught = min(meant, known + exchange.caller.generation_step_max)
-            await self._workers.write(exchange.owner, partial(self._records.write, tenant, record, str(taught)))
+            await self._shared.workers.write(exchange.owner, partial(records.write, tenant, record, str(taught)))
             exchange.change = f"wrote generation/{record.name}: {taught}"
         # Read once: it may rise at any moment.
-        known = self._records.generation(tenant, name)
+        known = records.generation(tenant, name)
         if meant is not None and meant != known:
             reasons = {404: "no such object", 409: f"the namespace is at generation {known}, not {meant}"}
             raise RequestRefused(otherwise, reasons[otherwise])
-        found = self._names.ids(tenant, name, [object_id.key], known)[0]
+        found = self._backing.names.ids(tenant, name, [object_id.key], known)[0]
         self._quotas.note(found.namespace, tenant)
         return found
 
@@ -174,20 +291,18 @@ class ObjectRequests:
         return True
 
     def _tier_for(self, exchange: Exchange, stored: ObjectId) -> Tier:
-        """Return where to look: what is here alone if a region asks, or if the latest is looked for apart anyway."""
-        region, headers = self._region, exchange.head.headers
-        if region is None:
-            return self._tier
-        region.note_use(stored)
-        return region.local if LOCAL_HEADER in headers or FORCE_HEADER in headers else self._tier
+        """The tier to look in: what is here alone if a region asks, or if the latest is looked for apart."""
+        self._backing.note_use(stored)
+        is_local = LOCAL_HEADER in exchange.head.headers or FORCE_HEADER in exchange.head.headers
+        return self._local if is_local else self._tier
 
     def _as_of(self) -> list[tuple[str, str | int]]:
-        as_of_s = self._region.as_of_s() if self._region else None
+        as_of_s = self._backing.as_of_s()
         return [] if as_of_s is None else [(AS_OF_HEADER, f"{as_of_s:.3f}")]
 
     async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> str | None:
         """Say that an object is not here, and why if that is remembered. Return the reason."""
-        reason = await self._workers.read(exchange.owner, partial(self._tier.removed_reason, stored))
+        reason = await self._shared.workers.read(exchange.owner, partial(self._tier.removed_reason, stored))
         known: Headers = [(REMOVED_HEADER, reason)] if reason else []
         await exchange.refuse(RequestRefused(404, "no such object"), [*known, *self._as_of()])
         return reason
@@ -218,7 +333,7 @@ class ObjectRequests:
             return
         if asked[0].start == 0:
             # Whoever loads layer by layer reads an object in several ranges.
-            self._metrics.count_read(exchange.caller.tenant)
+            self._shared.metrics.count_read(exchange.caller.tenant)
         order = SendOrder(
             stream=exchange.stream,
             head=exchange.begin(status, count, common),
@@ -234,26 +349,25 @@ class ObjectRequests:
         )
         exchange.wait_s = await self._sender.send(order)
         exchange.status, exchange.sent_bytes = status, count
-        self._metrics.count_sent(exchange.caller.tenant, count)
+        self._shared.metrics.count_sent(exchange.caller.tenant, count)
 
     async def _put(self, exchange: Exchange, object_id: ObjectId) -> None:
-        size = self._body_bytes(exchange)
+        size, tenant = self._body_bytes(exchange), exchange.caller.tenant
         stored = await self._stored(exchange, object_id, 409)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
         if "expect" in exchange.head.headers:
             look = partial(self._local.contains, stored)
-            if await self._workers.read(exchange.owner, look):
+            if await self._shared.workers.read(exchange.owner, look):
                 await exchange.reply(200)
                 return
-        tenant = exchange.caller.tenant
         with self._quotas.room(tenant, size):
-            body, give_back = await receive(exchange, self._buffers, self._limits, size)
-            is_new = await self._store(exchange, object_id, stored, body, give_back)
-            self._metrics.count_received(tenant, size)
+            body, give_back = await receive(exchange, self._shared, size)
+            is_new = await self._write(exchange, partial(self._store, tenant, object_id, stored, body), give_back)
+            self._shared.metrics.count_received(tenant, size)
             await exchange.reply(201 if is_new else 200)
 
     def _body_bytes(self, exchange: Exchange) -> int:
-        """Return how long the body is of who may write. RequestRefused (403, 411, 413) for others."""
+        """Length of the body of who may write. RequestRefused (403, 411, 413) for others."""
         exchange.caller.require(Scope.WRITE)
         size = exchange.head.content_length
         if size is None:
@@ -268,28 +382,47 @@ class ObjectRequests:
         if size > size_max:
             raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
 
-    async def _store(
-        self, exchange: Exchange, object_id: ObjectId, stored: NamedId, body: memoryview, give_back: Callable[[], None]
-    ) -> bool:
-        """Verify and store an object; False if one as good was here. RequestRefused (422, 507) if it can't be."""
-        note = partial(self._metrics.note_model, exchange.caller.tenant, object_id.namespace)
-        store = partial(_store, self._tier, self._local, stored, object_id, body, give_back, note)
-        return await self._write(exchange, store, give_back)
-
     async def _write(self, exchange: Exchange, action: Callable[[], _Result], give_back: Callable[[], None]) -> _Result:
-        """Run in a thread what uses a buffer: from here on that is the thread's, also if this task ends before it."""
+        """Run in a thread what uses a buffer, and give that back. RequestRefused (422) for damaged bytes."""
+
+        def act() -> _Result:
+            try:
+                return action()
+            finally:
+                give_back()
+
         try:
-            return await self._workers.write(exchange.owner, action, give_back)
-        except RequestRefused as error:
-            if error.status == 422:
-                self._metrics.count_corrupt()
-            raise
+            # From here on the buffer is the thread's, also if this task ends before it.
+            return await self._shared.workers.write(exchange.owner, act, give_back)
+        except CorruptPayload as error:
+            self._shared.metrics.count_corrupt()
+            raise RequestRefused(422, str(error)) from error
+
+    def _store(self, tenant: str, claimed: ObjectId, stored: NamedId, body: memoryview) -> bool:
+        """Verify a body and store it, in the place of a coarser one too. False if one as good was here already.
+
+        CorruptPayload if it is not the object that it claims to be, RequestRefused (507) if there is no room.
+        """
+        is_here = self._local.contains(stored)
+        if is_here and object_quality(body) >= stored_quality(self._local, stored):
+            return False
+        parsed = parse_object(body, claimed)
+        parsed.sections()
+        self._shared.metrics.note_model(tenant, claimed.namespace, parsed.meta.model)
+        tier = self._tier
+        put = tier.replace if is_here and tier.can_replace else tier.put_from
+        try:
+            if not put(stored, body):
+                raise RequestRefused(507, "no tier took the object")
+        except TierFull as error:
+            raise RequestRefused(507, str(error)) from error
+        return True
 
     async def _post(self, exchange: Exchange, object_id: ObjectId) -> None:
         """Take pieces of an object, and store it once it is whole."""
         size, tenant = self._body_bytes(exchange), exchange.caller.tenant
         stored = await self._stored(exchange, object_id, 409)
-        body, give_back = await receive(exchange, self._buffers, self._limits, size)
+        body, give_back = await receive(exchange, self._shared, size)
 
         def is_wanted(announced: StoredObject) -> bool:
             if self._local.contains(stored) and announced.quality >= stored_quality(self._local, stored):
@@ -299,29 +432,23 @@ class ObjectRequests:
                 return True
 
         def take() -> tuple[Upload | None, list[int]]:
-            try:
-                upload = self._uploads.take(stored, object_id, exchange.owner, body, is_wanted)
-                return upload, upload.missing() if upload is not None else []
-            except CorruptPayload as error:
-                raise RequestRefused(422, str(error)) from error
-            finally:
-                give_back()
+            upload = self._uploads.take(stored, object_id, exchange.owner, body, is_wanted)
+            return upload, upload.missing() if upload is not None else []
 
         upload, missing = await self._write(exchange, take, give_back)
-        self._metrics.count_received(tenant, size)
+        self._shared.metrics.count_received(tenant, size)
         if upload is None:
             await exchange.reply(200)
-        elif missing:
+            return
+        if missing:
             answer = msgspec.json.encode(PiecesAnswer(missing))
             await exchange.reply(202, answer, [("Content-Type", "application/json")])
-        else:
-            await self._store_upload(exchange, object_id, stored, upload)
-
-    async def _store_upload(self, exchange: Exchange, object_id: ObjectId, stored: NamedId, upload: Upload) -> None:
+            return
         try:
-            with self._quotas.room(exchange.caller.tenant, upload.stored.object_bytes):
+            with self._quotas.room(tenant, upload.stored.object_bytes):
                 lent = self._uploads.lend_whole(upload)
-                is_new = await self._store(exchange, object_id, stored, lent.views[0], lent.release)
+                store = partial(self._store, tenant, object_id, stored, lent.views[0])
+                is_new = await self._write(exchange, store, lent.release)
         finally:
             self._uploads.drop(*upload.name)
         await exchange.reply(201 if is_new else 200)
@@ -333,43 +460,8 @@ class ObjectRequests:
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
             raise RequestRefused(400, f"{REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")
         self._uploads.drop(stored)
-        if await self._workers.write(exchange.owner, partial(self._tier.delete, stored, reason)):
+        if await self._shared.workers.write(exchange.owner, partial(self._tier.delete, stored, reason)):
             exchange.change = f"deleted {object_id.namespace.hex()}/{object_id.key.hex()}: {reason}"
             await exchange.reply(204)
         else:
             await self._reply_absent(exchange, stored)
-
-
-def _store(
-    tier: Tier,
-    local: Tier,
-    stored: ObjectId,
-    claimed: ObjectId,
-    body: memoryview,
-    release: Callable[[], None],
-    note_model: Callable[[str], None],
-) -> bool:
-    """Verify a body and store it, in the place of a coarser one too; say what it calls its model.
-
-    False if one as good was in the `local` tiers already.
-
-    RequestRefused if it is not the object that it claims to be, or there is no room.
-    """
-    try:
-        is_here = local.contains(stored)
-        if is_here and object_quality(body) >= stored_quality(local, stored):
-            return False
-        parsed = parse_object(body, claimed)
-        parsed.sections()
-        note_model(parsed.meta.model)
-        put = tier.replace if is_here and tier.can_replace else tier.put_from
-        is_stored = put(stored, body)
-    except CorruptPayload as error:
-        raise RequestRefused(422, str(error)) from error
-    except TierFull as error:
-        raise RequestRefused(507, str(error)) from error
-    finally:
-        release()
-    if not is_stored:
-        raise RequestRefused(507, "no tier took the object")
-    return True

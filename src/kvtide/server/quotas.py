@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import generation_namespace, tenant_namespace
@@ -51,8 +49,8 @@ class Stored(NamedTuple):
     """One tenant's stored objects and bytes here."""
 
     tenant: str
-    objects: int
-    bytes: int
+    objects: int = 0
+    bytes: int = 0
 
 
 class _Entry(NamedTuple):
@@ -66,11 +64,11 @@ class _Entry(NamedTuple):
 class Quotas:
     """Counts what tiers hold for each tenant, as an observer of their stack. Thread-safe.
 
-    `quotas` gives those that hold now; without any, nothing is counted.
+    `quotas` gives those that hold now; without any at the start, nothing is counted.
     """
 
     def __init__(self, quotas: Callable[[], Mapping[str, Quota]], wall_s: Callable[[], float]) -> None:
-        self._quotas = quotas
+        self.quotas = quotas
         self._wall_s = wall_s
         self.is_counting = bool(quotas())
         self._lock = threading.Lock()
@@ -82,7 +80,7 @@ class Quotas:
         self._coming: dict[str, Stored] = {}
 
     def _quota(self, tenant: str) -> Quota:
-        quotas = self._quotas()
+        quotas = self.quotas()
         return quotas.get(tenant) or quotas.get(OTHERS) or Quota()
 
     def note(self, stored: Namespace, tenant: str) -> None:
@@ -102,29 +100,20 @@ class Quotas:
             return
         quota = self._quota(tenant)
         with self._lock:
-            held, coming = self._held.get(tenant, Stored(tenant, 0, 0)), self._coming.get(tenant, Stored(tenant, 0, 0))
-            objects, total = held.objects + coming.objects, held.bytes + coming.bytes
+            held, coming = self._held.get(tenant, Stored(tenant)), self._coming.get(tenant, Stored(tenant))
             for name, wanted, most in (
-                ("bytes_max", total + size, quota.bytes_max),
-                ("objects_max", objects + 1, quota.objects_max),
+                ("bytes_max", held.bytes + coming.bytes + size, quota.bytes_max),
+                ("objects_max", held.objects + coming.objects + 1, quota.objects_max),
                 ("objects counted by this server", self._counted + 1, COUNTED_MAX),
             ):
                 if most is not None and wanted > most:
                     raise RequestRefused(507, f"the tenant's quota {name} is {most}, {wanted} were needed")
-            self._coming[tenant] = Stored(tenant, coming.objects + 1, coming.bytes + size)
+            _add(self._coming, tenant, 1, size)
         try:
             yield
         finally:
             with self._lock:
-                self._take_off(self._coming, tenant, size)
-
-    @staticmethod
-    def _take_off(counts: dict[str, Stored], tenant: str, size: int) -> None:
-        left = Stored(tenant, counts[tenant].objects - 1, counts[tenant].bytes - size)
-        if left.objects:
-            counts[tenant] = left
-        else:
-            del counts[tenant]
+                _add(self._coming, tenant, -1, -size)
 
     def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
         """Count an object that a tier has now."""
@@ -142,8 +131,7 @@ class Quotas:
             entry = _Entry(tenant, size, stored_s, 1 << tier)
             self._entries.setdefault(object_id.namespace, {})[object_id.key] = entry
             self._counted += 1
-            held = self._held.get(tenant, Stored(tenant, 0, 0))
-            self._held[tenant] = Stored(tenant, held.objects + 1, held.bytes + size)
+            _add(self._held, tenant, 1, size)
 
     def removed(self, object_id: ObjectId, tier: int) -> None:
         """Take an object off that a tier has no longer, if it was the last that had it."""
@@ -160,7 +148,7 @@ class Quotas:
             if not keys:
                 del self._entries[object_id.namespace]
             self._counted -= 1
-            self._take_off(self._held, entry.tenant, entry.size)
+            _add(self._held, entry.tenant, -1, -entry.size)
 
     def recount(self, stack: TierStack, tenants: Sequence[str], generation: Callable[[str, Namespace], int]) -> None:
         """Count what the stack's tiers have from before the start, for those of `tenants` that it belongs to."""
@@ -205,6 +193,13 @@ class Quotas:
                 assert held == Stored(tenant, len(own), sum(own))
 
 
+def _add(counts: dict[str, Stored], tenant: str, objects: int, size: int) -> None:
+    held = counts.get(tenant, Stored(tenant))
+    counts[tenant] = Stored(tenant, held.objects + objects, held.bytes + size)
+    if not counts[tenant].objects:
+        del counts[tenant]
+
+
 def _owner(
     tier: Tier, object_id: ObjectId, tenants: Sequence[str], generation: Callable[[str, Namespace], int]
 ) -> str | None:
@@ -219,33 +214,3 @@ def _owner(
             if generation_namespace(tenant_namespace(tenant, name), number) == object_id.namespace:
                 return tenant
     return None
-
-
-class QuotaCollector(Collector):
-    """Tenants' stocks and limits, counted whenever somebody asks for the metrics."""
-
-    def __init__(self, quotas: Quotas, limits: Callable[[], Mapping[str, Quota]], label: Callable[[str], str]) -> None:
-        self._stored = quotas.stored
-        self._limits = limits
-        self._label = label
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the gauges."""
-        objects = GaugeMetricFamily("kvtide_tenant_stored_objects", "Objects that a tenant has", labels=["tenant"])
-        stored = GaugeMetricFamily("kvtide_tenant_stored_bytes", "Bytes that a tenant has", labels=["tenant"])
-        counts: dict[str, Stored] = {}
-        for each in self._stored():
-            label = self._label(each.tenant)
-            before = counts.get(label, Stored(label, 0, 0))
-            counts[label] = Stored(label, before.objects + each.objects, before.bytes + each.bytes)
-        for each in counts.values():
-            objects.add_metric([each.tenant], each.objects)
-            stored.add_metric([each.tenant], each.bytes)
-        most = GaugeMetricFamily("kvtide_tenant_quota_bytes", "Bytes that a tenant may have", labels=["tenant"])
-        most_objects = GaugeMetricFamily("kvtide_tenant_quota_objects", "Objects that it may have", labels=["tenant"])
-        for tenant, quota in self._limits().items():
-            if quota.bytes_max is not None:
-                most.add_metric([tenant], quota.bytes_max)
-            if quota.objects_max is not None:
-                most_objects.add_metric([tenant], quota.objects_max)
-        yield from (objects, stored, most, most_objects)

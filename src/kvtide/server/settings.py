@@ -1,6 +1,7 @@
-"""The server's configuration: one TOML file, flags on top; and whether the machine has what its bounds ask for.
+"""The server's configuration: one TOML file, flags on top; the settings that hold now; what the machine has for them.
 
-Every bound of the server has its name here.
+Every bound of the server has its name here. Invariant: new settings are taken whole or not at all; what can't change in
+a running server keeps its value.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import ssl
 import tomllib
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from kvtide.config import Limits
-from kvtide.server.auth import Grant, Proxies, ProxyHeader
+from kvtide.clock import Clock
+from kvtide.server.auth import Gate, Grant, Proxies
 from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path
@@ -41,13 +43,29 @@ DRAIN_DELAY_S_MAX = 600.0
 DEFAULT_LISTEN = "127.0.0.1:7421"
 _log = logging.getLogger(__name__)
 _CGROUP = Path("/sys/fs/cgroup")
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+# What may change while the server runs; the others are in sizes of pools and names of files that are open.
+_LIVE = frozenset({"grants", "tls", "limits", "sending", "drain_delay_s", "quotas", "trusted_proxies"})
+_LIVE_LIMITS = frozenset(
+    {
+        "object_bytes_max",
+        "tenant_requests_s_max",
+        "stranger_requests_s_max",
+        "idle_s_max",
+        "head_s_max",
+        "rate_bytes_s_min",
+        "drain_s_max",
+        "log_lines_s_max",
+        "stranger_log_lines_s_max",
+    }
+)
 
 
 class ProgressBudget:
     """A bucket of time: waiting empties it, bytes that move fill it, up to `slow_s_max` seconds.
 
-    So a peer is never slower than `bytes_s_min` for longer than that, however fast it was before. `due_s` is when the
-    bucket is empty if nothing moves.
+    So a peer is never slower than `bytes_s_min` for longer than that. `due_s` is when it is empty if nothing moves.
     """
 
     def __init__(self, slow_s_max: float, bytes_s_min: float, now_s: float) -> None:
@@ -105,28 +123,14 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
 
-    def of_tiers(self) -> Limits:
-        """Return the bounds that tiers take."""
-        return Limits(memory_bytes_max=self.memory_bytes_max, disk_bytes_max=self.disk_bytes_max)
-
     @property
     def resident_bytes_max(self) -> int:
-        """Return the most memory that a server with memory tiers of these bounds takes."""
+        """The most memory that a server with memory tiers of these bounds takes."""
         bodies = self.buffer_bytes_max + self.uploads_bytes_max
         return PROCESS_BYTES + self.memory_bytes_max + bodies + self.connections_max * CONNECTION_BYTES
 
-    @property
-    def lent_bytes_max(self) -> int:
-        """Return how much of the memory tier readers hold at a time: the rest can be evicted."""
-        return max(1, self.memory_bytes_max // 2)
-
-    @property
-    def tenant_lent_bytes_max(self) -> int:
-        """Return how much of the memory tier one tenant's readers hold at a time, but for one object alone."""
-        return max(1, self.memory_bytes_max // 4)
-
     def pace(self, now_s: float) -> ProgressBudget:
-        """Return how slow a body may be that begins now."""
+        """Bound of a body that begins now."""
         return ProgressBudget(self.head_s_max, self.rate_bytes_s_min, now_s)
 
 
@@ -159,9 +163,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls: TlsSettings | None = None
     limits: ServerLimits = ServerLimits()
     sending: SchedulerSettings = SchedulerSettings()
-    # Addresses, networks or `unix` of proxies that are believed, and how they say whom they speak for.
+    # Addresses, networks or `unix` of proxies whose X-Forwarded-For is believed.
     trusted_proxies: tuple[str, ...] = ()
-    proxy_header: ProxyHeader | None = None
     # What tenants may have in this server's own tiers, by name; "*" for all others.
     quotas: Mapping[str, Quota] = {}
     is_open_to_all: bool = False
@@ -199,7 +202,7 @@ class ListenAddress(NamedTuple):
 
 
 def parse_address(text: str) -> ListenAddress:
-    """Return an address from `host:port`, `[v6]:port` or `unix:/path`. ValueError for anything else."""
+    """Parse `host:port`, `[v6]:port` or `unix:/path`. ValueError for anything else."""
     if text.startswith("unix:/"):
         return ListenAddress("", 0, text.removeprefix("unix:"))
     host, _, port = text.rpartition(":")
@@ -209,7 +212,7 @@ def parse_address(text: str) -> ListenAddress:
 
 
 def records_path(settings: ServerSettings) -> Path | None:
-    """Return the file of a server's records; None if there is no place for one."""
+    """File of a server's records; None if there is no place for one."""
     if settings.records is not None:
         return settings.records
     if settings.manifest is not None:
@@ -217,14 +220,8 @@ def records_path(settings: ServerSettings) -> Path | None:
     return next((path / "records" for url in settings.tiers if (path := disk_path(url)) is not None), None)
 
 
-def are_records_kept(settings: ServerSettings) -> bool:
-    """Tell whether records last as long as what they are about: in a file, unless all of that is in memory."""
-    is_memory = all(url.startswith("memory://") for url in settings.tiers)
-    return is_memory or records_path(settings) is not None
-
-
 def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSettings:
-    """Return the settings of a TOML file, or the defaults, with these top-level fields changed.
+    """Read a TOML file, or the defaults, with these top-level fields changed.
 
     ValueError if the file can't be read, holds something unknown or off, or listening would let strangers in.
     """
@@ -244,25 +241,26 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
             f"{address} can be reached by others and no grant asks them for a token: "
             "add [[grants]], listen on 127.0.0.1, or say --open-to-all"
         )
-    Proxies(settings.trusted_proxies, settings.proxy_header)
+    Proxies(settings.trusted_proxies)
     if settings.health is not None and parse_address(settings.health).path:
         raise ValueError(f"health is told on host:port, got {settings.health!r}")
     if not 0 <= settings.drain_delay_s <= DRAIN_DELAY_S_MAX:
         raise ValueError(f"drain_delay_s is from 0 to {DRAIN_DELAY_S_MAX:g}, got {settings.drain_delay_s!r}")
+    if not settings.sync_bytes_s_max > 0:
+        raise ValueError(f"sync_bytes_s_max must be positive, got {settings.sync_bytes_s_max!r}")
     if not settings.tiers:
         raise ValueError("a server needs at least one tier, got none")
     return settings
 
 
 def _path(kind: type[object], value: object) -> Path:
-    """Return a path that TOML has as text."""
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
     raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
 def take_descriptors(limits: ServerLimits) -> None:
-    """Let this process have as many descriptors as its connections and files need, as far as the system allows."""
+    """Raise this process's descriptors to what connections and files need, as far as the system allows."""
     wanted = limits.connections_max + FILES_MAX
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -272,7 +270,7 @@ def take_descriptors(limits: ServerLimits) -> None:
 
 
 def memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return how much memory this process may have: the machine's, or what its control group leaves it."""
+    """Memory that this process may have: the machine's, or what its control group leaves it."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
@@ -297,3 +295,58 @@ def check_memory(settings: ServerSettings, there_bytes: int) -> None:
             wanted / 2**30,
             there_bytes / 2**30,
         )
+
+
+class Live:
+    """The settings that hold now. Read it at each use: `adopt` replaces it. One thread adopts, the event loop's."""
+
+    def __init__(self, settings: ServerSettings, clock: Clock) -> None:
+        self._clock = clock
+        self._hold(settings)
+
+    def _hold(self, settings: ServerSettings) -> None:
+        proxies = Proxies(settings.trusted_proxies)
+        self.tls = _tls_context(settings.tls) if settings.tls else None
+        self.settings, self.proxies, self.gate = settings, proxies, Gate(settings.grants, self._clock)
+
+    @property
+    def limits(self) -> ServerLimits:
+        """The limits that hold now."""
+        return self.settings.limits
+
+    def adopt(self, new: ServerSettings) -> list[str]:
+        """Take new settings; return the names of those that wait for a restart. ValueError changes nothing."""
+        old = self.settings
+        fixed = set(old.__struct_fields__) - _LIVE
+        if (new.tls is None) != (old.tls is None):
+            # A port does not begin or cease to speak TLS under its clients.
+            fixed.add("tls")
+        if bool(new.quotas) != bool(old.quotas):
+            # What is stored was counted from the start, or not.
+            fixed.add("quotas")
+        merged, waiting = _merged(new, old, fixed)
+        limits, late = _merged(new.limits, old.limits, set(old.limits.__struct_fields__) - _LIVE_LIMITS)
+        sending, later = _merged(new.sending, old.sending, {"policy", "slice_bytes"})
+        self._hold(msgspec.structs.replace(merged, limits=limits, sending=sending))
+        return [*waiting, *(f"limits.{name}" for name in late), *(f"sending.{name}" for name in later)]
+
+
+def _merged(new: _Struct, old: _Struct, fixed: set[str]) -> tuple[_Struct, list[str]]:
+    """Return the new values but for fixed ones, and the names of those that differ there."""
+    kept = {name: getattr(old, name) for name in fixed}
+    return msgspec.structs.replace(new, **kept), sorted(name for name in fixed if kept[name] != getattr(new, name))
+
+
+def _tls_context(settings: TlsSettings) -> ssl.SSLContext:
+    """Return a context of TLS 1.2 and up. ValueError if a file can't be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(settings.cert_file, settings.key_file)
+        if settings.client_ca_file is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(settings.client_ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"can't use the TLS files {settings.cert_file}, {settings.key_file}: {error}") from error
+    return context

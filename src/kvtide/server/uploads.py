@@ -49,11 +49,11 @@ class Upload:
             frames = frames[size:]
 
     def missing(self) -> list[int]:
-        """Return the numbers of the sections that have not come."""
+        """Numbers of the sections that have not come."""
         return [each.position for each in self.receiver.missing()]
 
     def has_part(self, asked: str) -> bool:
-        """Tell whether all that a Range header asks for is here."""
+        """True if all that a Range header asks for is here."""
         try:
             return all(self.receiver.has_range(0, *part) for part in parse_ranges(asked, self.stored.object_bytes))
         except RequestRefused:
@@ -80,8 +80,7 @@ class Uploads:
     ) -> Upload | None:
         """Take an object's header and table, frames, or both in this order; None if the object is not wanted.
 
-        CorruptPayload for other bytes. RequestRefused: 404 for frames of what was not announced, 413 and 503 for want
-        of room.
+        CorruptPayload for other bytes. RequestRefused: 404 for frames of what was not announced, 413, 503 without room.
         """
         head_bytes = 0 if is_frame(body) else header_and_table_bytes(body)
         if head_bytes:
@@ -138,10 +137,7 @@ class Uploads:
             del self._uploads[victim.name]
 
     def lend(self, object_id: ObjectId, method: str, headers: Mapping[str, str]) -> LentObject | None:
-        """Lend an object to a GET that asks for a range of which all is here; None for any other request.
-
-        Of several versions the one that was announced first counts, so that ranges fit together.
-        """
+        """Lend an object to a GET for a range of which all is here, else None; of several versions the first one."""
         asked = headers.get("range")
         if method != "GET" or asked is None:
             return None

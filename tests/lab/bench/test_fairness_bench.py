@@ -14,18 +14,18 @@ SETUP = FairnessSetup(mix=(ClientMix(4 << 20, 1, 2), ClientMix(128 << 10, 2)), s
 def test_every_policy_is_measured_over_a_real_link() -> None:
     result = fairness.run(SETUP, 0.93, 1)
     rows = {row.policy: row for row in result.rows}
-    assert list(rows) == ["fifo", "lottery", "drr", "vtc"]
+    assert list(rows) == ["fifo", "lottery", "vtc"]
     # No more than the link carries; short and on a busy machine it may be less.
     assert all(1 < row.throughput_mb_s <= 25 for row in rows.values())
-    assert min(result.jain_drr, result.jain_vtc) > max(result.jain_fifo, result.jain_lottery)
+    assert result.jain_vtc > max(result.jain_fifo, result.jain_lottery)
     assert rows["vtc"].largest_share < rows["fifo"].largest_share
     assert "vtc" in str(msgspec.json.encode(result))
-    assert fairness.render(result).row_count == 4
+    assert fairness.render(result).row_count == 3
 
 
 def test_without_a_namespace_the_sender_keeps_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(fairness, "POLICIES", ["vtc", "fifo", "lottery", "drr"])
+    monkeypatch.setattr(fairness, "POLICIES", ["vtc", "fifo", "lottery"])
     setup = msgspec.structs.replace(SETUP, mix=(ClientMix(4 << 20, 1), ClientMix(128 << 10, 1)), duration_s=0.5)
     result = fairness.run(setup, 0.5, 1)
     assert result.link.startswith("token bucket in the sender")

@@ -10,7 +10,6 @@ QUICK = 10.0
 def test_byte_fair_policies_share_what_the_others_do_not() -> None:
     report = run_fairness(FairnessSetup(duration_s=QUICK))
     assert report.jain_vtc >= 0.99
-    assert report.jain_drr >= 0.99
     assert report.jain_lottery < 0.7
     assert report.jain_fifo < 0.3
 
@@ -18,7 +17,7 @@ def test_byte_fair_policies_share_what_the_others_do_not() -> None:
 def test_small_bodies_wait_for_three_rounds_at_most() -> None:
     report = run_fairness(FairnessSetup(duration_s=QUICK))
     waits = {row.policy: row.small_wait_ms_p99 for row in report.rows}
-    assert max(waits["vtc"], waits["drr"]) <= 3 * report.slice_round_ms < waits["lottery"]
+    assert waits["vtc"] <= 3 * report.slice_round_ms < waits["lottery"]
 
 
 def test_link_is_never_idle() -> None:
@@ -32,8 +31,6 @@ def test_more_connections_buy_no_bytes(connections: int) -> None:
     mix = (ClientMix(1 << 20, 1, connections), ClientMix(1 << 20, 3))
     report = run_fairness(FairnessSetup(mix=mix, duration_s=QUICK))
     assert report.jain_vtc >= 0.99
-    # Round robin does not remember what it gave away while the others were between two requests.
-    assert report.jain_drr >= 0.98
 
 
 def test_bytes_follow_weights() -> None:
@@ -41,7 +38,6 @@ def test_bytes_follow_weights() -> None:
     report = run_fairness(FairnessSetup(mix=mix, duration_s=QUICK))
     rows = {row.policy: row for row in report.rows}
     assert rows["vtc"].largest_share == pytest.approx(4 / 6, abs=0.02)
-    assert rows["drr"].largest_share == pytest.approx(4 / 6, abs=0.02)
 
 
 def test_same_seed_gives_the_same_figures() -> None:

@@ -1,10 +1,9 @@
 """Connections of the server: heads, bodies, and how much of both anyone may hold."""
 
-from kvtide.server.http.connection import Connection
-from kvtide.server.http.doors import Acceptor, Guest, bound, listener_on
-from kvtide.server.http.exchange import BodyBuffers, Exchange, Headers, Reception, receive, take_buffer
+from kvtide.server.http.connections import Acceptor, Connection, Guest, bound, listener_on
+from kvtide.server.http.exchange import Exchange, Headers, Reception, Resources, receive, take_buffer
 from kvtide.server.http.sender import Sender, SendOrder, lent_pieces, piece_bytes
-from kvtide.server.http.shares import Rates, Shares, Workers
+from kvtide.server.http.shares import BodyBuffers, Rates, Shares, Workers
 
 __all__ = [
     "Acceptor",
@@ -15,6 +14,7 @@ __all__ = [
     "Headers",
     "Rates",
     "Reception",
+    "Resources",
     "SendOrder",
     "Sender",
     "Shares",

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +14,24 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.errors import QueueFull, RequestRefused
-from kvtide.server.auth import Caller
-from kvtide.server.http.connection import Connection
-from kvtide.server.http.doors import ADDRESS_MARK, SHARED_ADDRESSES, ConnectionLimits, Guest, account_of
-from kvtide.server.http.shares import HEALTH, STRANGERS, Rates, Turns
-from kvtide.server.live import Live
-from kvtide.server.settings import ProgressBudget, ServerLimits
-from kvtide.tier.buffers import aligned_buffer, copy_bytes
+from kvtide.server.auth import NOBODY, Caller
+from kvtide.server.http.connections import (
+    ADDRESS_MARK,
+    SHARED_ADDRESSES,
+    Connection,
+    ConnectionLimits,
+    Guest,
+    account_of,
+)
+from kvtide.server.http.shares import HEALTH, STRANGERS, BodyBuffers, Rates, Turns, Workers
+from kvtide.server.metrics import Metrics
+from kvtide.server.settings import Live, ProgressBudget
+from kvtide.tier.buffers import copy_bytes
 from kvtide.wire.http import RequestHead, pack_response_head
 from kvtide.wire.protocol import PageRoute, Route, deadline_ms, parse_target, urgency
 
 _URGENCY_MAX = 7
+_NO_PAGE = PageRoute("")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _WITHOUT_LENGTH = frozenset({204, 304})
 Headers = Sequence[tuple[str, str | int]]
@@ -33,9 +39,6 @@ Headers = Sequence[tuple[str, str | int]]
 _OURS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|\d{1,3}(?:\.\d{1,3}){3}|[\w-]+|(?:[\w-]+\.)+localhost)(?::\d{1,5})?")
 
 
-_SIZE_MIN = 64 << 10
-# Sizes of buffers are these parts of a power of two, so that at most a fifth of one is empty.
-_STEPS = 4
 # Bodies up to this size, nearly all, are received where they stay; larger ones are copied when they outgrow a buffer.
 _FIRST_BYTES = 4 << 20
 _GROWTH = 4
@@ -50,14 +53,15 @@ class Exchange:
     # Where the client is, as logs say it.
     address: str
     head: RequestHead
-    route: Route
-    caller: Caller
     # On whose account it is: a tenant, or an address where nobody says which.
     owner: str
     arrived_s: float
     send_s_max: float
     is_kept_alive: bool
     has_unread_body: bool
+    # Of nobody, and for no page, until it is let in.
+    route: Route = _NO_PAGE
+    caller: Caller = NOBODY
     # 0 until an answer has been sent.
     status: int = 0
     # Of bodies alone, and only once they are whole.
@@ -70,6 +74,21 @@ class Exchange:
     is_let_in: bool = False
     # What was changed, for the audit log.
     change: str = ""
+
+    @classmethod
+    def begun(cls, stream: Connection, guest: Guest, head: RequestHead, send_s_max: float) -> Exchange:
+        """Return the exchange of a head that has just come."""
+        return cls(
+            stream=stream,
+            client=guest.client,
+            address=guest.host,
+            head=head,
+            owner=guest.address,
+            arrived_s=stream.head_began_s,
+            send_s_max=send_s_max,
+            is_kept_alive=head.is_kept_alive,
+            has_unread_body=bool(head.content_length),
+        )
 
     @property
     def start_deadline_s(self) -> float | None:
@@ -157,34 +176,26 @@ class Exchange:
         await self.reply(error.status, body, extra)
 
 
-class AllowedHosts:
-    """The web pages that may ask a server without tokens: its own. All may where tokens protect it.
+def check_site(headers: Mapping[str, str]) -> None:
+    """RequestRefused (421) for a request that a web page of another site may have sent.
 
     A name that an attacker owns may lead to this machine (DNS rebinding), and then a browser takes us for the
     attacker's own site. It still says the name: as Host, and as Origin where a page of another site asks.
     """
-
-    def __init__(self, is_checked: bool) -> None:
-        self._is_checked = is_checked
-
-    def check(self, headers: Mapping[str, str]) -> None:
-        """RequestRefused (421) for a request that a page of another site may have sent."""
-        if not self._is_checked:
-            return
-        host = headers.get("host", "localhost")
-        if not _OURS.fullmatch(host):
-            raise RequestRefused(421, f"this server is not called {host[:80]!r}; --open-to-all takes any name")
-        if headers.get("origin", f"http://{host}").partition("://")[2] != host:
-            raise RequestRefused(421, "a page of another site may not ask this server; --open-to-all lets it")
+    host = headers.get("host", "localhost")
+    if not _OURS.fullmatch(host):
+        raise RequestRefused(421, f"this server is not called {host[:80]!r}; --open-to-all takes any name")
+    if headers.get("origin", f"http://{host}").partition("://")[2] != host:
+        raise RequestRefused(421, "a page of another site may not ask this server; --open-to-all lets it")
 
 
 class Reception:
     """Asks every request for a token. Runs on the event loop."""
 
     def __init__(self, live: Live, doors: ConnectionLimits, loop: asyncio.AbstractEventLoop, is_checked: bool) -> None:
-        """is_checked: web pages of other sites may not ask, see AllowedHosts."""
+        """is_checked: web pages of other sites may not ask. All may where tokens protect the server."""
         self._live = live
-        self._sites = AllowedHosts(is_checked)
+        self._is_checked = is_checked
         self._doors = doors
         self._turns = Turns(loop)
         self._rates = Rates(lambda: live.limits.tenant_requests_s_max)
@@ -203,7 +214,8 @@ class Reception:
             if exchange.route == PageRoute("/healthz"):
                 await self._turns.take(HEALTH)
                 return
-            self._sites.check(exchange.head.headers)
+            if self._is_checked:
+                check_site(exchange.head.headers)
             exchange.caller = self._live.gate.caller(exchange.head.headers, common_name)
         except RequestRefused:
             if not guest.is_known:
@@ -229,94 +241,14 @@ class Reception:
         self._rates.owe(exchange.owner, exchange.stream.now_s(), count)
 
 
-def _buffer_bytes(size: int) -> int:
-    """Return the size of the buffer that a body of `size` bytes gets."""
-    if size <= _SIZE_MIN:
-        return _SIZE_MIN
-    step = 1 << max((size - 1).bit_length() - _STEPS.bit_length(), 0)
-    return -(-size // step) * step
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Settings, counters, threads and buffers that all requests of a server share."""
 
-
-class BodyBuffers:
-    """Lends buffers of at most `bytes_max` in sum, `tenant_bytes_max` to a tenant. Thread-safe; never waits.
-
-    Who has no name may have them all.
-    """
-
-    def __init__(self, bytes_max: int, tenant_bytes_max: int | None = None) -> None:
-        if bytes_max <= 0 or (tenant_bytes_max is not None and tenant_bytes_max <= 0):
-            raise ValueError(f"bounds of the body buffers must be positive, got {bytes_max}, {tenant_bytes_max}")
-        self._bytes_max = bytes_max
-        # One buffer of the largest body that fits is always allowed, rounded up as it is.
-        self._tenant_bytes_max = bytes_max if tenant_bytes_max is None else _buffer_bytes(tenant_bytes_max)
-        self._tenants: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._free: dict[int, list[memoryview]] = {}
-        self._free_bytes = 0
-        self._lent_bytes = 0
-
-    @property
-    def lent_bytes(self) -> int:
-        """Return the bytes that are lent now."""
-        return self._lent_bytes
-
-    def take(self, size: int, tenant: str = "", returning_bytes: int = 0) -> memoryview | None:
-        """Return a buffer of at least `size` bytes, its content whatever was left in it; None if there is none for it.
-
-        QueueFull if the tenant has its share: of `tenant_bytes_max`, and as much as it leaves free, so that however
-        many tenants take what they may, the next one finds some. `returning_bytes` of what the tenant holds don't
-        count: they come back when the new buffer is here.
-        """
-        wanted = _buffer_bytes(size)
-        with self._lock:
-            held = self._tenants.get(tenant, 0) - returning_bytes
-            share = min(self._tenant_bytes_max, self._bytes_max - self._lent_bytes - wanted + returning_bytes)
-            if tenant and held + wanted > share:
-                if not held:
-                    return None
-                raise QueueFull(f"bodies of a tenant may hold {max(share, 0)} bytes of buffers now, {held} are held")
-            free = self._free.get(wanted)
-            if free:
-                self._free_bytes -= wanted
-                self._lend(wanted, tenant)
-                return free.pop()
-            if self._lent_bytes + wanted > self._bytes_max:
-                return None
-            self._make_room(wanted)
-            self._lend(wanted, tenant)
-        return aligned_buffer(wanted)
-
-    def _lend(self, size: int, tenant: str) -> None:
-        self._lent_bytes += size
-        if tenant:
-            self._tenants[tenant] = self._tenants.get(tenant, 0) + size
-
-    def _make_room(self, wanted: int) -> None:
-        """Let go of free buffers until `wanted` more bytes fit."""
-        for size in sorted(self._free, reverse=True):
-            while self._free[size] and self._lent_bytes + self._free_bytes + wanted > self._bytes_max:
-                self._free[size].pop()
-                self._free_bytes -= size
-
-    def give_back(self, buffer: memoryview, tenant: str = "") -> None:
-        """Take a buffer back, as `take` returned it to this tenant."""
-        with self._lock:
-            self._lent_bytes -= len(buffer)
-            if tenant:
-                self._tenants[tenant] -= len(buffer)
-                if not self._tenants[tenant]:
-                    del self._tenants[tenant]
-            self._free_bytes += len(buffer)
-            self._free.setdefault(len(buffer), []).append(buffer)
-
-    def check(self) -> None:
-        """AssertionError if the accounting is off."""
-        with self._lock:
-            assert self._free_bytes == sum(size * len(buffers) for size, buffers in self._free.items())
-            assert all(len(buffer) == size for size, buffers in self._free.items() for buffer in buffers)
-            assert self._lent_bytes >= sum(self._tenants.values())
-            assert all(0 < held <= self._bytes_max for held in self._tenants.values())
-            assert self._free_bytes + self._lent_bytes <= self._bytes_max
+    live: Live
+    metrics: Metrics
+    workers: Workers
+    buffers: BodyBuffers
 
 
 class ReceivedBody(NamedTuple):
@@ -340,11 +272,12 @@ def take_buffer(buffers: BodyBuffers, size: int, tenant: str, held_bytes: int = 
     return buffer
 
 
-async def receive(exchange: Exchange, buffers: BodyBuffers, limits: ServerLimits, size: int) -> ReceivedBody:
+async def receive(exchange: Exchange, shared: Resources, size: int) -> ReceivedBody:
     """Read a request's body of `size` bytes.
 
     RequestRefused (429, 503) if there is no room for it, TimeoutError if it comes too slowly.
     """
+    buffers, limits = shared.buffers, shared.live.limits
     tenant, pace = exchange.caller.tenant, limits.pace(exchange.stream.now_s())
     await exchange.expect_body(pace)
     # Two buffers are held while one is copied.

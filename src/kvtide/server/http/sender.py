@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtide.errors import QueueFull, RequestRefused
-from kvtide.server.http.connection import Body, BodyProgress, Connection, Following
+from kvtide.server.http.connections import Body, BodyProgress, Connection, following
 from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
@@ -62,7 +62,7 @@ class SendOrder:
     """A body to be sent: its pieces, to whom, behind which head, and how slowly.
 
     `on_start` is called when its first slice is here; `is_in_the_way` tells whether somebody waits for what is lent.
-    `share` says whose share of the link it takes; empty for the tenant's.
+    `share` is whose share of the link it takes; empty for the tenant's.
     """
 
     stream: Connection
@@ -76,11 +76,10 @@ class SendOrder:
     pace: ProgressBudget
     on_start: Callable[[], None]
     is_in_the_way: Callable[[], bool]
-    # In bytes.
     size: int = field(init=False)
-    # Whether sending would wait for the disk.
+    # Sending would wait for the disk.
     is_cold: bool = field(init=False)
-    # Whether some pieces lie in memory and others in a file, or in several places of it.
+    # Some pieces lie in memory and others in a file, or in several places of it.
     is_mixed: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,16 +131,14 @@ class Sender:
 
         TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
         """
-        position, stop = 0, order.size
-        wait_s, is_begun = 0.0, False
-        send = self._enqueue(order, stop - position)
+        position, stop, wait_s = 0, order.size, None
+        send = self._enqueue(order, stop)
         try:
             while position < stop:
                 run = await self._granted(send, order, position)
                 sent = 0
                 try:
-                    if not is_begun:
-                        is_begun = True
+                    if wait_s is None:
                         order.on_start()
                         wait_s = send.wait_s
                         self._metrics.count_wait(order.tenant, wait_s)
@@ -157,7 +154,7 @@ class Sender:
                     self._leave(send)
                     await self._resumed(order)
                     send = self._enqueue(order, stop - position)
-            return wait_s
+            return wait_s or 0.0
         finally:
             self._leave(send)
 
@@ -179,10 +176,7 @@ class Sender:
         self._pump()
 
     async def _resumed(self, order: SendOrder) -> None:
-        """Wait until a reader takes bytes again. TimeoutError if it is too slow, or others need what it holds.
-
-        Those wait for as long as a reader of a busy machine may be late.
-        """
+        """Wait until a reader takes bytes again. TimeoutError if it is too slow, or others wait for what it holds."""
         since_s = self._loop.time()
         while self._loop.time() < since_s + _LATE_S_MAX or not order.is_in_the_way():
             look_s = self._loop.time() + _LOOK_AGAIN_S
@@ -218,7 +212,7 @@ class Sender:
         (run.piece,) = self.scheduler.grant(now_s)
 
     def _has_slots(self, tenant: str, count: int) -> bool:
-        """True if so many slices of this tenant would fit beside those that go out. Those without tokens are one."""
+        """True if so many more slices of this tenant would fit. Those without tokens are one."""
         settings, loads = self.scheduler.settings, self.scheduler.loads()
         held = count + sum(load.in_flight_slices for load in loads if load.tenant == tenant)
         return self.scheduler.slots_used + count <= settings.slots and held <= settings.tenant_slots_max
@@ -284,8 +278,8 @@ class Sender:
     async def _send_run(self, order: SendOrder, position: int, run: _Run) -> int:
         """Send a run's bytes from `position` on; return how many went out before the peer stopped taking."""
         sent = 0
-        for is_file, pieces in groupby(window(order.pieces, position, position + run.size), _is_file):
-            for each in [[piece] for piece in pieces] if is_file else [list(pieces)]:
+        for kind, pieces in groupby(window(order.pieces, position, position + run.size), type):
+            for each in [[piece] for piece in pieces] if kind is FilePiece else [list(pieces)]:
                 ahead_bytes = 0 if order.is_mixed else order.size - position
                 count = await self._send_pieces(order, run, each, ahead_bytes)
                 sent += count
@@ -309,12 +303,12 @@ class Sender:
             body = stream.start_views(views, slice_bytes)
         if not order.is_mixed:
             run.body = body
-        follow = Following(order.pace, self._stall_s_max)
+        due_s = following(order.pace, self._stall_s_max)
         try:
-            sent = await body.end(follow.due_s)
+            sent = await body.end(due_s)
         except EOFError:
             raise ConnectionAbortedError("the object was evicted while it was sent") from None
-        follow.due_s(BodyProgress(sent, self._loop.time()))
+        due_s(BodyProgress(sent, self._loop.time()))
         return sent
 
     def _paced(self, order: SendOrder, sent: int) -> int:
@@ -352,12 +346,8 @@ def window(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     return found
 
 
-def _is_file(piece: Piece) -> bool:
-    return isinstance(piece, FilePiece)
-
-
 def _is_cached(piece: FilePiece) -> bool:
-    """Tell whether a piece's ends and middle are in the page cache, so that sending it would not wait for the disk."""
+    """True if a piece's ends and middle are in the page cache, so that sending it would not wait for the disk."""
     byte = bytearray(1)
     try:
         for at in (0, piece.size // 2, piece.size - 1):

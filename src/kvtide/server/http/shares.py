@@ -1,20 +1,20 @@
-"""Shares of a server that owners (tenants, addresses) may have: amounts, turns, requests a second, threads.
+"""Shares of a server that owners (tenants, addresses) may have: amounts, buffers, turns, requests a second, threads.
 
-Invariant: what is free goes to the owners who wait in turn, however many of their requests wait; no owner that made up
-many names, or sends many requests, makes another wait for more than its own share.
+Invariant: what is free goes to the owners who wait in turn, however many of their requests wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
-from kvtide.errors import RequestRefused
+from kvtide.errors import QueueFull, RequestRefused
+from kvtide.tier.buffers import aligned_buffer
 
 # Owners that no tenant or address can be called like.
 STRANGERS = "(strangers)"
@@ -25,6 +25,9 @@ REQUESTS_A_PASS = 4
 _OWNERS_MAX = 1024
 # So few are kept without a look at whether they are full again.
 _KNOWN_MIN = 64
+_SIZE_MIN = 64 << 10
+# Sizes of buffers are these parts of a power of two, so that at most a fifth of one is empty.
+_STEPS = 4
 _Result = TypeVar("_Result")
 
 
@@ -34,14 +37,10 @@ class _Claim(NamedTuple):
 
 
 class Shares:
-    """At most `amount_max` in all and `owner_max` of one owner, but that one claim alone is always met.
-
-    All calls come from one event loop.
-    """
+    """At most `amount_max` in all and `owner_max` of one owner, but that one claim alone is always met. Of one loop."""
 
     def __init__(self, amount_max: int, owner_max: int) -> None:
-        if not 0 < owner_max <= amount_max:
-            raise ValueError(f"an owner's share is from 1 to all of it, got {owner_max} of {amount_max}")
+        assert 0 < owner_max <= amount_max
         self._amount_max = amount_max
         self._owner_max = owner_max
         self._held: Counter[str] = Counter()
@@ -50,7 +49,7 @@ class Shares:
         self._waiting: dict[str, deque[_Claim]] = {}
 
     def is_waited_for(self, owner: str) -> bool:
-        """Tell whether one of the owner's claims waits for another to be given back."""
+        """True if one of the owner's claims waits for another to be given back."""
         return owner in self._waiting
 
     def take_at_once(self, owner: str, amount: int = 1) -> bool:
@@ -115,6 +114,93 @@ class Shares:
         assert all(held > 0 for held in self._held.values())
 
 
+def _buffer_bytes(size: int) -> int:
+    """Size of the buffer that a body of `size` bytes gets."""
+    if size <= _SIZE_MIN:
+        return _SIZE_MIN
+    step = 1 << max((size - 1).bit_length() - _STEPS.bit_length(), 0)
+    return -(-size // step) * step
+
+
+class BodyBuffers:
+    """Lends buffers of at most `bytes_max` in sum, `tenant_bytes_max` to a tenant. Thread-safe; never waits.
+
+    Who has no name may have them all.
+    """
+
+    def __init__(self, bytes_max: int, tenant_bytes_max: int | None = None) -> None:
+        self._bytes_max = bytes_max
+        # One buffer of the largest body that fits is always allowed, rounded up as it is.
+        self._tenant_bytes_max = bytes_max if tenant_bytes_max is None else _buffer_bytes(tenant_bytes_max)
+        self._tenants: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._free: dict[int, list[memoryview]] = {}
+        self._free_bytes = 0
+        self._lent_bytes = 0
+
+    @property
+    def lent_bytes(self) -> int:
+        """Return the bytes that are lent now."""
+        return self._lent_bytes
+
+    def take(self, size: int, tenant: str = "", returning_bytes: int = 0) -> memoryview | None:
+        """Return a buffer of at least `size` bytes with any content; None if there is none for it.
+
+        QueueFull if the tenant has its share: of `tenant_bytes_max`, and as much as it leaves free, so that the next
+        one finds some. `returning_bytes` of what it holds don't count: they come back when the new buffer is here.
+        """
+        wanted = _buffer_bytes(size)
+        with self._lock:
+            held = self._tenants.get(tenant, 0) - returning_bytes
+            share = min(self._tenant_bytes_max, self._bytes_max - self._lent_bytes - wanted + returning_bytes)
+            if tenant and held + wanted > share:
+                if not held:
+                    return None
+                raise QueueFull(f"bodies of a tenant may hold {max(share, 0)} bytes of buffers now, {held} are held")
+            free = self._free.get(wanted)
+            if free:
+                self._free_bytes -= wanted
+                self._lend(wanted, tenant)
+                return free.pop()
+            if self._lent_bytes + wanted > self._bytes_max:
+                return None
+            self._make_room(wanted)
+            self._lend(wanted, tenant)
+        return aligned_buffer(wanted)
+
+    def _lend(self, size: int, tenant: str) -> None:
+        self._lent_bytes += size
+        if tenant:
+            self._tenants[tenant] = self._tenants.get(tenant, 0) + size
+
+    def _make_room(self, wanted: int) -> None:
+        """Let go of free buffers until `wanted` more bytes fit."""
+        for size in sorted(self._free, reverse=True):
+            while self._free[size] and self._lent_bytes + self._free_bytes + wanted > self._bytes_max:
+                self._free[size].pop()
+                self._free_bytes -= size
+
+    def give_back(self, buffer: memoryview, tenant: str = "") -> None:
+        """Take a buffer back, as `take` returned it to this tenant."""
+        with self._lock:
+            self._lent_bytes -= len(buffer)
+            if tenant:
+                self._tenants[tenant] -= len(buffer)
+                if not self._tenants[tenant]:
+                    del self._tenants[tenant]
+            self._free_bytes += len(buffer)
+            self._free.setdefault(len(buffer), []).append(buffer)
+
+    def check(self) -> None:
+        """AssertionError if the accounting is off."""
+        with self._lock:
+            assert self._free_bytes == sum(size * len(buffers) for size, buffers in self._free.items())
+            assert all(len(buffer) == size for size, buffers in self._free.items() for buffer in buffers)
+            assert self._lent_bytes >= sum(self._tenants.values())
+            assert all(0 < held <= self._bytes_max for held in self._tenants.values())
+            assert self._free_bytes + self._lent_bytes <= self._bytes_max
+
+
 class Turns:
     """Gives turns on one event loop. Counts start over in the pass after the one in which an owner had all of its."""
 
@@ -157,8 +243,6 @@ class Rates:
     """Lets an owner make `requests_s()` requests a second, as it is now, with a burst of one second's."""
 
     def __init__(self, requests_s: Callable[[], float], owners_max: int = 16384) -> None:
-        if owners_max <= 0:
-            raise ValueError(f"owners_max must be positive, got {owners_max}")
         self._requests_s = requests_s
         self._owners_max = owners_max
         # What is left of the burst, and when that was; below 0 what others wait for. Last used last.
@@ -184,7 +268,7 @@ class Rates:
         self._note(owner, max(-self._burst, self._refilled(owner, now_s) - count), now_s)
 
     def wait_s(self, owner: str, now_s: float, wait_s_max: float) -> float:
-        """Count one request and return how long it has to wait. RequestRefused (429) if that is longer than this."""
+        """Count one request; return how long it has to wait. RequestRefused (429) if that is over `wait_s_max`."""
         left = self._refilled(owner, now_s) - 1
         if -left / self._requests_s() > wait_s_max:
             raise RequestRefused(429, "too many requests", retry_after_s=-left / self._requests_s())
@@ -211,13 +295,12 @@ class Workers:
     def __init__(self, io_threads: int) -> None:
         self._executor = ThreadPoolExecutor(io_threads + 1, "kvtide-tiers")
         owner_max = max(1, io_threads - 1)
-        self._reading = Shares(io_threads, owner_max)
-        self._writing = Shares(io_threads, owner_max)
+        self._reading, self._writing = Shares(io_threads, owner_max), Shares(io_threads, owner_max)
 
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait for what runs."""
         self._executor.shutdown()
 
@@ -225,35 +308,30 @@ class Workers:
         self, owner: str, action: Callable[[], _Result], undo: Callable[[_Result], None] | None = None
     ) -> _Result:
         """Run what may wait for a tier. If we are cancelled meanwhile, its result goes to `undo`."""
-        return await self._run(self._reading, owner, action, undo)
-
-    async def write(self, owner: str, action: Callable[[], _Result], drop: Callable[[], None] | None = None) -> _Result:
-        """Run what may wait for a tier to take something, or call `drop` if we are cancelled before a thread has it."""
-        return await self._run(self._writing, owner, action, drop=drop)
-
-    async def _run(
-        self,
-        shares: Shares,
-        owner: str,
-        action: Callable[[], _Result],
-        undo: Callable[[_Result], None] | None = None,
-        drop: Callable[[], None] | None = None,
-    ) -> _Result:
-        try:
-            await shares.take(owner)
-        except asyncio.CancelledError:
-            if drop is not None:
-                drop()
-            raise
-        future = asyncio.get_running_loop().run_in_executor(self._executor, action)
-        # The thread is the owner's until it is done, also if nobody waits for it any more.
-        future.add_done_callback(lambda _: shares.give_back(owner))
+        await self._reading.take(owner)
+        future = self._begun(self._reading, owner, action)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             if undo is not None:
                 future.add_done_callback(partial(_undo, undo))
             raise
+
+    async def write(self, owner: str, action: Callable[[], _Result], drop: Callable[[], None] | None = None) -> _Result:
+        """Run what may wait for a tier to take something, or call `drop` if we are cancelled before a thread has it."""
+        try:
+            await self._writing.take(owner)
+        except asyncio.CancelledError:
+            if drop is not None:
+                drop()
+            raise
+        return await asyncio.shield(self._begun(self._writing, owner, action))
+
+    def _begun(self, shares: Shares, owner: str, action: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        future = asyncio.get_running_loop().run_in_executor(self._executor, action)
+        # The thread is the owner's until it is done, also if nobody waits for it any more.
+        future.add_done_callback(lambda _: shares.give_back(owner))
+        return future
 
 
 def _undo(undo: Callable[[_Result], None], future: asyncio.Future[_Result]) -> None:

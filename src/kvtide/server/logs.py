@@ -55,24 +55,6 @@ class AccessLine(msgspec.Struct, frozen=True):
     took_s: float
 
 
-class OmittedLines(msgspec.Struct, frozen=True):
-    """Lines without room since the last such line: of callers that were let in, and of strangers."""
-
-    time_s: float
-    left_out: int
-    left_out_strangers: int
-
-
-class AuditLine(msgspec.Struct, frozen=True):
-    """A change: who made it, from where. `change` is what was done to what."""
-
-    time_s: float
-    client: str
-    address: str
-    tenant: str
-    change: str
-
-
 def write_log(logger: str, path: Path) -> None:
     """Let a logger's lines go to a file, opened again if somebody moves it away. OSError if it can't be written."""
     handler = WatchedFileHandler(path, encoding="utf-8")
@@ -99,7 +81,13 @@ class AccessLog:
         """Write the lines of a request that has ended."""
         wall_s = round(self._clock.wall_s(), 3)
         if exchange.change:
-            line = AuditLine(wall_s, exchange.client, exchange.address, exchange.caller.tenant, exchange.change)
+            line = {
+                "time_s": wall_s,
+                "client": exchange.client,
+                "address": exchange.address,
+                "tenant": exchange.caller.tenant,
+                "change": exchange.change,
+            }
             _audit.info("%s", msgspec.json.encode(line).decode())
         if not _access.isEnabledFor(logging.INFO):
             return
@@ -129,7 +117,8 @@ class AccessLog:
         """Say how many lines were left out, if any were."""
         known, strangers = self._left_out.values()
         if known or strangers:
-            line = OmittedLines(round(self._clock.wall_s(), 3), known, strangers)
+            time_s = round(self._clock.wall_s(), 3)
+            line = {"time_s": time_s, "left_out": known, "left_out_strangers": strangers}
             _access.info("%s", msgspec.json.encode(line).decode())
             self._left_out = dict.fromkeys(self._left_out, 0)
 
@@ -158,15 +147,9 @@ class Position(NamedTuple):
     epoch: str
     sequence: int
 
-    def __str__(self) -> str:
-        return f"{self.epoch}-{self.sequence}"
-
 
 class Batch(NamedTuple):
-    """A reader's next events: first `[gap_start, gap_stop)` that it missed, if any, then events and where to go on.
-
-    A gap without numbers to name, after a restart of the server, has `gap_start` 0.
-    """
+    """A reader's next events: first `[gap_start, gap_stop)` that it missed, if any, then events and where to go on."""
 
     has_gap: bool
     gap_start: int
@@ -179,10 +162,7 @@ class EventLog:
     """The last `events_max` events. Thread-safe; never waits. `epoch` tells one life of the server from the next."""
 
     def __init__(self, epoch: str, events_max: int = 16384) -> None:
-        if events_max <= 0:
-            raise ValueError(f"events_max must be positive, got {events_max}")
-        if not epoch.isalnum():
-            raise ValueError(f"an epoch is letters and digits, got {epoch!r}")
+        assert epoch.isalnum() and events_max > 0
         self._epoch = epoch
         self._events: deque[Event] = deque(maxlen=events_max)
         self._next = 0

@@ -1,0 +1,561 @@
+"""A region and its centre: what a regional server reads through, sends on in the background, and knows of the centre.
+
+Objects never change, so only records, and what is known to exist, can be out of date. Stored names are each server's
+own: servers ask each other by tenant, namespace and generation, and one that is of another generation is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextvars import copy_context
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from kvtide.clock import Clock
+from kvtide.config import Limits
+from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.evict import Hint
+from kvtide.server.names import Names
+from kvtide.server.records import CentralRecords, Records
+from kvtide.server.settings import ServerSettings, records_path
+from kvtide.tier import LastingFault, Repeater, tiers_of
+from kvtide.tier.base import Buffer, Tier, WrappedTier
+from kvtide.tier.buffers import aligned_buffer
+from kvtide.tier.files import Files
+from kvtide.tier.http import PeerSettings, http_tier
+from kvtide.tier.http.records import RecordsClient, backed_up, records_clients
+from kvtide.tier.stack import TierStack
+from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
+from kvtide.wire import HEADER_BYTES, object_bytes, object_quality
+from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER
+
+_log = logging.getLogger(__name__)
+
+
+PENDING_MAX = 1 << 18
+# The file is written again when it has more records than this: 73 bytes each.
+RECORDS_MAX = 4 * PENDING_MAX
+# Sequence number, stored namespace, key, kind. A name takes two: generation, stored and own namespace; then the tenant.
+_RECORD = struct.Struct("<Q32s32sB")
+_ADDED, _DONE, _NAME, _TENANT = range(4)
+_TENANT_BYTES = 64
+_FILE_BYTES_MAX = 2 * RECORDS_MAX * _RECORD.size
+RETRY_S = 0.5
+# The synchroniser's wait when there is nothing to send, or nobody to send it to.
+IDLE_S = 0.2
+# A region's wait for its centre, and the centre's for all of its regions: soon enough for the region that asked.
+LATEST_S_MAX = 2.0
+ASKED_S_MAX = 1.0
+# A body may take longer than that by its size over this.
+BYTES_S_MIN = 1e6
+# Regions that are asked at the same time.
+ASKING_THREADS = 16
+TRIES_MAX = 3
+# A server that was silent twice is left alone.
+_PEER = PeerSettings(tries_max=1, faults_max=2, open_s=2.0)
+_LOCAL_ONLY = ((LOCAL_HEADER, "1"),)
+_LATEST = ((FORCE_HEADER, "1"),)
+
+
+class Manifest:
+    """The objects that wait, by sequence number. Thread-safe between `open` and `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._file: BinaryIO | None = None
+        self._pending: OrderedDict[ObjectId, int] = OrderedDict()
+        self._uses: Counter[ObjectId] = Counter()
+        self._names: dict[Namespace, Name] = {}
+        self._sequence = self._records = 0
+        # What `next` has returned last.
+        self._taken: tuple[ObjectId, int] | None = None
+        self.dropped = 0
+
+    def open(self) -> None:
+        """Read what waits, and write it again without what is done. OSError if that can't be done."""
+        with self._lock:
+            data = Files().content(self._path, _FILE_BYTES_MAX) if self._path.exists() else b""
+            # A record that a crash cut off is of an object that is stored once more or misses.
+            named: tuple[int, Namespace, Namespace] | None = None
+            for number, first, second, kind in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]):
+                if kind == _NAME:
+                    named = (number, Namespace(first), Namespace(second))
+                elif kind == _TENANT and named is not None:
+                    tenant = (first + second).rstrip(b"\0").decode("ascii", errors="replace")
+                    self._names[named[1]] = Name(tenant, named[2], named[0])
+                elif kind in {_ADDED, _DONE}:
+                    self._replay(number, ObjectId(Namespace(first), BlockKey(second)), kind == _DONE)
+            self._rewrite()
+
+    def _replay(self, sequence: int, object_id: ObjectId, is_done: bool) -> None:
+        self._sequence = max(self._sequence, sequence)
+        if is_done:
+            self._pending.pop(object_id, None)
+        elif object_id.namespace in self._names:
+            self._pending[object_id] = sequence
+        else:
+            # A fault took its name, by which alone the centre could get it.
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, object_id: NamedId) -> None:
+        """Note an object and its namespace's name; one that waits or is being sent goes once more as it is then.
+
+        The oldest is dropped if too many wait.
+        """
+        with self._lock:
+            is_waiting = object_id in self._pending
+            self._sequence += 1
+            self._pending[object_id] = self._sequence
+            if is_waiting:
+                return
+            if self._names.get(object_id.namespace) != object_id.name:
+                self._names[object_id.namespace] = object_id.name
+                self._append(_packed_name(object_id.namespace, object_id.name), 2)
+            self._write(self._sequence, object_id, _ADDED)
+            if len(self._pending) > PENDING_MAX:
+                oldest, sequence = self._pending.popitem(last=False)
+                self._uses.pop(oldest, None)
+                self._write(sequence, oldest, _DONE)
+                self.dropped += 1
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Count a read: what is read often is sent first."""
+        with self._lock:
+            if object_id in self._pending:
+                self._uses[object_id] += 1
+
+    def next(self) -> NamedId | None:
+        """Return what to send next: the one that was read most, of those the oldest. None if nothing waits."""
+        with self._lock:
+            found = next(iter(self._pending), None)
+            if self._uses:
+                found = max(self._uses, key=lambda each: (self._uses[each], -self._pending[each]))
+            if found is None:
+                return None
+            self._taken = (found, self._pending[found])
+            return NamedId.of(found, self._names[found.namespace])
+
+    def done(self, object_id: ObjectId) -> None:
+        """Forget an object: the centre has it, or nobody has. Not if it was added again after `next` returned it."""
+        with self._lock:
+            taken = self._taken
+            if taken is not None and taken[0] == object_id and taken[1] != self._pending.get(object_id):
+                return
+            self._uses.pop(object_id, None)
+            sequence = self._pending.pop(object_id, None)
+            if sequence is not None:
+                self._write(sequence, object_id, _DONE)
+
+    def _write(self, sequence: int, object_id: ObjectId, kind: int) -> None:
+        self._append(_RECORD.pack(sequence, object_id.namespace, object_id.key, kind), 1)
+
+    def _append(self, data: bytes, records: int) -> None:
+        if self._file is not None:
+            self._file.write(data)
+            self._records += records
+            if self._records > RECORDS_MAX:
+                self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Write again what waits, without what is done, and go on after it."""
+        used = {object_id.namespace for object_id in self._pending}
+        self._names = {stored: name for stored, name in self._names.items() if stored in used}
+        names = [_packed_name(*each) for each in self._names.items()]
+        waiting = [_RECORD.pack(n, *object_id, _ADDED) for object_id, n in self._pending.items()]
+        Files().save(self._path, b"".join([*names, *waiting]))
+        if self._file is not None:
+            self._file.close()
+        self._file = self._path.open("ab", buffering=0)
+        self._records = len(waiting) + 2 * len(names)
+
+
+def _packed_name(stored: Namespace, name: Name) -> bytes:
+    tenant = name.tenant.encode("ascii").ljust(_TENANT_BYTES, b"\0")
+    half = _TENANT_BYTES // 2
+    first = _RECORD.pack(name.generation, stored, name.namespace, _NAME)
+    return first + _RECORD.pack(0, tenant[:half], tenant[half:], _TENANT)
+
+
+class Recovery:
+    """Asks regions for their generations until all have answered, or once where no record is missing."""
+
+    def __init__(self, regions: Sequence[RecordsClient], records: Records) -> None:
+        self._regions = list(regions)
+        self._records = records
+        self._asking = Repeater(self._ask, "kvtide-recovery")
+        self._fault = LastingFault(_log, "the centre waits for what its regions know")
+        self.is_over = False
+
+    def open(self) -> None:
+        """Begin to ask."""
+        for region in self._regions:
+            region.open()
+        self._asking.open()
+
+    def stop(self) -> None:
+        """Ask nobody more. Does not wait."""
+        self._asking.stop()
+
+    def close(self) -> None:
+        """Stop asking. Idempotent."""
+        self._asking.close()
+        for region in self._regions:
+            region.close()
+
+    def require_over(self) -> None:
+        """RequestRefused (503) if something invalidated might be taken for valid."""
+        if not self.is_over:
+            reason = "the centre has yet to ask its regions what was invalidated"
+            raise RequestRefused(503, reason, retry_after_s=1.0)
+
+    def _ask(self) -> float:
+        with ThreadPoolExecutor(min(ASKING_THREADS, len(self._regions)), "kvtide-recovery") as pool:
+            faults = list(filter(None, pool.map(self._recovered, self._regions)))
+        with self._fault.caught(RequestRefused, TierUnavailable):
+            if faults and not self._records.is_complete:
+                raise faults[0]
+            self._records.settle()
+            self.is_over = True
+            self.stop()
+        return RETRY_S
+
+    def _recovered(self, region: RecordsClient) -> RequestRefused | TierUnavailable | None:
+        """Take over what a region knows; return why if it can't be asked."""
+        try:
+            self._records.recover(backed_up([region]))
+        except (RequestRefused, TierUnavailable) as error:
+            return error
+        return None
+
+
+class CentralTier(WrappedTier):
+    """The centre behind a region's own tiers: read through by name, and written later by the synchroniser."""
+
+    def __init__(self, central: Tier, manifest: Manifest) -> None:
+        super().__init__(central)
+        self.name, self.is_own, self.is_batched, self.takes_advice = "central", False, True, True
+        self._manifest = manifest
+
+    def contains(self, object_id: ObjectId) -> bool:
+        """Ask the centre."""
+        return isinstance(object_id, NamedId) and super().contains(object_id)
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        """Read from the centre."""
+        return super().get_into(object_id, buffer, offset) if isinstance(object_id, NamedId) else None
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        """Note that the centre should get the object. False: it is not there yet."""
+        if not isinstance(object_id, NamedId):
+            raise TierUnavailable(f"{object_id} has no name by which the centre could get it")
+        try:
+            self._manifest.add(object_id)
+        except OSError as error:
+            raise TierUnavailable(f"can't note what the centre should get: {error}") from error
+        return False
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        """Remove from the centre."""
+        return isinstance(object_id, NamedId) and super().delete(object_id, reason)
+
+    def removed_reason(self, object_id: ObjectId) -> str | None:
+        """Return nothing: a miss crosses to the centre once, not twice."""
+        return None
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        """Ask the centre in one request."""
+        return self.tier.count_leading(object_ids)
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask the centre in one request."""
+        if all(isinstance(each, NamedId) for each in object_ids):
+            return self.tier.contains_each(object_ids)
+        return [self.contains(object_id) for object_id in object_ids]
+
+    def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
+        """Pass a prompt's advice on: the centre keeps what regions evict, and sees nothing of what they hit."""
+        if all(isinstance(each, NamedId) for each in object_ids):
+            self.tier.advise(object_ids, hint)
+
+
+class Synchroniser:
+    """A thread that sends what the manifest names to the centre, hot first, at most `bytes_s_max`."""
+
+    def __init__(
+        self,
+        local: TierStack,
+        central: Tier,
+        manifest: Manifest,
+        names: Names,
+        bytes_s_max: float,
+        object_bytes_max: int,
+        clock: Clock,
+    ) -> None:
+        self._local = local
+        self._central = central
+        self._names = names
+        self.manifest = manifest
+        self._bytes_s_max = bytes_s_max
+        self._object_bytes_max = object_bytes_max
+        self._clock = clock
+        self._sending = Repeater(self._send, "kvtide-sync")
+        self._buffer = memoryview(b"")
+        self._tries: Counter[ObjectId] = Counter()
+        self.sent_objects = self.sent_bytes = self.given_up = 0
+
+    @property
+    def waiting(self) -> int:
+        """The number of objects that the centre has not got yet."""
+        return len(self.manifest)
+
+    def open(self) -> None:
+        """Read the manifest and start."""
+        self.manifest.open()
+        self._central.open()
+        self._sending.open()
+
+    def stop(self) -> None:
+        """Send nothing more after what is under way. Does not wait."""
+        self._sending.stop()
+
+    def close(self) -> None:
+        """Stop after what is under way; the manifest keeps the rest. Idempotent."""
+        self._sending.close()
+        self._central.close()
+        self.manifest.close()
+
+    def _send(self) -> float:
+        started_s = self._clock.monotonic_s()
+        try:
+            size = self.step()
+        except (TierUnavailable, OSError) as error:
+            _log.debug("nothing is sent to the centre now: %s", error)
+            return IDLE_S
+        least_s = IDLE_S if size is None else size / self._bytes_s_max
+        return max(0.0, least_s - (self._clock.monotonic_s() - started_s))
+
+    def step(self) -> int | None:
+        """Send the next object; return how many bytes that took, None if nothing waits.
+
+        One that is not wanted there costs none. TierUnavailable if the centre does not answer or take it.
+        """
+        object_id = self.manifest.next()
+        if object_id is None:
+            return None
+        found = None
+        if self._names.is_current(object_id.name) and self._is_lacking(object_id):
+            found, self._buffer = read_whole(self._local, object_id, self._buffer, self._object_bytes_max)
+        if found is not None:
+            self._tries[object_id] += 1
+            try:
+                is_stored = self._central.put_from(object_id, found)
+            except TierUnavailable as error:
+                # The centre answers, but does not take this one: after some tries it is given up.
+                if self._tries[object_id] < TRIES_MAX:
+                    raise
+                self.given_up += 1
+                _log.warning("the centre does not take %s, it stays here: %s", object_id, error)
+            else:
+                self.sent_objects += is_stored
+                self.sent_bytes += len(found)
+        del self._tries[object_id]
+        self.manifest.done(object_id)
+        return 0 if found is None else len(found)
+
+    def _is_lacking(self, object_id: ObjectId) -> bool:
+        """True if the centre has nothing, or something coarser than what is here."""
+        if not self._central.contains(object_id):
+            return True
+        return stored_quality(self._local, object_id) < stored_quality(self._central, object_id)
+
+
+def stored_quality(tier: Tier, object_id: ObjectId) -> float:
+    """Quality that an object states; inf if it is not there."""
+    head = bytearray(HEADER_BYTES)
+    return object_quality(head[: tier.get_into(object_id, memoryview(head)) or 0])
+
+
+def read_whole(
+    tier: Tier,
+    object_id: ObjectId,
+    buffer: memoryview,
+    size_max: int,
+    take: Callable[[int], memoryview] = aligned_buffer,
+) -> tuple[memoryview | None, memoryview]:
+    """Read an object of unknown size; return it, or None if it is not there, and the buffer, or a larger of `take`."""
+    head = memoryview(bytearray(HEADER_BYTES))
+    came = tier.get_into(object_id, head)
+    if came != HEADER_BYTES:
+        return None, buffer
+    size = object_bytes(bytes(head))
+    if not HEADER_BYTES <= size <= size_max:
+        return None, buffer
+    if size > len(buffer):
+        buffer = take(size)
+    return (buffer[:size] if tier.get_into(object_id, buffer[:size]) == size else None), buffer
+
+
+class Latest:
+    """Servers that may have what we lack: for a region the centre, which asks others; for the centre its regions."""
+
+    def __init__(self, sources: Sequence[Tier], store: Tier, object_bytes_max: int) -> None:
+        self._sources = list(sources)
+        self._store = store
+        self._object_bytes_max = object_bytes_max
+        self._workers: ThreadPoolExecutor | None = None
+
+    def open(self) -> None:
+        """Open the sources, and start what asks them."""
+        for source in self._sources:
+            source.open()
+        self._workers = ThreadPoolExecutor(ASKING_THREADS, thread_name_prefix="kvtide-latest")
+
+    def close(self) -> None:
+        """Close the sources. Idempotent."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=True, cancel_futures=True)
+            self._workers = None
+        for source in self._sources:
+            source.close()
+
+    def bring(self, object_id: ObjectId, take: Callable[[int], memoryview] = aligned_buffer) -> bool:
+        """Copy an object into our store from whoever has it, through memory that `take` gives. False if nobody has.
+
+        RequestRefused (503) if it was not found and somebody could not be asked: then nobody knows.
+        """
+        workers, problem = self._workers, None
+        if workers is None:
+            raise RequestRefused(503, "the server is ending", retry_after_s=1.0)
+        # All are asked at the same time: who is silent holds nobody up whom another has an answer for.
+        asked = {workers.submit(copy_context().run, source.contains, object_id): source for source in self._sources}
+        for answer in as_completed(asked):
+            try:
+                if not answer.result():
+                    continue
+                found, _ = read_whole(asked[answer], object_id, memoryview(b""), self._object_bytes_max, take)
+            except TierUnavailable as error:
+                problem = error
+                continue
+            if found is not None:
+                return self._store.put_from(object_id, found)
+        if problem is not None:
+            raise RequestRefused(503, f"the latest state was asked for and can't be had: {problem}", retry_after_s=1.0)
+        return False
+
+
+class Backing:
+    """A server's sources of answers, not yet opened: tiers, records, names, and other regions if there are any.
+
+    `store` is what requests are answered from, `local` the part of it that is here. A centre has `latest` and
+    `recovery`, a regional server `latest` and its centre's.
+    """
+
+    def __init__(
+        self,
+        store: TierStack,
+        records: Records,
+        names: Names,
+        local: TierStack | None = None,
+        latest: Latest | None = None,
+        central: CentralRecords | None = None,
+        synchroniser: Synchroniser | None = None,
+        recovery: Recovery | None = None,
+    ) -> None:
+        self.store = store
+        self.local = local or store
+        self.records = records
+        self.names = names
+        self.latest = latest
+        self.central = central
+        self.synchroniser = synchroniser
+        self.recovery = recovery
+        self._background = [part for part in (synchroniser, central, recovery) if part is not None]
+        self._parts = [records, store, *([latest] if latest is not None else []), *self._background]
+
+    def open(self) -> None:
+        """Open all of it, the records first: they say what is out of date. TierUnavailable or OSError if one can't."""
+        for part in self._parts:
+            part.open()
+
+    def stop(self) -> None:
+        """Begin nothing more with other regions but what is asked for. Does not wait."""
+        for part in self._background:
+            part.stop()
+
+    def close(self) -> None:
+        """Close all of it. Idempotent."""
+        for part in reversed(self._parts):
+            part.close()
+
+    def require_recovered(self) -> None:
+        """RequestRefused (503) at a centre that may have lost what its regions know."""
+        if self.recovery is not None:
+            self.recovery.require_over()
+
+    def note_use(self, object_id: ObjectId) -> None:
+        """Count a read, so that what is hot is synchronised first."""
+        if self.synchroniser is not None:
+            self.synchroniser.manifest.note_use(object_id)
+
+    def as_of_s(self) -> float | None:
+        """Wall time until which we know what the centre has written; None at the centre, or if it never answered."""
+        return self.central.as_of_s if self.central is not None else None
+
+
+def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
+    """Make what the settings name. ValueError for a bad URL, or a region without a manifest."""
+    records = Records(records_path(settings), clock)
+    names = Names(records.generation)
+    limits, size_max = settings.limits, settings.limits.object_bytes_max
+    of_tiers = Limits(memory_bytes_max=limits.memory_bytes_max, disk_bytes_max=limits.disk_bytes_max)
+    local = tiers_of(settings.tiers, of_tiers, clock, lambda key: False)
+    if settings.central is None:
+        if not settings.regions:
+            return Backing(local, records, names)
+        asked = [client for url in settings.regions for client in records_clients(url, clock, ASKED_S_MAX)]
+        sources = [
+            http_tier(url, clock, _PEER, ASKED_S_MAX, _LOCAL_ONLY, bytes_s_min=BYTES_S_MIN) for url in settings.regions
+        ]
+        latest = Latest(sources, local, size_max)
+        return Backing(local, records, names, latest=latest, recovery=Recovery(asked, records))
+    central = settings.central
+    if settings.manifest is None:
+        raise ValueError("a regional server needs a file for its manifest: --manifest PATH")
+    if not central.startswith("http"):
+        raise ValueError(f"a centre is a kvtide server, as in http://host:port, got {central!r}")
+    asking = records_clients(central, clock, LATEST_S_MAX)
+    if len(asking) != 1:
+        raise ValueError(f"a centre is one server: it alone says what the latest is, got {central!r}")
+    manifest = Manifest(settings.manifest)
+    behind_of = partial(http_tier, central, clock, _PEER, LATEST_S_MAX, bytes_s_min=BYTES_S_MIN)
+    behind = CentralTier(behind_of(), manifest)
+    # Nobody waits for what is sent: the centre may take its time to store it.
+    synchroniser = Synchroniser(
+        local, http_tier(central, clock), manifest, names, settings.sync_bytes_s_max, size_max, clock
+    )
+    return Backing(
+        TierStack([local, behind], write_back=[behind]),
+        records,
+        names,
+        local,
+        Latest([behind_of(extra=_LATEST)], local, size_max),
+        CentralRecords(asking[0], records, clock),
+        synchroniser,
+    )
