@@ -142,7 +142,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Position(NamedTuple):
-    """A reader's place: the sequence number that it wants next, in the log of one life of the server."""
+    """A reader's place: the sequence number that it wants next, of one life of the server."""
 
     epoch: str
     sequence: int

@@ -115,7 +115,7 @@ class Records:
         self.epoch = secrets.token_hex(8)
         # All is here that was ever written: not with a new or damaged file, or none, until somebody says so.
         self.is_complete = False
-        # Told of a namespace whose generation has risen; from any thread.
+        # Told of a namespace whose generation has risen; from any thread, and must not call back.
         self.on_raised: Callable[[Namespace], None] = lambda namespace: None
 
     def open(self) -> None:
@@ -169,10 +169,7 @@ class Records:
                 return found
             if found is None:
                 self._require_room(tenant, name.kind)
-            record = self._next(tenant, name, value)
-            self._append([record])
-        self._tell([record])
-        return record
+            return self._written(tenant, name, value)
 
     def remove(self, tenant: str, name: RecordName, condition: WriteCondition = _UNCONDITIONAL) -> Record | None:
         """Remove a record; return what tells others of it, None if it was not there.
@@ -184,18 +181,16 @@ class Records:
         with self._lock:
             found = self._present(tenant, name)
             condition.require(found)
-            if found is None:
-                return None
-            record = self._next(tenant, name, "")
-            self._append([record])
-        return record
+            return self._written(tenant, name, "") if found is not None else None
 
     def _present(self, tenant: str, name: RecordName) -> Record | None:
         found = self._records.get((tenant, name))
         return found if found is not None and found.value else None
 
-    def _next(self, tenant: str, name: RecordName, value: str) -> Record:
-        return Record(tenant, name.kind, name.name, value, self._next_version())
+    def _written(self, tenant: str, name: RecordName, value: str) -> Record:
+        record = Record(tenant, name.kind, name.name, value, self._next_version())
+        self._append([record])
+        return record
 
     def _next_version(self) -> int:
         return max(self._version + 1, int(self._clock.wall_s() * 1e6))
@@ -212,23 +207,18 @@ class Records:
     def adopt(self, records: Sequence[Record]) -> None:
         """Take over what the centre has written, as far as it is newer than what is here."""
         with self._lock:
-            newer = self._newer(records)
-            self._append(newer)
-        self._tell(newer)
+            self._append(self._newer(records))
 
     def recover(self, records: Sequence[Record]) -> None:
         """Write the generations of these, which a region has, that are higher than what is here."""
         with self._lock:
             found = self._newer([each for each in records if each.kind is RecordKind.GENERATION])
             first = self._next_version()
-            raised = [msgspec.structs.replace(each, version=first + n) for n, each in enumerate(found)]
-            self._append(raised)
-        self._tell(raised)
+            self._append([msgspec.structs.replace(each, version=first + n) for n, each in enumerate(found)])
 
     def _newer(self, records: Sequence[Record]) -> list[Record]:
         newer = [record for record in records if not self._is_old(record)]
-        known = {(record.tenant, RecordName(record.kind, record.name)) for record in newer} | self._records.keys()
-        if len(known) > _ALL_MAX:
+        if len(self._records.keys() | set(map(_place, newer))) > _ALL_MAX:
             raise RequestRefused(507, f"another server has more than {_ALL_MAX} records")
         return newer
 
@@ -268,29 +258,23 @@ class Records:
         return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX, version, self.epoch)
 
     def _is_old(self, record: Record) -> bool:
-        found = self._records.get((record.tenant, RecordName(record.kind, record.name)))
-        if found is None:
-            return False
-        if record.kind is RecordKind.GENERATION:
+        found = self._records.get(_place(record))
+        if found is not None and record.kind is RecordKind.GENERATION:
             return int(record.value) <= int(found.value)
-        return record.version <= found.version
+        return found is not None and record.version <= found.version
 
     def _keep(self, record: Record) -> None:
-        name, is_generation = RecordName(record.kind, record.name), record.kind is RecordKind.GENERATION
-        was_present = self._present(record.tenant, name) is not None
-        self._counts[record.tenant, is_generation] += bool(record.value) - was_present
-        self._records[record.tenant, name] = record
+        place, is_generation = _place(record), record.kind is RecordKind.GENERATION
+        self._counts[record.tenant, is_generation] += bool(record.value) - (self._present(*place) is not None)
+        self._records[place] = record
         self._version = max(self._version, record.version)
         if is_generation:
             self._generations[record.tenant, _of(record)] = int(record.value)
         elif not record.value:
-            self._forget_removed()
-
-    def _forget_removed(self) -> None:
-        """Tell no more of what was removed longest ago, if there is too much."""
-        removed = [(each.version, place) for place, each in self._records.items() if not each.value]
-        for _, place in sorted(removed)[: max(0, len(removed) - REMOVED_MAX)]:
-            del self._records[place]
+            # Of what was removed longest ago nobody is told any more, if there is too much.
+            removed = [(each.version, place) for place, each in self._records.items() if not each.value]
+            for _, oldest in sorted(removed)[: max(0, len(removed) - REMOVED_MAX)]:
+                del self._records[oldest]
 
     def _append(self, records: Sequence[Record]) -> None:
         """Write records after the others, then make them visible. RequestRefused (503) if the disk won't."""
@@ -299,6 +283,8 @@ class Records:
             self._lines += len(records)
         for record in records:
             self._keep(record)
+            if record.kind is RecordKind.GENERATION:
+                self.on_raised(_of(record))
         if self._lines > LINES_MAX:
             with _answering():
                 self._rewrite()
@@ -312,11 +298,6 @@ class Records:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
-
-    def _tell(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if record.kind is RecordKind.GENERATION:
-                self.on_raised(_of(record))
 
     def _rewrite(self) -> None:
         """Write what is valid to a new file, rename it, and go on after it."""
@@ -360,6 +341,10 @@ def _answering() -> Iterator[None]:
         yield
     except OSError as error:
         raise RequestRefused(503, f"records can't be written now: {error}", retry_after_s=1.0) from error
+
+
+def _place(record: Record) -> tuple[str, RecordName]:
+    return record.tenant, RecordName(record.kind, record.name)
 
 
 def _of(named: Record | RecordName) -> Namespace:
@@ -478,12 +463,8 @@ class CentralRecords:
         It may have lost its file, or have an older one. What it has written since does not tell which.
         """
         found = self._client.changes()
-        known = {(each.tenant, each.kind, each.name): each.value for each in found.records}
-        lost = [
-            each
-            for each in self._records.generations()
-            if int(each.value) > int(known.get((each.tenant, each.kind, each.name), 0))
-        ]
+        known = {_place(each): int(each.value) for each in found.records if each.kind is RecordKind.GENERATION}
+        lost = [each for each in self._records.generations() if int(each.value) > known.get(_place(each), 0)]
         if found.version < self._records.version:
             # Its clock may have been set back besides.
             self._records.begin_anew()
@@ -498,13 +479,12 @@ class CentralRecords:
             self._heard = _Heard(found.epoch, found.records[-1].version if found.records else 0)
 
     def require_latest(self) -> None:
-        """Have everything that the centre has written before this call. RequestRefused (503) if that can't be."""
+        """Have all that the centre has written before this call. RequestRefused (503) if that can't be."""
         try:
             self.refresh()
         except (TierUnavailable, RequestRefused, OSError) as error:
-            raise RequestRefused(
-                503, f"the latest state was asked for and can't be had: {error}", retry_after_s=1.0
-            ) from error
+            reason = f"the latest state was asked for and can't be had: {error}"
+            raise RequestRefused(503, reason, retry_after_s=1.0) from error
 
     def write(self, tenant: str, name: RecordName, value: str, headers: Sequence[tuple[str, str]]) -> Record:
         """Let the centre write a record, then have it here.
@@ -547,7 +527,7 @@ class CentralRecords:
         return not self._records.is_complete
 
     def is_too_old_for(self, headers: Mapping[str, str]) -> bool:
-        """Tell whether a request wants the latest, or what is newer than we have. RequestRefused (400) for nonsense."""
+        """True if a request wants the latest, or what is newer than we have. RequestRefused (400) for nonsense."""
         staleness_s_max = staleness_s(headers)
         if FORCE_HEADER in headers:
             return True

@@ -290,7 +290,7 @@ class CentralTier(WrappedTier):
         return [self.contains(object_id) for object_id in object_ids]
 
     def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
-        """Pass a prompt's advice on: the centre keeps what regions evict, and sees nothing of what they hit."""
+        """Pass a prompt's advice on: the centre sees nothing of what regions hit."""
         if all(isinstance(each, NamedId) for each in object_ids):
             self.tier.advise(object_ids, hint)
 

@@ -81,8 +81,8 @@ class Service:
         with ExitStack() as stack:
             listeners = [stack.enter_context(listener_on(address)) for address in self._addresses]
             workers = stack.enter_context(Workers(self.live.limits.io_threads))
-            self.acceptor.open(loop)
-            stack.callback(self.acceptor.close)
+            self.acceptor.mover.open(loop)
+            stack.callback(self.acceptor.mover.close)
             shared = Resources(self.live, self.observatory.metrics, workers, self.buffers)
             pages = Pages(self._backing, shared, self.scheduler, self.observatory, self.health, self._clock)
             gateway = self._gateway(loop, shared, pages)

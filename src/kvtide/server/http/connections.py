@@ -512,15 +512,15 @@ def bound(address: ListenAddress, listener: socket.socket) -> ListenAddress:
 
 
 class Acceptor:
-    """Takes connections from listening sockets and serves each in a task of its own, within the limits that hold.
+    """Takes connections from listening sockets and serves each in a task of its own. Runs on one event loop.
 
-    Runs on one event loop. `address` is the one that the server was told to listen on.
+    `address` is the one that the server was told to listen on. The mover is opened and closed by the caller.
     """
 
     def __init__(self, live: Live, address: ListenAddress) -> None:
         self._live = live
         self._address = address
-        self._mover = Mover()
+        self.mover = Mover()
         self._tasks: dict[Guest, asyncio.Task[None]] = {}
         self._accepted = 0
         limits, descriptors = live.limits, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -530,14 +530,6 @@ class Acceptor:
     def connections(self) -> int:
         """Return how many connections are open."""
         return len(self._tasks)
-
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread that moves bodies."""
-        self._mover.open(loop)
-
-    def close(self) -> None:
-        """End that thread. Idempotent."""
-        self._mover.close()
 
     async def accept(self, listener: socket.socket, serve: Serve) -> None:
         """Take connections until the task is cancelled. OSError if the listener is closed."""
@@ -584,7 +576,7 @@ class Acceptor:
         if self._live.tls is not None and not is_near:
             sock = self._live.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         loop = asyncio.get_running_loop()
-        stream = Connection(sock, loop, self._mover)
+        stream = Connection(sock, loop, self.mover)
         task = self._tasks[guest] = loop.create_task(serve(stream, guest))
         task.add_done_callback(partial(self._end, guest, stream))
 
