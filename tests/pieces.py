@@ -11,7 +11,7 @@ from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.testing.tier_suite import object_id
 from kvtide.types import BlockKey, Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
-from kvtide.wire.receiver import pack_frame
+from kvtide.wire.receiver import frame_header
 from tests.server.worlds import ask
 from tests.servers import RunningServer, ServerProcess
 
@@ -44,6 +44,11 @@ def pieces(number: int, sections: int = 8, size: int = 500, quality: float = 0.0
     data = bytes(pack_object(meta, "raw-1", parts, quality=quality))
     stored = parse_object(data)
     return Pieces(number, data, stored, [pack_frame(stored, at) for at in range(sections)])
+
+
+def pack_frame(stored: StoredObject, position: int) -> bytes:
+    """Return one section as a frame."""
+    return frame_header(stored, position) + stored.section(position).data
 
 
 class PieceAnswer(NamedTuple):

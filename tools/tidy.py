@@ -30,7 +30,6 @@ OPEN = {
         "wire.protocol",
         "wire.ranges",
         "wire.receiver",
-        "codec.entropy",
         "codec.packed",
         "codec.rotary",
     ),

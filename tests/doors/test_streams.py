@@ -13,6 +13,7 @@ import torch
 from tests.codec.tide_profiles import fitted_on
 from tests.doors.register import door
 from tests.doors.user import BLOCK, PROMPT, RESTORED, answer
+from tests.pieces import pack_frame
 from tests.server.worlds import ask
 from tests.servers import RunningServer, running_server
 
@@ -25,7 +26,6 @@ from kvtide.plan.base import Reason
 from kvtide.store.load.streamed import StreamedReport
 from kvtide.store.repack import UseStore
 from kvtide.wire import parse_object
-from kvtide.wire.receiver import pack_frame
 from kvtide_lab.bench.shaped import ShapedProxy
 
 # A deadline that a base of six blocks comes by, over the slow link, and their refinements don't.

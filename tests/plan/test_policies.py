@@ -52,36 +52,28 @@ class TestFixedLevel(PlanSuite):
 
 class TestCachegenRule(PlanSuite):
     is_layered = False
-
-    def policy_for(self, request: Request) -> StreamPolicy:
-        return CachegenRule()
+    policy = CachegenRule()
 
 
 class TestLayered(PlanSuite):
-    def policy_for(self, request: Request) -> StreamPolicy:
-        return Layered()
+    policy = Layered()
 
 
 class TestAnchorFirst(PlanSuite):
-    def policy_for(self, request: Request) -> StreamPolicy:
-        return AnchorFirst()
+    policy = AnchorFirst()
 
 
 class TestImportanceFirst(PlanSuite):
-    def policy_for(self, request: Request) -> StreamPolicy:
-        return ImportanceFirst()
+    policy = ImportanceFirst()
 
 
 class TestDeltasFirstWhenSlow(PlanSuite):
     is_early = True
-
-    def policy_for(self, request: Request) -> StreamPolicy:
-        return DeltasFirstWhenSlow()
+    policy = DeltasFirstWhenSlow()
 
 
 class TestTwoEnded(PlanSuite):
-    def policy_for(self, request: Request) -> StreamPolicy:
-        return TwoEnded()
+    policy = TwoEnded()
 
 
 def test_cachegen_begins_with_a_middle_level() -> None:

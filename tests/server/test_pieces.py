@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.pieces import PieceAnswer, Pieces, connection, has, part, pieces, post
+from tests.pieces import PieceAnswer, Pieces, connection, has, pack_frame, part, pieces, post
 from tests.server.worlds import ask
 from tests.servers import RunningServer, running_server, server_process
 
@@ -20,7 +20,6 @@ from kvtide.server.quotas import Quota
 from kvtide.server.settings import ServerLimits
 from kvtide.server.uploads import Uploads
 from kvtide.testing.tier_suite import object_id
-from kvtide.wire.receiver import pack_frame
 
 TOKENS = {name: f"{name}-{'0' * 32}" for name in ("search", "chat", "reader")}
 GRANTS = tuple(

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.tide_profiles import fitted
+from tests.pieces import pack_frame
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import Codec, LosslessCodec
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
-from kvtide.errors import CorruptPayload
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire import StoredObject, pack_object, parse_header, parse_object, receiver
-from kvtide.wire.receiver import FRAME_HEADER_BYTES, OfferOutcome, Receiver, Usable, pack_frame
+from kvtide.wire import StoredObject, pack_object, parse_header, parse_object
+from kvtide.wire.receiver import FRAME_HEADER_BYTES, OfferOutcome, Receiver
 
 LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=4, head_dim=16, dtype=KVDtype.BFLOAT16)
 CODECS: dict[str, Codec] = {
@@ -56,64 +55,14 @@ def run_of(codec_name: str) -> Run:
     return Run(codec, packed, objects, frames, names)
 
 
-def counting(here: set[SectionId]) -> set[SectionId]:
-    """What the rule leaves: all deltas; of nested refinements those without a gap before them, for all their layers."""
-
-    def has_all_before(section: SectionId) -> bool:
-        return all(
-            any(
-                (other.refinement, other.kind) == (step, SectionKind.DATA)
-                and other.layer_start <= layer < other.layer_stop
-                for other in here
-            )
-            for layer in range(section.layer_start, section.layer_stop)
-            for step in range(section.refinement)
-        )
-
-    return {section for section in here if section.kind is not SectionKind.DATA or has_all_before(section)}
-
-
-def quality(here: set[SectionId], layer: int) -> int:
-    """-1 without the base, else how many refinements of this layer count."""
-    mine = {section for section in here if section.layer_start <= layer < section.layer_stop}
-    steps = {section.refinement for section in mine}
-    if any(section.kind is SectionKind.DELTA for section in mine):
-        return len(steps - {0}) if 0 in steps else -1
-    return next(step for step in count() if step not in steps) - 1
-
-
-def decode(run: Run, block: int, sections: list[Section]) -> Any:
-    out = np.empty(LAYOUT.shape, LAYOUT.bits_dtype)
-    run.codec.decode(run.objects[block].meta, sections, out)
-    return out
-
-
-def usable_by_layer(receiver: Receiver) -> dict[tuple[int, int], int]:
-    return {
-        (item.token_start // LAYOUT.tokens, layer): item.refinements
-        for item in receiver.usable()
-        for layer in range(item.layer_start, item.layer_stop)
-    }
-
-
 def check_all(run: Run, receiver: Receiver, here: list[set[SectionId]]) -> None:
-    """The receiver says what a set of names says, and what it hands out decodes to what these sections mean."""
+    """The receiver hands out what a set of names says, byte for byte, and misses the rest."""
     receiver.check()
-    usable = usable_by_layer(receiver)
     for block, names in enumerate(here):
         sections = receiver.sections(block)
-        originals = {section.id: section for section in run.objects[block].sections()}
-        assert {section.id for section in sections} == names
-        assert all(section.data == originals[section.id].data for section in sections)
-        qualities = [quality(names, layer) for layer in range(LAYOUT.layers)]
-        assert [usable.get((block, layer), -1) for layer in range(LAYOUT.layers)] == qualities
-        if min(qualities) < 0:
-            with pytest.raises(CorruptPayload):
-                decode(run, block, sections)
-        else:
-            meant = [originals[name] for name in sorted(counting(names))]
-            assert np.array_equal(decode(run, block, sections), decode(run, block, meant))
-    missing = [(item.block, item.entry.id) for item in receiver.missing()]
+        assert sections == [section for section in run.objects[block].sections() if section.id in names]
+    ids = [[entry.id for entry in stored.entries] for stored in run.objects]
+    missing = [(item.block, ids[item.block][item.position]) for item in receiver.missing()]
     assert missing == [(block, name) for block, name in run.names if name not in here[block]]
 
 
@@ -132,12 +81,8 @@ def sendings(seed: int, frames: int) -> list[Sent]:
     rng.shuffle(numbers)
     bits = rng.integers(0, 2**20, len(numbers))
     is_damaged = rng.random(len(numbers)) < rng.choice([0.0, 0.1])
-    return [
-        Sent(*sent)
-        for sent in zip(
-            numbers, [bit if off else None for bit, off in zip(bits.tolist(), is_damaged, strict=True)], strict=True
-        )
-    ]
+    flipped = [bit if off else None for bit, off in zip(bits.tolist(), is_damaged, strict=True)]
+    return list(map(Sent, numbers, flipped))
 
 
 @pytest.mark.parametrize("codec_name", CODECS)
@@ -203,45 +148,6 @@ def made_up(steps: list[tuple[SectionKind, int, int, int, bytes]], position: int
 NESTED = [(SectionKind.DATA, step, start, start + 1, bytes([step, start])) for step in range(4) for start in range(3)]
 
 
-@given(order=st.lists(st.sampled_from(range(12)), unique=True))
-@settings(max_examples=300, deadline=None)
-def test_nested_refinements_count_up_to_the_first_gap(order: list[int]) -> None:
-    stored = made_up(NESTED)
-    receiver = Receiver([stored])
-    here: set[SectionId] = set()
-    for number in order:
-        assert receiver.offer(pack_frame(stored, number)).outcome is OfferOutcome.ACCEPTED
-        here.add(stored.entries[number].id)
-    receiver.check()
-    qualities = [quality(here, layer) for layer in range(3)]
-    found = {
-        layer: item.refinements for item in receiver.usable() for layer in range(item.layer_start, item.layer_stop)
-    }
-    assert [found.get(layer, -1) for layer in range(3)] == qualities
-    for layer in range(3):
-        assert [receiver.is_ready(layer, step) for step in range(4)] == [step <= qualities[layer] for step in range(4)]
-
-
-def test_layers_of_one_quality_are_one_run() -> None:
-    stored = made_up(NESTED, position=1)
-    receiver = Receiver([stored])
-    assert receiver.usable() == []
-    for number in (0, 1, 2, 3, 4):
-        receiver.offer(pack_frame(stored, number))
-    assert receiver.usable() == [Usable(0, 2, 16, 32, 1), Usable(2, 3, 16, 32, 0)]
-    assert [item.entry.id.layer_start for item in receiver.missing(refinement_max=1)] == [2]
-    assert len(receiver.missing()) == 7
-
-
-def test_layer_is_ready_when_all_blocks_have_it() -> None:
-    run = run_of("cachegen")
-    receiver = Receiver(run.objects)
-    receiver.offer(run.frames[0])
-    assert not receiver.is_ready(0)
-    receiver.offer(run.frames[run.names.index((1, run.names[0][1]))])
-    assert receiver.is_ready(0) and not receiver.is_ready(1) and not receiver.is_ready(0, refinements=1)
-
-
 def test_section_of_another_object_is_refused() -> None:
     cachegen, lossless = run_of("cachegen"), run_of("lossless")
     receiver = Receiver(cachegen.objects[:1])
@@ -270,10 +176,8 @@ def test_bytes_count_only_where_they_continue_a_section() -> None:
     first, second = stored.entries[0], stored.entries[1]
     data = run.packed[0]
     assert receiver.offer_bytes(0, first.offset + 1, data[first.offset + 1 : second.offset + 3]) == []
-    assert (
-        receiver.offer_bytes(0, second.offset + 3, data[second.offset + 3 : second.offset + second.size])[0].section
-        == second.id
-    )
+    rest = data[second.offset + 3 : second.offset + second.size]
+    assert receiver.offer_bytes(0, second.offset + 3, rest)[0].section == second.id
     assert receiver.offer_bytes(0, first.offset, data[first.offset : second.offset + 9])[0].section == first.id
     receiver.check()
     assert [section.id for section in receiver.sections(0)] == [first.id, second.id]
@@ -313,16 +217,8 @@ def test_bytes_beyond_the_object_are_refused() -> None:
 def test_empty_section_is_here_from_the_start() -> None:
     stored = made_up([(SectionKind.DATA, 0, 0, 3, b""), (SectionKind.DATA, 1, 0, 3, b"x")])
     receiver = Receiver([stored])
-    assert receiver.usable() == [Usable(0, 3, 0, 16, 0)]
+    assert receiver.missing() == [(0, 1)]
     assert receiver.offer(pack_frame(stored, 0)).outcome is OfferOutcome.DUPLICATE
-
-
-def test_layer_that_no_base_covers_is_never_usable() -> None:
-    stored = made_up([(SectionKind.DATA, 0, 0, 2, b"a"), (SectionKind.DATA, 1, 0, 3, b"b")])
-    receiver = Receiver([stored])
-    for number in (0, 1):
-        receiver.offer(pack_frame(stored, number))
-    assert receiver.usable() == [Usable(0, 2, 0, 16, 1)]
 
 
 def test_header_and_table_are_enough_to_begin() -> None:
@@ -344,14 +240,6 @@ def test_bad_arguments_are_value_errors() -> None:
         receiver.sections(2)
     with pytest.raises(ValueError, match="block must be"):
         receiver.offer_bytes(-1, 0, b"")
-    with pytest.raises(ValueError, match="layer must be"):
-        receiver.is_ready(3)
-
-
-def test_table_of_too_many_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "LAYER_STEPS_MAX", 11)
-    with pytest.raises(CorruptPayload, match="4 refinement steps of 3 layers"):
-        Receiver([made_up(NESTED)])
 
 
 @given(data=st.binary(max_size=FRAME_HEADER_BYTES + 20))

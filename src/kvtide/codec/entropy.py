@@ -16,21 +16,6 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.errors import CorruptPayload
 
-__all__ = [
-    "ESCAPE",
-    "SYMBOLS",
-    "EntropyCoder",
-    "EntropyTables",
-    "EscapeMap",
-    "Escapes",
-    "RansCoder",
-    "RansTables",
-    "Runs",
-    "Streams",
-    "count_values",
-    "rans_paths",
-]
-
 SYMBOLS = 32  # alphabet of every table; symbols that never occur cost nothing
 ESCAPE = SYMBOLS - 1  # stands for all values that have no symbol of their own, where Escapes are given
 

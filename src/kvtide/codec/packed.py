@@ -34,7 +34,7 @@ _HEADS = struct.Struct("<H")
 
 
 class PackedBase(NamedTuple):
-    """How an object's tokens are stored, as base sections say beside the rough values.
+    """An account of how an object's tokens are stored, in base sections beside the rough values.
 
     probe: exact keys that chunks lack, (layers, tokens, the first KV heads, head_dim).
     """

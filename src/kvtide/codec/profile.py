@@ -84,7 +84,7 @@ class Profile:
 
     @property
     def calibration(self) -> bytes:
-        """What the profiles of all groups of one calibration share; empty for that of a model's only group."""
+        """The name that profiles of all groups of one calibration share; empty for that of a model's only group."""
         found = self.arrays.get("calibration")
         return b"" if found is None else found.tobytes()
 

@@ -21,6 +21,10 @@ from kvtide import _native
 from kvtide.block import HEAD_DIM_MAX, LAYERS_MAX, KVDtype
 from kvtide.errors import CorruptPayload
 
+__all__ = [
+    "Rotary",
+]
+
 KINDS_MAX = 64
 # Bit patterns, as in a block.
 BitRows = NDArray[np.uint16] | NDArray[np.uint32]

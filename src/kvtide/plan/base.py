@@ -10,10 +10,28 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 from kvtide.plan.speeds import PrefillSpeed
+
+__all__ = [
+    "CHUNK_TOKENS",
+    "PASS_TOKENS",
+    "Chunk",
+    "Fetch",
+    "Progress",
+    "Reason",
+    "Request",
+    "StreamPolicy",
+    "cut",
+    "cut_for_meeting",
+    "expected_s",
+    "is_ready",
+    "leading_pass",
+    "mean_kl",
+    "pass_reach",
+]
 
 CHUNKS_MAX = 8192
 # A plan names at most so many fetches: enough to keep a link busy until the next plan.
@@ -51,11 +69,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A context to load as a whole into the engine.
+    """A context to load as a whole into the engine. ValueError for one that can't be.
 
     deadline_s: when the engine should start, in seconds since the request; infinite if only `kl_goal` counts, 0 for as
-    soon as it can. kl_goal: mean loss at which there is nothing more to wait for. ValueError for chunks that do not
-    follow each other from token 0, steps without bytes, losses that grow, negative or nan deadlines and goals.
+    soon as it can. kl_goal: mean loss at which there is nothing more to wait for.
     """
 
     chunks: tuple[Chunk, ...]
@@ -137,31 +154,29 @@ class Progress:
         return replace(self, now_s=now_s, bytes_per_s=bytes_per_s, coming_s=coming_s)
 
     def asking(self, fetch: Fetch) -> Progress:
-        """Return what is so once `fetch` has been asked for."""
+        """Return the state once `fetch` has been asked for."""
         if self.is_layered and fetch.step > self.asked[fetch.chunk]:
             return replace(self, early=self.early | {fetch})
         return replace(self, asked=_with(self.asked, fetch, self.early))
 
     def arrived(self, fetch: Fetch) -> Progress:
-        """Return what is so once `fetch`, asked for before, is here."""
+        """Return the state once `fetch`, asked for before, is here."""
         assert self.asked[fetch.chunk] > fetch.step or fetch in self.early
         if self.is_layered and fetch.step > self.here[fetch.chunk]:
             return replace(self, early_here=self.early_here | {fetch})
         return replace(self, here=_with(self.here, fetch, self.early_here))
 
     def assigning(self, chunks: Sequence[int]) -> Progress:
-        """Return what is so once the engine has been given `chunks`."""
-        assigned = self.assigned.union(chunks)
-        return replace(self, assigned=assigned)
+        """Return the state once the engine has been given `chunks`."""
+        return replace(self, assigned=self.assigned.union(chunks))
 
     def computing_done(self, chunk: int) -> Progress:
-        """Return what is so once the engine has computed a chunk given to it."""
+        """Return the state once the engine has computed a chunk given to it."""
         assert chunk in self.assigned
-        computed = self.computed | {chunk}
-        return replace(self, computed=computed)
+        return replace(self, computed=self.computed | {chunk})
 
     def left_to_engine(self, chunks: Iterable[int]) -> Progress:
-        """Return what is so once the engine has computed `chunks`, unasked."""
+        """Return the state once the engine has computed `chunks`, unasked."""
         return replace(self, computed=self.computed.union(chunks))
 
     def is_usable(self, chunk: int) -> bool:
@@ -252,9 +267,7 @@ def mean_kl(request: Request, progress: Progress) -> float:
 
     The loss of a mixture is taken to be the mean of its parts' losses: measured curves are for whole contexts.
     """
-    if not _is_usable(progress):
-        return math.inf
-    return sum(_lost(request, progress)) / request.tokens
+    return sum(_lost(request, progress)) / request.tokens if _is_usable(progress) else math.inf
 
 
 def is_ready(request: Request, progress: Progress) -> bool:
@@ -264,7 +277,13 @@ def is_ready(request: Request, progress: Progress) -> bool:
     """
     if not _is_usable(progress):
         return False
-    return progress.now_s >= request.deadline_s or _is_good(request, progress) or _is_complete(request, progress)
+    if progress.now_s >= request.deadline_s:
+        return True
+    lost_max = request.kl_goal * request.tokens
+    if all(lost <= lost_max for lost in accumulate(_lost(request, progress))):
+        return True
+    here = (steps for chunk, steps in enumerate(progress.here) if chunk not in progress.computed)
+    return request.is_layered and math.isinf(request.deadline_s) and all(steps == request.steps for steps in here)
 
 
 def _is_usable(progress: Progress) -> bool:
@@ -272,21 +291,7 @@ def _is_usable(progress: Progress) -> bool:
     missing = progress.here.count(0)
     if missing > len(progress.computed):
         return False
-    return not missing or all(here or chunk in progress.computed for chunk, here in enumerate(progress.here))
-
-
-def _is_good(request: Request, progress: Progress) -> bool:
-    left = request.kl_goal * request.tokens
-    for lost in _lost(request, progress):
-        left -= lost
-        if left < 0:
-            return False
-    return True
-
-
-def _is_complete(request: Request, progress: Progress) -> bool:
-    here = (steps for chunk, steps in enumerate(progress.here) if chunk not in progress.computed)
-    return request.is_layered and math.isinf(request.deadline_s) and all(steps == request.steps for steps in here)
+    return not missing or all(map(progress.is_usable, range(len(progress.here))))
 
 
 def _lost(request: Request, progress: Progress) -> Iterator[float]:

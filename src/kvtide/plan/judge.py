@@ -54,11 +54,10 @@ class Decision(NamedTuple):
 def decide(
     request: Request, bytes_per_s: float | None, latency_s: float = 0.0, decode_token_s: float = 0.0
 ) -> Decision:
-    """Choose the way to the earliest start.
+    """Choose the way to the earliest start. Loading counts what is needed least: bases, or smallest levels.
 
-    Loading counts what is needed least: bases, or smallest levels. bytes_per_s: expected rate, None if unknown.
-    latency_s: until the first byte. decode_token_s: what a loaded token takes after its last byte. ValueError for a
-    negative number.
+    bytes_per_s: expected rate, None if unknown. latency_s: until the first byte. decode_token_s: what a loaded token
+    takes after its last byte. ValueError for a negative number.
     """
     if min(latency_s, decode_token_s) < 0 or (bytes_per_s is not None and not bytes_per_s >= 0):
         found = f"{bytes_per_s} bytes/s, {latency_s} s, {decode_token_s} s a token"

@@ -22,10 +22,6 @@ class _Sample(NamedTuple):
     size: int
     seconds: float
 
-    @property
-    def bytes_per_s(self) -> float:
-        return self.size / self.seconds
-
 
 class Estimator(ABC):
     """Learns the link's rate from transfers, in the order in which they stopped."""
@@ -67,34 +63,18 @@ class LastRate(Estimator):
         self._last: float | None = None
 
     def _take(self, sample: _Sample) -> None:
-        self._last = sample.bytes_per_s
+        self._last = sample.size / sample.seconds
 
     def bytes_per_s(self) -> float | None:
         """Return the rate to expect, None before the first transfer."""
         return self._last
 
 
-class EwmaRate(Estimator):
-    """A mean of rates in which each new one weighs `weight`. ValueError unless 0 < weight <= 1."""
+class HarmonicRate(Estimator):
+    """The harmonic mean of the last rates, weighted by bytes: all their bytes over all their seconds."""
 
-    def __init__(self, weight: float = 0.5) -> None:
-        if not 0 < weight <= 1:
-            raise ValueError(f"a weight is more than 0 and at most 1, got {weight}")
-        super().__init__()
-        self._weight = weight
-        self._mean: float | None = None
-
-    def _take(self, sample: _Sample) -> None:
-        before = sample.bytes_per_s if self._mean is None else self._mean
-        self._mean = before + self._weight * (sample.bytes_per_s - before)
-
-    def bytes_per_s(self) -> float | None:
-        """Return the rate to expect, None before the first transfer."""
-        return self._mean
-
-
-class _Window(Estimator):
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int = 5) -> None:
+        """ValueError for no samples."""
         if samples < 1:
             raise ValueError(f"a window holds at least one sample, got {samples}")
         super().__init__()
@@ -103,13 +83,6 @@ class _Window(Estimator):
     def _take(self, sample: _Sample) -> None:
         self._samples.append(sample)
 
-
-class HarmonicRate(_Window):
-    """The harmonic mean of the last rates, weighted by bytes: all their bytes over all their seconds."""
-
-    def __init__(self, samples: int = 5) -> None:
-        super().__init__(samples)
-
     def bytes_per_s(self) -> float | None:
         """Return the rate to expect, None before the first transfer."""
         if not self._samples:
@@ -117,26 +90,7 @@ class HarmonicRate(_Window):
         return sum(sample.size for sample in self._samples) / sum(sample.seconds for sample in self._samples)
 
 
-class QuantileRate(_Window):
-    """A rate that all but a share of the last transfers reached. ValueError unless 0 <= share <= 1."""
-
-    def __init__(self, samples: int = 20, share: float = 0.2) -> None:
-        if not 0 <= share <= 1:
-            raise ValueError(f"a share is from 0 to 1, got {share}")
-        super().__init__(samples)
-        self._share = share
-
-    def bytes_per_s(self) -> float | None:
-        """Return the rate to expect, None before the first transfer."""
-        if not self._samples:
-            return None
-        rates = sorted(sample.bytes_per_s for sample in self._samples)
-        return rates[int(self._share * (len(rates) - 1))]
-
-
-ESTIMATORS: Mapping[str, Callable[[], Estimator]] = MappingProxyType(
-    {"last": LastRate, "ewma": EwmaRate, "harmonic": HarmonicRate, "quantile": QuantileRate}
-)
+ESTIMATORS: Mapping[str, Callable[[], Estimator]] = MappingProxyType({"last": LastRate, "harmonic": HarmonicRate})
 
 
 def estimator_named(name: str) -> Estimator:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,7 +22,6 @@ from kvtide.types import DIGEST_BYTES, BlockKey, Namespace, ObjectId, Section, S
 HEADER_BYTES = 256
 ENTRY_BYTES = 48
 SECTIONS_MAX = 8192
-HEADER_AND_TABLE_BYTES_MAX = HEADER_BYTES + SECTIONS_MAX * ENTRY_BYTES
 OBJECT_BYTES_MAX = 8 << 30
 # Room that any codec may take beyond the raw bytes: headers of sections that did not compress, and a rough base beside
 # exact values.
@@ -74,17 +74,17 @@ class SectionEntry(NamedTuple):
             raise CorruptPayload(f"section {section_id} has no layers")
         return cls(section_id, offset, size, checksum)
 
-    def section(self, data: memoryview, object_id: ObjectId) -> Section:
-        """Return the section that these bytes are. CorruptPayload if they are too few or not those that were stored."""
-        if len(data) != self.size:
-            raise CorruptPayload(f"{object_id}: section {self.id} has {self.size} bytes, {len(data)} are here")
-        if xxhash.xxh3_128_digest(data) != self.checksum:
-            raise CorruptPayload(f"{object_id}: checksum of section {self.id} does not match")
-        return Section(self.id, data)
-
     def cut(self, data: memoryview, start: int, object_id: ObjectId) -> Section:
-        """Return the section out of bytes that begin at `start` of its object. CorruptPayload as in `section`."""
-        return self.section(data[self.offset - start :][: self.size], object_id)
+        """Return the section out of bytes that begin at `start` of its object.
+
+        CorruptPayload if they are too few or not those that were stored.
+        """
+        found = data[self.offset - start : self.offset - start + self.size]
+        if len(found) != self.size:
+            raise CorruptPayload(f"{object_id}: section {self.id} has {self.size} bytes, {len(found)} are here")
+        if xxhash.xxh3_128_digest(found) != self.checksum:
+            raise CorruptPayload(f"{object_id}: checksum of section {self.id} does not match")
+        return Section(self.id, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +124,18 @@ class StoredObject:
         The data is a view of the buffer that was parsed: valid as long as that one is not reused. CorruptPayload if
         the bytes are not all there or not those that were stored.
         """
-        return self._verified(self.entries[position])
+        return self.entries[position].cut(self._data, 0, self.meta.id)
 
     def sections(self) -> list[Section]:
         """Return all sections, each verified. CorruptPayload as in `section`."""
-        return [self._verified(entry) for entry in self.entries]
-
-    def _verified(self, entry: SectionEntry) -> Section:
-        return entry.section(self._data[entry.offset : entry.offset + entry.size], self.meta.id)
+        return [entry.cut(self._data, 0, self.meta.id) for entry in self.entries]
 
     def good_sections(self) -> list[Section]:
         """Return the sections whose bytes are all there and those that were stored."""
         found = []
-        for position in range(len(self.entries)):
-            try:
-                found.append(self.section(position))
-            except CorruptPayload:
-                continue
+        for entry in self.entries:
+            with suppress(CorruptPayload):
+                found.append(entry.cut(self._data, 0, self.meta.id))
         return found
 
 

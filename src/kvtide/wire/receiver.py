@@ -1,7 +1,8 @@
-"""Puts the objects of a run together from sections that arrive in any order, late, or never.
+"""Puts the objects of a run together from sections that arrive in any order, late, or never; and the frame format.
 
-Invariant: nothing is handed out that its object's table does not name and vouch for. What does not belong is refused, a
-damaged section is as if it had not come, and memory is bounded by the objects' own sizes.
+A frame (version 1, docs/format.md) is one section of an object on its own, on the wire; it names its object by the
+version tag. Invariant: nothing is handed out that a checksum and the object's table do not vouch for. What does not
+belong is refused, a damaged section is as if it had not come, and memory is bounded by the objects' own sizes.
 """
 
 from __future__ import annotations
@@ -10,23 +11,27 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
-from kvtide.types import Section, SectionId, SectionKind
+from kvtide.types import Section, SectionId
 from kvtide.wire.object import ENTRY_BYTES, OBJECT_BYTES_MAX, SectionEntry, StoredObject
 
+__all__ = ["FRAME_HEADER_BYTES", "OfferOutcome", "Receiver", "frame_header", "is_frame", "parse_frame_header"]
+
 FRAME_HEADER_BYTES = 96
+# Default bound on the bytes of all objects that one receiver puts together.
+RECEIVE_BYTES_MAX = 4 << 30
 
 _MAGIC = b"\x89KVTFR\r\n"
 _VERSION = 1
 _PREFIX = struct.Struct("<8sHHI16s")
 _CHECKSUM_OFFSET = _PREFIX.size + ENTRY_BYTES
+# What the bookkeeping of one section takes at most.
+_SECTION_BYTES = 1 << 10
 
 assert _CHECKSUM_OFFSET + 16 == FRAME_HEADER_BYTES
 
@@ -39,15 +44,8 @@ class FrameHeader(NamedTuple):
 
     @property
     def frame_bytes(self) -> int:
-        """Return how long the whole frame is."""
+        """The length of the whole frame."""
         return FRAME_HEADER_BYTES + self.entry.size
-
-
-class Frame(NamedTuple):
-    """A checked frame. `data` is a view of the bytes that were parsed, valid as long as those are not reused."""
-
-    header: FrameHeader
-    data: memoryview
 
 
 def frame_header(stored: StoredObject, position: int) -> bytes:
@@ -55,11 +53,6 @@ def frame_header(stored: StoredObject, position: int) -> bytes:
     header = _PREFIX.pack(_MAGIC, _VERSION, FRAME_HEADER_BYTES, 0, stored.version_tag)
     header += stored.entries[position].to_bytes()
     return header + xxhash.xxh3_128_digest(header)
-
-
-def pack_frame(stored: StoredObject, position: int) -> bytes:
-    """Return one section as a frame. CorruptPayload if the object's bytes are not all there, or damaged."""
-    return frame_header(stored, position) + stored.section(position).data
 
 
 def is_frame(data: bytes | bytearray | memoryview) -> bool:
@@ -85,63 +78,18 @@ def parse_frame_header(data: bytes | bytearray | memoryview) -> FrameHeader:
     return FrameHeader(version_tag, entry)
 
 
-def parse_frame(data: bytes | bytearray | memoryview) -> Frame:
-    """Check a whole frame and return it. CorruptPayload if anything is off, bytes missing or too many included."""
+def parse_frame(data: bytes | bytearray | memoryview) -> tuple[FrameHeader, memoryview]:
+    """Check a whole frame; return its header and a view of the section's bytes.
+
+    CorruptPayload if anything is off, bytes missing or too many included.
+    """
     header = parse_frame_header(data)
     if len(data) != header.frame_bytes:
         raise CorruptPayload(f"frame of {header.entry.id} has {header.frame_bytes} bytes, {len(data)} came")
     body = memoryview(data)[FRAME_HEADER_BYTES:]
     if xxhash.xxh3_128_digest(body) != header.entry.checksum:
         raise CorruptPayload(f"checksum of the frame's section {header.entry.id} does not match")
-    return Frame(header, body)
-
-
-# Bound on (refinement step, layer) pairs of one object, so that a foreign table can't make us allocate much.
-LAYER_STEPS_MAX = 1 << 20
-# What the bookkeeping of one section takes at most.
-_SECTION_BYTES = 1 << 10
-
-
-class LayerQuality:
-    """Counts the sections that each layer still lacks at each refinement step.
-
-    A layer is usable once its base (step 0) is whole. Its quality is then the number of refinements that count: of
-    nested ones the longest unbroken run, of deltas, which don't need each other, all that are here.
-    """
-
-    def __init__(self, layers: int, sections: Sequence[SectionId]) -> None:
-        """CorruptPayload for more steps and layers than LAYER_STEPS_MAX."""
-        steps = sorted({0, *(section.refinement for section in sections)})
-        if len(steps) * layers > LAYER_STEPS_MAX:
-            raise CorruptPayload(f"{len(steps)} refinement steps of {layers} layers are more than {LAYER_STEPS_MAX}")
-        self._row = {refinement: row for row, refinement in enumerate(steps)}
-        self._lacking: NDArray[np.int32] = np.zeros((len(steps), layers), dtype=np.int32)
-        is_delta = np.ones(len(steps), dtype=bool)
-        for section in sections:
-            self._layers_of(section)[:] += 1
-            is_delta[self._row[section.refinement]] &= section.kind is SectionKind.DELTA
-        # A layer that no base section covers is never usable.
-        self._lacking[0, self._lacking[0] == 0] = 1
-        self._is_delta = is_delta[1:]
-        self._by_layer: NDArray[np.int64] | None = None
-        self.held_bytes = self._lacking.nbytes
-
-    def _layers_of(self, section: SectionId) -> NDArray[np.int32]:
-        return self._lacking[self._row[section.refinement], section.layer_start : section.layer_stop]
-
-    def arrive(self, section: SectionId) -> None:
-        """Count a section of the table that was not here yet."""
-        self._layers_of(section)[:] -= 1
-        self._by_layer = None
-
-    def by_layer(self) -> NDArray[np.int64]:
-        """Return the quality of each layer: -1 not usable, 0 base alone, n with n refinements. Valid until `arrive`."""
-        if self._by_layer is None:
-            is_whole = self._lacking == 0
-            refined = is_whole[1:]
-            nested = np.logical_and.accumulate(refined[~self._is_delta], axis=0).sum(axis=0)
-            self._by_layer = np.where(is_whole[0], nested + refined[self._is_delta].sum(axis=0), -1)
-        return self._by_layer
+    return header, body
 
 
 class Arrival:
@@ -151,9 +99,7 @@ class Arrival:
     """
 
     def __init__(self, stored: StoredObject) -> None:
-        """CorruptPayload for a table of more refinement steps and layers than LAYER_STEPS_MAX."""
         self.stored = stored
-        self.quality = LayerQuality(stored.meta.layout.layers, stored.section_ids)
         self._head = stored.head
         self._position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
         self._offsets = [entry.offset for entry in stored.entries]
@@ -223,7 +169,7 @@ class Arrival:
     @property
     def held_bytes(self) -> int:
         """A bound on the memory that this takes, once all has come."""
-        return self.stored.object_bytes + _SECTION_BYTES * len(self._offsets) + self.quality.held_bytes
+        return self.stored.object_bytes + _SECTION_BYTES * len(self._offsets)
 
     def _place(self, position: int) -> memoryview:
         start = self._offsets[position]
@@ -232,7 +178,6 @@ class Arrival:
     def _settle(self, position: int) -> None:
         self._is_here[position] = True
         self._filled[position] = self.stored.entries[position].size
-        self.quality.arrive(self.stored.entries[position].id)
 
     def missing_ranges(self) -> list[tuple[int, int]]:
         """Return the [start, stop) of the object's bytes that no section has yet, in order, neighbours as one."""
@@ -253,18 +198,11 @@ class Arrival:
         return [Section(entry.id, self._place(at).toreadonly()) for at, entry in entries if self._is_here[at]]
 
     def check(self) -> None:
-        """Assert that what is here is what the table says, and that the quality follows from it."""
-        fresh = LayerQuality(self.stored.meta.layout.layers, self.stored.section_ids)
+        """Assert that what is here is what the table says."""
         for position, entry in enumerate(self.stored.entries):
             assert 0 <= self._filled[position] <= entry.size
             if self._is_here[position]:
                 assert xxhash.xxh3_128_digest(self._place(position)) == entry.checksum
-                fresh.arrive(entry.id)
-        assert np.array_equal(fresh.by_layer(), self.quality.by_layer())
-
-
-# Default bound on the bytes of all objects that one receiver puts together.
-RECEIVE_BYTES_MAX = 4 << 30
 
 
 class OfferOutcome(Enum):
@@ -284,32 +222,21 @@ class Offer(NamedTuple):
     reason: str = ""
 
 
-class Usable(NamedTuple):
-    """Layers `[layer_start, layer_stop)` of tokens `[token_start, token_stop)`, and how many refinements they have."""
-
-    layer_start: int
-    layer_stop: int
-    token_start: int
-    token_stop: int
-    refinements: int
-
-
 class Missing(NamedTuple):
-    """A section that has not arrived: of which block, where in its table, and where it lies in that block's object."""
+    """A section that has not arrived: of which block, and where in its table."""
 
     block: int
     position: int
-    entry: SectionEntry
 
 
 class Receiver:
-    """Takes frames, or bytes of the objects, and says at any moment what is usable. Not thread-safe.
+    """Takes frames, or bytes of the objects, and hands out what has arrived whole. Not thread-safe.
 
     Blocks are numbered as the objects were given.
     """
 
     def __init__(self, objects: Sequence[StoredObject], bytes_max: int = RECEIVE_BYTES_MAX) -> None:
-        """ValueError for no objects, one twice, or more than `bytes_max`; CorruptPayload for a table out of bounds."""
+        """ValueError for no objects, one twice, or more than `bytes_max`."""
         object_bytes = sum(stored.object_bytes for stored in objects)
         if not objects or object_bytes > bytes_max:
             raise ValueError(f"expected objects of at most {bytes_max} bytes, got {len(objects)} of {object_bytes}")
@@ -359,43 +286,23 @@ class Receiver:
                 offers.append(Offer(OfferOutcome.REFUSED, block, section, "checksum of the section does not match"))
         return offers
 
-    def usable(self) -> list[Usable]:
-        """Return what can be decoded now: by block, then by layer, in runs of one quality."""
-        found = []
-        for arrival in self._arrivals:
-            meta = arrival.stored.meta
-            tokens = (meta.start, meta.start + meta.layout.tokens)
-            layer = 0
-            for refinements, run in groupby(arrival.quality.by_layer().tolist()):
-                start, layer = layer, layer + len(list(run))
-                if refinements >= 0:
-                    found.append(Usable(start, layer, *tokens, refinements))
-        return found
-
-    def is_ready(self, layer: int, refinements: int = 0) -> bool:
-        """Tell whether a layer of all blocks can be decoded with at least so many refinements."""
-        layers = min(arrival.stored.meta.layout.layers for arrival in self._arrivals)
-        if not 0 <= layer < layers:
-            raise ValueError(f"layer must be from 0 to {layers - 1}, got {layer}")
-        return all(arrival.quality.by_layer()[layer] >= refinements for arrival in self._arrivals)
-
-    def missing(self, refinement_max: int | None = None) -> list[Missing]:
-        """Return the sections that have not arrived, up to a refinement step if asked: by block, in stored order."""
+    def missing(self) -> list[Missing]:
+        """Return the sections that have not arrived, by block, in stored order."""
         return [
-            Missing(block, position, entry)
+            Missing(block, position)
             for block, arrival in enumerate(self._arrivals)
-            for position, entry in enumerate(arrival.stored.entries)
-            if not arrival.is_here(position) and (refinement_max is None or entry.id.refinement <= refinement_max)
+            for position in range(len(arrival.stored.entries))
+            if not arrival.is_here(position)
         ]
 
     def has_range(self, block: int, start: int, stop: int) -> bool:
         """Tell whether every section that has a byte in [start, stop) of a block's object has arrived."""
         arrival = self._arrival(block)
-        for position, entry in enumerate(arrival.stored.entries):
-            # A section without bytes is one too, where it stands.
-            if entry.offset < stop and start < entry.offset + max(entry.size, 1) and not arrival.is_here(position):
-                return False
-        return True
+        # A section without bytes is one too, where it stands.
+        return all(
+            arrival.is_here(position) or not (entry.offset < stop and start < entry.offset + max(entry.size, 1))
+            for position, entry in enumerate(arrival.stored.entries)
+        )
 
     def memory(self, block: int) -> memoryview:
         """Return a block's object, good where `has_range` says so; that stays valid and unchanged."""
@@ -417,7 +324,7 @@ class Receiver:
 
     @property
     def held_bytes(self) -> int:
-        """Return how much memory this takes at most, once all has arrived."""
+        """A bound on the memory that this takes, once all has arrived."""
         return sum(arrival.held_bytes for arrival in self._arrivals)
 
     def _arrival(self, block: int) -> Arrival:

@@ -16,7 +16,7 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -187,20 +187,20 @@ class ProfiledCodec(ABC):
         """Return the largest anchor of K (`which` 0) or V (1) of a layer."""
 
     @abstractmethod
-    def step(self, layout: BlockLayout, layer: int, which: int, values: NDArray[np.uint8] | None) -> float:
-        """Return the step of deltas, a float32. `values` of K or V are needed without a profile."""
-
-    @abstractmethod
     def name(self, level: int, position: int) -> str:
         """Return the name of the distributions at a position."""
 
     @abstractmethod
     def pack_head(self, steps: Sequence[float], scales: bytes, deltas: Distribution | None) -> bytes:
-        """Return what stands in front of a layer's anchors; see LayerHead."""
+        """Return the bytes in front of a layer's anchors; see LayerHead."""
 
     @abstractmethod
     def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
         """Return what `pack_head` packed, and the anchors. CorruptPayload if it is not that."""
+
+    def step(self, layout: BlockLayout, layer: int, which: int, values: NDArray[np.uint8] | None) -> float:
+        """Return the step of deltas, a float32; any where there are none. Without a profile `values` are needed."""
+        return 1.0
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
         """Return a bound: what one layer takes, and the deltas of all layers that share sections, twice."""
@@ -370,8 +370,8 @@ _CHUNKWISE_PREFIX = struct.Struct("<BBH")
 
 
 def layer_step(deviation: float, layer: int, layers: int, level: int) -> float:
-    """Return the quantisation step of a layer's deltas from their standard deviation."""
-    return max(STEP_MIN, LEVELS[level] * THIRD_BINS[3 * layer // layers] * deviation)
+    """Return the quantisation step of a layer's deltas from their standard deviation, as it is stored: a float32."""
+    return float(np.float32(max(STEP_MIN, LEVELS[level] * THIRD_BINS[3 * layer // layers] * deviation)))
 
 
 def delta_deviation(values: NDArray[np.uint8], layout: BlockLayout) -> float:
@@ -387,8 +387,7 @@ def delta_layers(layout: BlockLayout) -> list[range]:
     tables = 2 * layout.kv_heads * layout.head_dim
     most = max(1, min(SECTION_NUMBERS // (tables * _groups(layout)), SECTION_TABLES_MAX // tables))
     count = -(-layout.layers // most)
-    bounds = [layout.layers * i // count for i in range(count + 1)]
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+    return [range(*pair) for pair in pairwise(layout.layers * i // count for i in range(count + 1))]
 
 
 def _groups(layout: BlockLayout) -> int:
@@ -408,15 +407,18 @@ class CachegenCodec(ProfiledCodec):
         self.coarser = tuple(coarser)
 
     def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
-        """Return an anchor section a layer, and one for each position of deltas; see ProfiledCodec."""
+        """Return an anchor section a layer, and one for each position of deltas."""
         channels, found = layout.kv_heads * layout.head_dim, []
         anchors = IntegerRuns(2, channels, _groups(layout))
         for layers in delta_layers(layout):
-            parts = [SectionPart(_anchor_id(layer), range(layer, layer + 1), 0, anchors) for layer in layers]
+            parts = []
+            for layer in layers:
+                id_ = SectionId(SectionKind.ANCHOR, 0, layer, layer + 1)
+                parts.append(SectionPart(id_, range(layer, layer + 1), 0, anchors))
             for position in range(1, min(GROUP_TOKENS, layout.tokens)):
                 tokens = len(range(position, layout.tokens, GROUP_TOKENS))
-                runs = IntegerRuns(1, 2 * len(layers) * channels, tokens)
-                parts.append(SectionPart(_delta_id(position, layers), layers, position, runs))
+                id_ = SectionId(SectionKind.DELTA, position, layers.start, layers.stop)
+                parts.append(SectionPart(id_, layers, position, IntegerRuns(1, 2 * len(layers) * channels, tokens)))
             found.append(parts)
         return found
 
@@ -444,25 +446,25 @@ class CachegenCodec(ProfiledCodec):
         return ANCHOR_HALF
 
     def step(self, layout: BlockLayout, layer: int, which: int, values: NDArray[np.uint8] | None) -> float:
-        """Return the step, as it is stored: the encoder must use what the decoder will."""
+        """Return the step as it is stored: the encoder must use what the decoder will."""
         if self._profile:
             deviation = float(self._profile.arrays["deviation"][layer, which])
         else:
             assert values is not None, "values or a profile"
             deviation = delta_deviation(values, layout)
-        return float(np.float32(layer_step(deviation, layer, layout.layers, self.level)))
+        return layer_step(deviation, layer, layout.layers, self.level)
 
     def name(self, level: int, position: int) -> str:
         """Return the name of the anchors' or a level's deltas' distributions."""
         return f"delta.{level}" if position else "anchor"
 
     def pack_head(self, steps: Sequence[float], scales: bytes, deltas: Distribution | None) -> bytes:
-        """Return level, steps, scales and the deltas' distributions; see ProfiledCodec."""
+        """Return level, steps, scales and the deltas' distributions."""
         tables = deltas.to_bytes() if deltas else b""
         return _PREFIX.pack(self.level, self.coder if deltas else 0, 0, *steps, len(tables)) + scales + tables
 
     def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
-        """Return what `pack_head` packed; see ProfiledCodec."""
+        """Return what `pack_head` packed, and the anchors."""
         scales_stop = _PREFIX.size + 2 * 2 * _groups(layout)
         if len(data) < scales_stop:
             raise CorruptPayload(f"layer {layer}: anchors have {len(data)} bytes")
@@ -472,20 +474,10 @@ class CachegenCodec(ProfiledCodec):
         if coder >= len(CODERS) or tables_bytes > len(data) - scales_stop or (coder and not tables_bytes):
             raise CorruptPayload(f"layer {layer}: {tables_bytes} bytes of distributions for coder {coder}")
         scales = read_scales(data[_PREFIX.size : scales_stop])
-        anchors_start = scales_stop + tables_bytes
-        own = None
+        anchors_start, own = scales_stop + tables_bytes, None
         if tables_bytes:
-            count = 2 * layout.kv_heads * layout.head_dim
-            own = Distribution.parse(coder, data[scales_stop:anchors_start], count)
+            own = Distribution.parse(coder, data[scales_stop:anchors_start], 2 * layout.kv_heads * layout.head_dim)
         return LayerHead(level, (k_step, v_step), scales, own, data[anchors_start:])
-
-
-def _anchor_id(layer: int) -> SectionId:
-    return SectionId(SectionKind.ANCHOR, 0, layer, layer + 1)
-
-
-def _delta_id(position: int, layers: range) -> SectionId:
-    return SectionId(SectionKind.DELTA, position, layers.start, layers.stop)
 
 
 def half_bins(layer: int, which: int, layers: int, level: int) -> int:
@@ -505,30 +497,25 @@ class ChunkwiseCodec(ProfiledCodec):
         super().__init__(level, _CHUNKWISE_QUALITY, coder, profile)
 
     def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
-        """Return one section a layer; see ProfiledCodec."""
+        """Return one section a layer."""
         runs = IntegerRuns(2, layout.kv_heads * layout.head_dim, layout.tokens)
-        return [
-            [SectionPart(id_, range(id_.layer_start, id_.layer_stop), 0, runs)] for id_ in layer_section_ids(layout)
-        ]
+        ids = layer_section_ids(layout)
+        return [[SectionPart(id_, range(id_.layer_start, id_.layer_stop), 0, runs)] for id_ in ids]
 
     def half(self, layout: BlockLayout, layer: int, which: int, level: int) -> int:
         """See `half_bins`."""
         return half_bins(layer, which, layout.layers, level)
-
-    def step(self, layout: BlockLayout, layer: int, which: int, values: NDArray[np.uint8] | None) -> float:
-        """Return any step: there are no deltas."""
-        return 1.0
 
     def name(self, level: int, position: int) -> str:
         """Return the name of a level's distributions."""
         return f"share.{level}"
 
     def pack_head(self, steps: Sequence[float], scales: bytes, deltas: Distribution | None) -> bytes:
-        """Return level and scales; see ProfiledCodec."""
+        """Return level and scales."""
         return _CHUNKWISE_PREFIX.pack(self.level, 0, 0) + scales
 
     def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
-        """Return what `pack_head` packed; see ProfiledCodec."""
+        """Return what `pack_head` packed, and the numbers."""
         numbers_start = _CHUNKWISE_PREFIX.size + 2 * 2 * layout.tokens
         if len(data) <= numbers_start:
             raise CorruptPayload(f"layer {layer}: expected more than {numbers_start} bytes, got {len(data)}")
@@ -539,32 +526,7 @@ class ChunkwiseCodec(ProfiledCodec):
         return LayerHead(level, (1.0, 1.0), scales, None, data[numbers_start:])
 
 
-# Yields (name of the distribution, numbers of one of K and V of a layer: (channels, symbols)).
-_Splitter = Callable[["ProfileFitter", int, int, NDArray[np.uint8]], Iterator[tuple[str, Integers]]]
-
-
-def _cachegen(
-    fitter: ProfileFitter, layer: int, which: int, values: NDArray[np.uint8]
-) -> Iterator[tuple[str, Integers]]:
-    layout = fitter.layout
-    deviation = float(fitter.deviation[layer, which])
-    for level in LEVELS:
-        step = float(np.float32(layer_step(deviation, layer, layout.layers, level)))
-        found = split(values, layout, GROUP_TOKENS, ANCHOR_HALF, step)
-        yield f"delta.{level}", found.deltas
-    yield "anchor", found.anchors
-
-
-def _chunkwise(
-    fitter: ProfileFitter, layer: int, which: int, values: NDArray[np.uint8]
-) -> Iterator[tuple[str, Integers]]:
-    layout = fitter.layout
-    for level in CHUNKWISE_LEVELS:
-        yield f"share.{level}", split(values, layout, 1, half_bins(layer, which, layout.layers, level)).anchors
-
-
-_SPLITTERS: dict[str, _Splitter] = {"cachegen": _cachegen, "chunkwise": _chunkwise}
-PROFILE_KINDS = tuple(_SPLITTERS)
+PROFILE_KINDS = ("cachegen", "chunkwise")
 
 
 class ProfileFitter:
@@ -574,9 +536,9 @@ class ProfileFitter:
     """
 
     def __init__(self, kind: str, model: str, layout: BlockLayout) -> None:
-        if kind not in _SPLITTERS:
-            raise ValueError(f"profiles are made for {', '.join(_SPLITTERS)}, got {kind!r}")
-        self.layout = layout
+        if kind not in PROFILE_KINDS:
+            raise ValueError(f"profiles are made for {', '.join(PROFILE_KINDS)}, got {kind!r}")
+        self._layout = layout
         self.deviation: NDArray[np.float32] = np.zeros((layout.layers, 2), dtype=np.float32)
         self._kind = kind
         self._model = model
@@ -587,28 +549,36 @@ class ProfileFitter:
         """Set the steps from the root mean square of these blocks' deviations. ValueError for none."""
         if not blocks:
             raise ValueError("calibration needs at least one full block, got none")
-        squares = np.zeros((self.layout.layers, 2))
+        squares = np.zeros((self._layout.layers, 2))
         for bits in blocks:
-            for layer, values in enumerate(layer_views(bits)):
-                for which, half in enumerate(values.reshape(2, -1)):
-                    squares[layer, which] += delta_deviation(half, self.layout) ** 2
+            for layer, which, half in _halves(bits):
+                squares[layer, which] += delta_deviation(half, self._layout) ** 2
         self.deviation = np.sqrt(squares / len(blocks)).astype(np.float32)
 
     def add(self, bits: BlockBits) -> None:
         """Count a block. ValueError if it is not of the layout; UnencodableBlock if a value is not finite."""
-        check_bits(bits, self.layout)
+        check_bits(bits, self._layout)
         assert self.deviation.any(), "scale before add"
-        for layer, values in enumerate(layer_views(bits)):
-            for which, half in enumerate(values.reshape(2, -1)):
-                for name, numbers in _SPLITTERS[self._kind](self, layer, which, half):
-                    self._count(name, layer, which, numbers)
+        for layer, which, half in _halves(bits):
+            for name, numbers in self._split(layer, which, half):
+                shape = (self._layout.layers, 2, len(numbers), 2 * VALUE_MAX + 1)
+                if name not in self._counts:
+                    self._counts[name] = np.zeros(shape, dtype=np.uint32)
+                self._counts[name][layer, which] += value_counts(numbers).astype(np.uint32)
         self._blocks += 1
 
-    def _count(self, name: str, layer: int, which: int, numbers: Integers) -> None:
-        shape = (self.layout.layers, 2, len(numbers), 2 * VALUE_MAX + 1)
-        if name not in self._counts:
-            self._counts[name] = np.zeros(shape, dtype=np.uint32)
-        self._counts[name][layer, which] += value_counts(numbers).astype(np.uint32)
+    def _split(self, layer: int, which: int, half: NDArray[np.uint8]) -> Iterator[tuple[str, Integers]]:
+        """Yield distributions by name, and numbers of one of K and V of a layer under each: (channels, symbols)."""
+        layout = self._layout
+        if self._kind == "chunkwise":
+            for level in CHUNKWISE_LEVELS:
+                yield f"share.{level}", split(half, layout, 1, half_bins(layer, which, layout.layers, level)).anchors
+            return
+        for level in LEVELS:
+            step = layer_step(float(self.deviation[layer, which]), layer, layout.layers, level)
+            found = split(half, layout, GROUP_TOKENS, ANCHOR_HALF, step)
+            yield f"delta.{level}", found.deltas
+        yield "anchor", found.anchors
 
     def profile(self, texts: int) -> Profile:
         """Return the profile of all blocks counted. ValueError if there were none."""
@@ -616,10 +586,14 @@ class ProfileFitter:
             raise ValueError("calibration needs at least one full block, got none")
         arrays: dict[str, NDArray[Any]] = {"deviation": self.deviation}
         for name, counts in self._counts.items():
-            by_layer = [
-                fit_distribution(layer.reshape(-1, layer.shape[-1]).astype(np.uint64), 0, is_open=True)
-                for layer in counts
-            ]
-            arrays |= distribution_arrays(name, by_layer)
-        tokens = self._blocks * self.layout.tokens
-        return Profile.make(self._kind, self._model, self.layout, (texts, tokens), arrays)
+            by_layer = [each.reshape(-1, each.shape[-1]).astype(np.uint64) for each in counts]
+            arrays |= distribution_arrays(name, [fit_distribution(each, 0, is_open=True) for each in by_layer])
+        tokens = self._blocks * self._layout.tokens
+        return Profile.make(self._kind, self._model, self._layout, (texts, tokens), arrays)
+
+
+def _halves(bits: BlockBits) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
+    """Yield K and V of each layer: the layer, 0 or 1, and their bytes."""
+    for layer, values in enumerate(layer_views(bits)):
+        for which, half in enumerate(values.reshape(2, -1)):
+            yield layer, which, half

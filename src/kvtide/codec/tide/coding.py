@@ -168,7 +168,7 @@ def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArr
 
 
 class _Coded(NamedTuple):
-    """What all blocks share where a group is coded at a step; columns are components, or else values."""
+    """Tables shared by all blocks where a group is coded at a step; columns are components, or else values."""
 
     layers: slice
     rows: slice

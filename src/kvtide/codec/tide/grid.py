@@ -77,7 +77,7 @@ def part_sizes(tokens: int) -> NDArray[Any]:
 
 
 class Mode:
-    """How a plane's rows are coded; the numbers are the native kernels'."""
+    """The way a plane's rows are coded; the numbers are the native kernels'."""
 
     TOP = 0
     DIGIT = 1
