@@ -1,8 +1,14 @@
-"""Tokens of a prefix that a suffix attends to, from its queries and some, or rough, keys; guards against errors.
+"""Importance of tokens (IMPRESS, FAST '25): probes, guards, scores over uses, packing. Pure: arrays in, arrays out.
 
-Pure: arrays in, arrays out. Importance is attention mass: 1 for a token that gets its even share. Guards look at a
-layer at a time, and then at what all layers gave: the paper's test of agreement between heads, and one that fails when
-it should.
+Probes find the tokens of a prefix that a suffix attends to, from its queries and some, or rough, keys; importance is
+attention mass, 1 for a token that gets its even share. Guards look at a layer at a time, and then at what all layers
+gave: the paper's test of agreement between heads, and one that fails when it should.
+
+A block's average importance over past uses is a record beside it (docs/format.md). Invariant: merging records is
+commutative, associative and idempotent, so that processes and servers may do it in any order: a record has an entry for
+each writer, writers change none but their own, and the later version of an entry wins. Packing puts important tokens
+into the same chunks; an order lists logical tokens as they are stored, `order[place] = token`, and never leaves its
+block.
 """
 
 from __future__ import annotations
@@ -21,6 +27,32 @@ from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
 from kvtide.types import BlockKey, ObjectId
+
+__all__ = [
+    "CHUNK_TOKENS",
+    "RECORD_BYTES_MAX",
+    "WRITER_BYTES",
+    "AllHeads",
+    "FirstHeads",
+    "Floats",
+    "Guard",
+    "HeadsAgree",
+    "NeighboursAgree",
+    "Orders",
+    "ProbeFinding",
+    "ProbeQuestion",
+    "Selector",
+    "UseRecord",
+    "WriterId",
+    "chunks_of",
+    "expected_gain",
+    "is_order",
+    "key_scores",
+    "packing_orders",
+    "record_id",
+    "select_chunks",
+    "top_tokens",
+]
 
 Floats = NDArray[np.float32]
 ALPHA = 0.6
@@ -55,7 +87,7 @@ class Selector(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the name in tables."""
+        """The name in tables."""
 
     def heads(self, heads: int, kv_heads: int) -> list[int]:
         """Return the query heads that are asked, whose keys must be there; none if no key is looked at."""
@@ -64,8 +96,11 @@ class Selector(Protocol):
         """Return (rows, prefix): a row for each head that was asked, or one. ValueError for arrays that don't fit."""
 
 
-class Heads:
-    """Asks heads by their queries: all of them, or those that a subclass names."""
+class AllHeads:
+    """Every head, by its queries (H2O); with low-bit keys, our probe."""
+
+    def __init__(self, name: str = "all-heads") -> None:
+        self.name = name
 
     def heads(self, heads: int, kv_heads: int) -> list[int]:
         """Return all heads."""
@@ -76,20 +111,13 @@ class Heads:
         return attention_mass(ask, self.heads(len(ask.queries), len(ask.keys)))
 
 
-class AllHeads(Heads):
-    """Every head (H2O); with low-bit keys, our probe."""
-
-    def __init__(self, name: str = "all-heads") -> None:
-        self.name = name
-
-
-class FirstHeads(Heads):
+class FirstHeads(AllHeads):
     """The first heads of the layer (IMPRESS takes three)."""
 
     def __init__(self, count: int = 3) -> None:
         if count < 1:
             raise ValueError(f"a probe asks at least one head, got {count}")
-        self.name = f"first-{count}"
+        super().__init__(f"first-{count}")
         self._count = count
 
     def heads(self, heads: int, kv_heads: int) -> list[int]:
@@ -102,9 +130,12 @@ def attention_mass(ask: ProbeQuestion, heads: list[int]) -> Floats:
 
     The suffix's own keys take their share, causally.
     """
-    _check(ask)
-    group = len(ask.queries) // len(ask.keys)
-    prefix, suffix = ask.keys.shape[1], ask.queries.shape[1]
+    (heads_count, suffix, head_dim), (kv_heads, prefix, _) = ask.queries.shape, ask.keys.shape
+    if not kv_heads or heads_count % kv_heads or suffix < 1 or prefix < 1:
+        raise ValueError(f"{heads_count} heads over {kv_heads} KV heads, {suffix} of suffix, {prefix} of prefix")
+    if ask.keys.shape[2] != head_dim or ask.suffix_keys.shape != (kv_heads, suffix, head_dim):
+        raise ValueError(f"keys {ask.keys.shape} and {ask.suffix_keys.shape} do not fit queries {ask.queries.shape}")
+    group = heads_count // kv_heads
     causal = np.triu(np.full((suffix, suffix), -np.inf, dtype=np.float32), 1)
     mass = np.empty((len(heads), prefix), dtype=np.float32)
     for row, head in enumerate(heads):
@@ -115,15 +146,6 @@ def attention_mass(ask: ProbeQuestion, heads: list[int]) -> Floats:
         total = weights.sum(axis=1) + np.exp(own - peak).sum(axis=1)
         mass[row] = (weights / total[:, None]).mean(axis=0) * prefix
     return mass
-
-
-def _check(ask: ProbeQuestion) -> None:
-    heads, suffix, head_dim = ask.queries.shape
-    kv_heads = len(ask.keys)
-    if not kv_heads or heads % kv_heads or suffix < 1 or ask.keys.shape[1] < 1:
-        raise ValueError(f"{heads} heads over {kv_heads} KV heads, {suffix} of suffix, {ask.keys.shape[1]} of prefix")
-    if ask.keys.shape[2] != head_dim or ask.suffix_keys.shape != (kv_heads, suffix, head_dim):
-        raise ValueError(f"keys {ask.keys.shape} and {ask.suffix_keys.shape} do not fit queries {ask.queries.shape}")
 
 
 def top_tokens(importance: Floats, count: int) -> NDArray[np.int64]:
@@ -431,10 +453,8 @@ class Gain(NamedTuple):
 def expected_gain(scores: Floats, orders: Orders, ratio: float, chunk_tokens: int) -> Gain:
     """Return what packing by scores would change, in the mean over layers."""
     layers, tokens = orders.shape
-    count = max(1, round(ratio * tokens))
-    chunks = len(chunks_of(tokens, chunk_tokens))
-    touched = 0
-    for layer in range(layers):
-        places = np.argsort(orders[layer], kind="stable")
-        touched += len(np.unique(places[top_tokens(scores[layer], count)] // chunk_tokens))
+    count, chunks, touched = max(1, round(ratio * tokens)), len(chunks_of(tokens, chunk_tokens)), 0
+    for order, each in zip(orders, scores, strict=True):
+        places = np.argsort(order, kind="stable")
+        touched += len(np.unique(places[top_tokens(each, count)] // chunk_tokens))
     return Gain(touched / (layers * chunks), -(-count // chunk_tokens) / chunks)

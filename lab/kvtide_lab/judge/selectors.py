@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtide.importance import Floats, Heads, ProbeQuestion
+from kvtide.importance import AllHeads, Floats, ProbeQuestion
 
 
-class GroupHeads(Heads):
+class GroupHeads(AllHeads):
     """The first head of each group that shares a KV head: the first heads of a layer may all share one."""
 
-    name = "one-per-group"
+    def __init__(self) -> None:
+        super().__init__("one-per-group")
 
     def heads(self, heads: int, kv_heads: int) -> list[int]:
         """Return one head a group."""

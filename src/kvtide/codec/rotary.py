@@ -2,7 +2,7 @@
 
 A key alone hardly changes from token to token, a rotated one does with its position: codecs want the former. Whatever
 the frequencies are, turning forth undoes turning back: a model that rotates otherwise than its config says costs
-bytes, not correctness.
+bytes, not correctness. Frequencies are computed in float64 and rounded once, so that every machine has the same.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class Rotary:
     def from_config(cls, config: Mapping[str, Any], chosen: Sequence[int] = ()) -> Rotary | None:
         """Return what a model's config says of its cached keys, None if they are not rotated.
 
-        chosen: the layers that count, numbered from 0 in what is returned; none for all. config: as `config.json` or
-        transformers' `to_dict()` has it. Of a model with latent attention the cached row is the latent, then the
+        chosen: the layers that count, in this order, numbered from 0 in what is returned; none for all. config: as
+        `config.json` or transformers' `to_dict()` has it, of version 4 (`rope_scaling`) or 5 (`rope_parameters`); of a
+        model with parts, its text part counts. Of a model with latent attention the cached row is the latent, then the
         rotated part. ValueError with the reason for what is not supported.
         """
-        found = rope_of_config(config, chosen)
-        return None if found is None else cls(*found)
+        return _rotary_of(config, chosen)
 
     @property
     def pair_count(self) -> int:
@@ -95,10 +95,7 @@ class Rotary:
         return self.kinds[self.layer_kinds[layer]]
 
     def tables(self, start: int, tokens: int, layer: int = 0) -> RotaryTables:
-        """Return the tables of the tokens at positions `[start, start + tokens)`.
-
-        Angles are float32 products, as models compute them.
-        """
+        """Return the tables of positions `[start, start + tokens)`. Angles are float32 products, as of models."""
         scale = self.frequencies(layer).scale
         return self._tables(start, tokens, layer, scale, scale)
 
@@ -121,30 +118,16 @@ class Rotary:
 
         keys: (tokens, kv_heads, head_dim), bit patterns of `dtype`, contiguous: K of one layer of a block.
         """
-        self._check_head(keys)
+        if keys.ndim != 3 or keys.shape[2] < self.dim_stop or not keys.flags.c_contiguous:
+            raise ValueError(f"keys must be (tokens, kv_heads, {self.dim_stop} or more), contiguous, got {keys.shape}")
         out = np.empty(keys.shape, dtype=np.float32)
         _native.rope_load(keys.reshape(-1).view(np.uint8), dtype.code, self.dim_start, self.neighbours, *tables, out)
         return out
-
-    def store(self, keys: NDArray[np.float32], dtype: KVDtype, tables: RotaryTables, out: BitRows) -> None:
-        """Write float32 keys, turned by `tables`, as bit patterns of `dtype`, rounded to nearest even.
-
-        keys and out: (tokens, kv_heads, head_dim), contiguous.
-        """
-        self._check_head(keys)
-        if not out.flags.c_contiguous:
-            raise ValueError("keys must be written to a contiguous array")
-        target = out.reshape(-1).view(np.uint8)
-        _native.rope_store(keys, self.dim_start, self.neighbours, *tables, dtype.code, target)
 
     @property
     def neighbours(self) -> bool:
         """Tell whether the dims of a pair stand side by side."""
         return self.pairs is Pairs.NEIGHBOURS
-
-    def _check_head(self, keys: NDArray[Any]) -> None:
-        if keys.ndim != 3 or keys.shape[2] < self.dim_stop or not keys.flags.c_contiguous:
-            raise ValueError(f"keys must be (tokens, kv_heads, {self.dim_stop} or more), contiguous, got {keys.shape}")
 
     def to_bytes(self) -> bytes:
         """Return the form that `parse` reads (docs/format.md)."""
@@ -191,10 +174,9 @@ class Frequencies(NamedTuple):
 
 
 def frequencies_of(parameters: RopeParameters, dims: int, theta: float, context_tokens: int) -> Frequencies:
-    """Return the frequencies of `dims` rotated dims.
+    """Return the frequencies of `dims` rotated dims. ValueError for an unknown type or a parameter that is missing.
 
-    parameters: as a model's config has them, `rope_type` (or `type`) among them. context_tokens: the longest context
-    that the config names, 0 if it names none. ValueError for an unknown type or a parameter that is missing.
+    parameters: as a model's config has them. context_tokens: the longest context that it names, 0 if it names none.
     """
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type not in ROPE_TYPES:
@@ -313,19 +295,6 @@ class Pairs(IntEnum):
     NEIGHBOURS = 1  # 2 i and 2 i + 1, as GPT-J
 
 
-class RopeOfModel(NamedTuple):
-    """Dims `[dim_start, dim_stop)` of each key turn; `kinds` has the frequencies, `layer_kinds` one index a layer.
-
-    No `layer_kinds`: all layers are of the one kind.
-    """
-
-    pairs: Pairs
-    dim_start: int
-    dim_stop: int
-    kinds: tuple[Frequencies, ...]
-    layer_kinds: tuple[int, ...]
-
-
 class _Family(NamedTuple):
     """Defaults of a family's config classes, for what configs leave unsaid."""
 
@@ -376,13 +345,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _STILL = "still"
 
 
-def rope_of_config(config: Mapping[str, Any], chosen: Sequence[int] = ()) -> RopeOfModel | None:
-    """Return what is rotated in the keys that a model caches, None if nothing is.
-
-    chosen: the layers that count, in this order; none for all. config: as `config.json` or transformers' `to_dict()`
-    has it, of version 4 (`rope_scaling`) or 5 (`rope_parameters`); of a model with parts, its text part counts.
-    ValueError with the reason for what is not known.
-    """
+def _rotary_of(config: Mapping[str, Any], chosen: Sequence[int]) -> Rotary | None:
     config = config.get("text_config") or config
     name = str(config.get("model_type"))
     if name in UNROTATED_FAMILIES or config.get("alibi"):
@@ -411,7 +374,7 @@ def rope_of_config(config: Mapping[str, Any], chosen: Sequence[int] = ()) -> Rop
         kinds, layers = kinds[:1], []
     dim_start = int(config["kv_lora_rank"]) if _is_latent(config) else 0
     layer_kinds = tuple(names.index(layer) for layer in layers)
-    return RopeOfModel(family.pairs, dim_start, dim_start + 2 * pairs_count, tuple(kinds), layer_kinds)
+    return Rotary(family.pairs, dim_start, dim_start + 2 * pairs_count, tuple(kinds), layer_kinds)
 
 
 def _config_of_layers(config: Mapping[str, Any], chosen: Sequence[int]) -> Mapping[str, Any]:

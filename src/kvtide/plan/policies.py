@@ -38,10 +38,10 @@ _ENGINE_SHARE = 0.95
 
 
 class _BaseFirst(ABC):
-    """All bases, then refinements in the order of `_rank`. Nothing is computed."""
+    """All bases, then refinements in the order of `_rank`. Nothing is computed. ValueError for levels."""
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for what comes next. ValueError for a context stored in levels."""
+        """Ask for what comes next."""
         _check_layered(request)
         chunks = range(len(request.chunks))
         return _bases(request, progress, chunks) or self._refinements(request, progress, chunks)
@@ -99,7 +99,7 @@ class DeltasFirstWhenSlow(AnchorFirst):
     """The second order of that log: while what is missing would come too late, single deltas, and then the anchors."""
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for what comes next. ValueError for a context stored in levels."""
+        """Ask for what comes next."""
         _check_layered(request)
         missing = {
             fetch: chunk.sizes[fetch.step]
@@ -132,7 +132,7 @@ class TwoEnded(Layered):
     """
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for what comes next, and give the engine the next chunk. ValueError for a context stored in levels."""
+        """Ask for what comes next, and give the engine the next chunk."""
         _check_layered(request)
         chunks = len(request.chunks)
         front = next((chunk for chunk in range(chunks) if chunk not in progress.computed), chunks)
@@ -252,7 +252,7 @@ class FixedLevel:
 
 
 class CachegenRule:
-    """The rule of CacheGen (SIGCOMM'24, section 5.3), as published.
+    """The rule of CacheGen (SIGCOMM'24, section 5.3), as published. ValueError for a layered context.
 
     For each chunk in turn: text, to be recomputed, if recomputing all that remains fits the time that is left; else the
     best level with which all that remains fits at the last chunk's rate; else the smallest. While no rate is known, a
@@ -260,10 +260,7 @@ class CachegenRule:
     """
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for the next chunk, or have the engine compute it and all after it.
-
-        Text takes no time on the link, so that the chunks after one sent as text would be judged alike.
-        """
+        """Ask for the next chunk, or have the engine compute it and all after it, which would be judged alike."""
         _check_levels(request)
         chunk = _next_chunk(progress)
         if chunk is None:

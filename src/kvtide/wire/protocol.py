@@ -273,14 +273,21 @@ def is_tag_matched(if_none_match: str, tag: str) -> bool:
     return any(each.strip().removeprefix("W/") in {tag, "*"} for each in if_none_match.split(","))
 
 
+def _stated(headers: Mapping[str, str], header: str, form: str, meaning: str) -> str | None:
+    """Return a header that has a form, None without it. RequestRefused (400) if it says something else."""
+    text = headers.get(header)
+    if text is not None and not re.fullmatch(form, text, re.ASCII):
+        raise RequestRefused(400, f"{header} {meaning}, got {text[:40]!r}")
+    return text
+
+
 def deadline_ms(headers: Mapping[str, str]) -> int | None:
     """Return the milliseconds after which the answer is of no use. RequestRefused (400) if it says something else."""
-    text = headers.get(DEADLINE_HEADER)
-    if text is None:
-        return None
-    if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= DEADLINE_MS_MAX:
-        raise RequestRefused(400, f"{DEADLINE_HEADER} must be from 1 to {DEADLINE_MS_MAX}, got {text[:40]!r}")
-    return int(text)
+    meaning = f"must be from 1 to {DEADLINE_MS_MAX}"
+    text = _stated(headers, DEADLINE_HEADER, r"\d{1,18}", meaning)
+    if text is not None and not 1 <= int(text) <= DEADLINE_MS_MAX:
+        raise RequestRefused(400, f"{DEADLINE_HEADER} {meaning}, got {text!r}")
+    return None if text is None else int(text)
 
 
 def decisions(headers: Mapping[str, str]) -> Mapping[Decided, int]:
@@ -296,22 +303,14 @@ def decisions(headers: Mapping[str, str]) -> Mapping[Decided, int]:
 
 def staleness_s(headers: Mapping[str, str]) -> float | None:
     """Return how old the knowledge of the centre may be. RequestRefused (400) if it says something else."""
-    text = headers.get(STALENESS_HEADER)
-    if text is None:
-        return None
-    if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
-        raise RequestRefused(400, f"{STALENESS_HEADER} is a number of seconds, got {text[:40]!r}")
-    return float(text)
+    text = _stated(headers, STALENESS_HEADER, r"\d{1,9}(\.\d{1,6})?", "is a number of seconds")
+    return None if text is None else float(text)
 
 
 def generation(headers: Mapping[str, str]) -> int | None:
     """Return the generation that a request means. RequestRefused (400) if it says something else."""
-    text = headers.get(GENERATION_HEADER)
-    if text is None:
-        return None
-    if not (text.isascii() and _NUMBER.fullmatch(text)):
-        raise RequestRefused(400, f"{GENERATION_HEADER} is a number, got {text[:40]!r}")
-    return int(text)
+    text = _stated(headers, GENERATION_HEADER, r"\d{1,18}", "is a number")
+    return None if text is None else int(text)
 
 
 def hint(headers: Mapping[str, str]) -> Hint | None:
