@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import sys
 from typing import Annotated, Any
 
 import typer
 
 from kvtide.cli import demo, doctor, explain, profile, serve, size, store
-from kvtide.cli.report import fail
 from kvtide.config import wait_passively
 
 app = typer.Typer(
@@ -53,13 +53,14 @@ app.command("calibrate")(profile.calibrate)
 
 
 def run(commands: typer.Typer) -> None:
-    """Run commands; a user's mistake ends in one line on stderr and exit status 2."""
+    """Run commands; a user's mistake is one line on stderr and exit status 2."""
     wait_passively()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         commands()
     except ValueError as error:
-        fail(str(error))
+        print(f"kvtide: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main() -> None:

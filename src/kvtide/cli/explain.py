@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from enum import Enum
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import msgspec
 import typer
 
 from kvtide.cli.report import JsonOption, say
@@ -102,7 +102,7 @@ def explain(
         raise ValueError("give the prompt as --text FILE or as --tokens FILE")
     registry = CodecRegistry([*installed_profiles(), *(read_profile(path) for path in profile or ())])
     with looking_at(url) as tier:
-        ids = _token_ids(_read(tokens)) if tokens is not None else _tokenized(text, model)
+        ids = _token_ids(tokens) if tokens is not None else _tokenized(text, model)
         groups = _groups_of(model, block_tokens) if model is not None or text is not None else ()
         digest = groups[0][1] if groups else _namespace_in(tier, namespace)
         # One group's parts are the blocks themselves.
@@ -171,21 +171,11 @@ def _decision_row(decision: Decision) -> dict[str, str | float | None]:
     return {**way, "load_s": load_s, "recompute_s": decision.recompute_s, "both_s": both_s}
 
 
-def _read(path: Path) -> str:
+def _token_ids(path: Path) -> list[int]:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"can't read {path}: {error}") from error
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        ids = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"expected a JSON list of token ids: {error}") from error
-    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-        raise ValueError("expected a JSON list of token ids")
-    return ids
+        return msgspec.json.decode(path.read_bytes(), type=list[int])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected a JSON list of token ids in {path}: {error}") from error
 
 
 def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
@@ -201,7 +191,11 @@ def _tokenized(path: Path | None, model: str | None) -> list[int]:
     from kvtide.engines.transformers import converted_folder, load_tokenizer
 
     assert path is not None
-    ids: list[int] = load_tokenizer(model or converted_folder())(_read(path)).input_ids
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"can't read {path}: {error}") from error
+    ids: list[int] = load_tokenizer(model or converted_folder())(text).input_ids
     return ids
 
 

@@ -256,7 +256,7 @@ def calibrate(
     names = _names_of(folder, fingerprint, tenant_salt, subject.model) if url else []
     report: dict[str, Any] = {}
     with progress_bars() as bars:
-        show = _Progressing(bars, seconds)
+        show = _telling(bars, seconds)
         if codec in _TIDE_KINDS:
             partial = _partial(output, folder, codec)
             profiles, report = _tide(subject, own, codec.removeprefix("tide-"), partial, show)
@@ -268,26 +268,28 @@ def calibrate(
             path.write_bytes(each.to_bytes())
     if url:
         _put(url, profiles, names)
-    places = {"profile": str(output or ""), "store": url or ""}
-    where = " and ".join(filter(None, (places["profile"], url and shown_url(url))))
-    say({**places, "codec": codec, **_fitted(profiles), **report}, as_json, *_lines(where, profiles, report))
+    _say(output, url, codec, profiles, report, as_json)
 
 
-def _fitted(profiles: Sequence[Profile]) -> dict[str, Any]:
+def _say(
+    output: Path | None, url: str | None, codec: str, profiles: Sequence[Profile], report: dict[str, Any], as_json: bool
+) -> None:
     first, sizes = profiles[0], [len(each.to_bytes()) for each in profiles]
+    names = {"profile": str(output or ""), "store": url or "", "codec": codec, "model": first.model}
+    counts = {"texts": first.texts, "tokens": first.tokens, "profile_bytes": sum(sizes)}
     rows = [
         {"group": each.group, "digest": each.digest.hex(), "profile_bytes": size}
         for each, size in zip(profiles, sizes, strict=True)
     ]
-    counts = {"texts": first.texts, "tokens": first.tokens, "profile_bytes": sum(sizes)}
-    return {"digest": first.digest.hex(), "model": first.model, **counts, "rows": rows}
+    where = " and ".join(filter(None, (str(output or ""), url and shown_url(url))))
+    made = f"{where}: {format_bytes(sum(sizes))}, fitted on {first.tokens} tokens of {first.texts} texts"
+    digests = [f"digest {each.digest.hex()} {escape(each.group)}".rstrip() for each in profiles]
+    result = {**names, "digest": first.digest.hex(), **counts, **report, "rows": rows}
+    say(result, as_json, made, *digests, *_shown(report))
 
 
-def _lines(where: str, profiles: Sequence[Profile], report: dict[str, Any]) -> Iterator[Any]:
-    first, size = profiles[0], sum(len(each.to_bytes()) for each in profiles)
-    yield f"{where}: {format_bytes(size)}, fitted on {first.tokens} tokens of {first.texts} texts"
-    for each in profiles:
-        yield f"digest {each.digest.hex()} {escape(each.group)}".rstrip()
+def _shown(report: dict[str, Any]) -> Iterator[Any]:
+    """A calibration of tide as people see it; nothing of others."""
     if not report:
         return
     table = Table("step", "bits an element", "KL", title=f"Predicted, from {report['held_out_texts']} held-out texts")
@@ -331,21 +333,19 @@ class _Subject:
         return [*found, *(rng.integers(0, size, len(ids)).tolist() for ids in found)]
 
 
-class _Progressing:
-    """Tells of each text, in lines where stderr is no terminal, and ends the fitting when its time is over."""
+def _telling(bars: _Progress, seconds: float) -> _Progress:
+    """Tell of each text, in lines where stderr is no terminal, and end the fitting when its time is over."""
+    clock = SystemClock()
+    started_s = clock.monotonic_s()
 
-    def __init__(self, bars: _Progress, seconds: float) -> None:
-        self._bars = bars
-        self._seconds = seconds
-        self._clock = SystemClock()
-        self._started_s = self._clock.monotonic_s()
-
-    def __call__(self, step: str, done: int, total: int) -> None:
-        self._bars(step, done, total)
+    def show(step: str, done: int, total: int) -> None:
+        bars(step, done, total)
         if not sys.stderr.isatty():
             print(f"{step} {done}/{total}", file=sys.stderr, flush=True)
-        if self._clock.monotonic_s() - self._started_s > self._seconds:
-            raise ValueError(f"stopped after {self._seconds:.0f} s, at text {done} of {total}: run it again to go on")
+        if clock.monotonic_s() - started_s > seconds:
+            raise ValueError(f"stopped after {seconds:.0f} s, at text {done} of {total}: run it again to go on")
+
+    return show
 
 
 def _partial(output: Path | None, folder: Path, codec: str) -> Path:

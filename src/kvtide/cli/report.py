@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -101,12 +101,6 @@ def emit(result: Any, render: Callable[[Any], Any], as_json: bool) -> None:
     where = envelope()
     CONSOLE.print(render(result))
     CONSOLE.print(f"{where['command']} at {where['commit']} on {where['cpu']}, {where['machine']}", style="dim")
-
-
-def fail(message: str) -> NoReturn:
-    """End the command with one line on stderr and exit status 2."""
-    print(f"kvtide: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def narrow_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

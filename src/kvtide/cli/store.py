@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -369,24 +369,18 @@ def _measured(url: str, tier: Tier, tries: int, prefills: Sequence[float], clock
     times = [asked_s() for _ in range(tries)]
     infos = listed(tier, order="size")[:OBJECTS_MAX]
     blocks = [row for row in rows_of(tier, infos) if row.tokens]
-    read = _read(tier, infos, clock) if blocks else _Read(0, 0, 0.0)
-    bytes_s = read.size / read.took_s if read.took_s else None
+    objects, size, took_s = _read(tier, infos, clock) if blocks else (0, 0, 0.0)
+    bytes_s = size / took_s if took_s else None
     bytes_a_token = sum(row.stored_bytes for row in blocks) / sum(row.tokens for row in blocks) if blocks else None
     tokens_s = bytes_s / bytes_a_token if bytes_s and bytes_a_token else None
-    trip_s = statistics.median(times)
+    trip_s, spread = statistics.median(times), (min(times), max(times))
     block_tokens = max((row.tokens for row in blocks), default=1)
     rows = [PingRow(each, pays_from(trip_s, tokens_s, each, block_tokens)) for each in prefills] if tokens_s else []
-    spread = (min(times), max(times))
-    return PingResult(url, trip_s, spread, read.objects, read.size, bytes_s, bytes_a_token, tokens_s, rows)
+    return PingResult(url, trip_s, spread, objects, size, bytes_s, bytes_a_token, tokens_s, rows)
 
 
-class _Read(NamedTuple):
-    objects: int
-    size: int
-    took_s: float
-
-
-def _read(tier: Tier, infos: Sequence[ObjectInfo], clock: Clock) -> _Read:
+def _read(tier: Tier, infos: Sequence[ObjectInfo], clock: Clock) -> tuple[int, int, float]:
+    """Read objects while there is time: their number, bytes, and the seconds that it took."""
     buffer = memoryview(bytearray(max(info.size for info in infos)))
     objects = size = 0
     started_s = clock.monotonic_s()
@@ -395,7 +389,7 @@ def _read(tier: Tier, infos: Sequence[ObjectInfo], clock: Clock) -> _Read:
         objects, size = objects + (came is not None), size + (came or 0)
         if clock.monotonic_s() - started_s > READ_S_MAX:
             break
-    return _Read(objects, size, clock.monotonic_s() - started_s)
+    return objects, size, clock.monotonic_s() - started_s
 
 
 def pays_from(round_trip_s: float, load_tokens_s: float, prefill_tokens_s: float, block_tokens: int) -> int | None:
