@@ -70,7 +70,7 @@ def test_fairness_prints_a_row_for_each_policy() -> None:
         (["fairness", "--client", "16"], "--client is KIB:COUNT"),
         (["fairness", "--client", "16:x"], "--client is KIB:COUNT"),
         (["fairness", "--client", "16:1:1:1:1"], "--client is KIB:COUNT"),
-        (["fairness", "--slots", "0"], "slots must be positive"),
+        (["fairness", "--link", "0"], "link_bits_s must be positive"),
     ],
 )
 def test_bad_arguments_are_refused(trace_file: Path, arguments: list[str], message: str) -> None:

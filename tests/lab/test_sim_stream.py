@@ -47,7 +47,6 @@ def test_traces_keep_their_own_mean_if_asked(tmp_path: Path) -> None:
         (["--mean-gbit", "-1"], "--mean-gbit must not be negative"),
         (["--trials", "-1"], "must be given and positive"),
         (["--context", "0"], "must be given and positive"),
-        (["--prefill", "0"], "tokens_per_s must be positive"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path: Path, arguments: list[str], message: str) -> None:

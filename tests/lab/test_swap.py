@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -23,7 +21,6 @@ def _round_trip(device: str) -> None:
         for layer in layers:
             layer.zero_()
         swapper.swap_in([3, 0], [1, 5]).wait()
-        swapper.check()
     for layer, old in zip(layers, before, strict=True):
         assert torch.equal(layer[[1, 5]], old[[1, 5]])
         assert not layer[[0, 2, 3, 4]].any()
@@ -37,25 +34,6 @@ def test_pages_come_back_as_they_went() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pages_come_back_to_a_gpu_as_they_went() -> None:
     _round_trip("cuda")
-
-
-def test_no_more_transfers_run_than_the_bound_lets() -> None:
-    layers = _layers()
-    with PageSwapper(layers, slots=4, in_flight_max=1) as swapper:
-        gate, started = threading.Event(), threading.Event()
-        copy = swapper._copy
-        swapper._copy = lambda *arguments: (gate.wait(5), copy(*arguments))[1]  # type: ignore[method-assign]
-        first = swapper.swap_out([0], [0])
-        second = threading.Thread(target=lambda: (swapper.swap_out([1], [1]).wait(), started.set()))
-        second.start()
-        assert not started.wait(0.05)
-        with pytest.raises(AssertionError, match="are left"):
-            swapper.check()
-        gate.set()
-        first.wait()
-        second.join()
-        assert started.is_set()
-        swapper.check()
 
 
 def test_bad_input_is_refused() -> None:

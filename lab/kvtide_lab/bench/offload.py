@@ -159,7 +159,6 @@ def swap_row(shape: ModelShape, device: str, repeats: int) -> SwapRow:
                 swaps = max(1, int(computed[-1] * _STEPS / swapped[is_out][number]))
                 late_s = _beside(layer, act, swaps, timed) - computed[-1]
                 hidden[is_out].append(1 - late_s * _STEPS / (swaps * swapped[is_out][number]))
-        swapper.check()
     sizes = (shape.layers, shape.kv_heads, shape.head_dim, shape.dtype.value)
     prefill = spread_of([each * shape.layers * _STEPS for each in computed])
     gb = layout.raw_bytes * TOKENS / PAGE_TOKENS / 1e9

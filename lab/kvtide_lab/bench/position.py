@@ -1,6 +1,6 @@
 """The cost of roughness by where it lies: the model's KL on mixed caches, beside the profile's loss law.
 
-On texts that no law was fitted on; also what spending bytes by the law saves.
+On texts that no law was fitted on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.console import Group
+from rich.table import Table
 
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile
@@ -27,7 +27,6 @@ from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.figures import shown, table_of
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
-from kvtide_lab.judge.spending import cheapest, order
 from kvtide_lab.measuring import Show
 
 # An embedded copy of four levels: what each is of, and the refinements after its base.
@@ -75,107 +74,6 @@ def trial_mixtures(tokens: int) -> list[Mixture]:
 
 # Patches of mixtures are of whole pieces.
 PIECE_TOKENS = 64
-# KLs that are asked for; half of the bytes that one refinement for all takes at the first is tried besides.
-GOALS = (5e-3, 1e-2, 2e-2)
-
-
-class Spent(NamedTuple):
-    """One way to load one text: bytes, what the law says, and what the model says: text that goes on, copies (mean)."""
-
-    way: str
-    size: float
-    law: tuple[float, float]
-    kls: tuple[float, float]
-
-
-class SpendRow(msgspec.Struct, frozen=True):
-    """One way to load, the mean of `texts` texts; sizes in bits of a float32 element.
-
-    bytes_vs_flat: bytes over those of one refinement for all at the same KL, for the worse purpose, and kl_vs_flat: KL
-    over that of one refinement for all in as many bytes, for each. The line through what is measured of one refinement
-    for all, in (bytes, log KL), stands for objects of any step. bytes_vs_stored: over the fewest bytes of a refinement
-    that is there and as good.
-    """
-
-    prefix_tokens: int
-    way: str
-    texts: int
-    bits: float
-    kl_goes_on: float
-    kl_copies: float
-    law_goes_on: float
-    law_copies: float
-    bytes_vs_flat: float | None
-    bytes_vs_stored: float | None
-    kl_vs_flat_goes_on: float | None
-    kl_vs_flat_copies: float | None
-
-
-def spent(judge: PositionJudge, law: LossLaw, block_tokens: int, passages: Sequence[int]) -> list[Spent]:
-    """Load one context in every way: one refinement for all, by the law at each goal, and by its order at half."""
-    sizes, blocks = judge.sizes, len(judge.sizes)
-    ways = [(f"all {kept}", [kept] * blocks) for kept in range(len(law.losses))]
-    ways += [(f"law at {goal:g}", cheapest(law, sizes, block_tokens, goal)) for goal in GOALS]
-    flat_bytes = [float(sum(size[kept] for size in sizes)) for kept in range(len(law.losses))]
-    half = np.interp(np.log(GOALS[0]), np.log(law.losses[::-1]), flat_bytes[::-1]) / 2
-    ways.append((f"law at half of {GOALS[0]:g}", within(law, sizes, block_tokens, float(half))))
-    found = []
-    for way, kept in ways:
-        patches = tuple(Patch(i * block_tokens, (i + 1) * block_tokens, each) for i, each in enumerate(kept))
-        goes_on, *copies = judge.kls(Mixture(way, 0, patches), passages)
-        says = (law.kl(kept, block_tokens, Purpose.GOES_ON), law.kl(kept, block_tokens, Purpose.COPIES))
-        size = float(sum(size[each] for size, each in zip(sizes, kept, strict=True)))
-        found.append(Spent(way, size, says, (goes_on, fmean(copies))))
-    return found
-
-
-def within(law: LossLaw, sizes: Sequence[Sequence[int]], block_tokens: int, size_max: float) -> list[int]:
-    """Return what each block keeps when fetching in the law's order ends at so many bytes; all bases are fetched."""
-    kept, size = [0] * len(sizes), float(sum(each[0] for each in sizes))
-    for block, refinement in order(law, np.mean(sizes, axis=0).tolist(), len(sizes), block_tokens)[len(sizes) :]:
-        more = sizes[block][refinement] - sizes[block][refinement - 1]
-        if size + more > size_max:
-            break
-        kept[block], size = refinement, size + more
-    return kept
-
-
-def spend_rows(prefix_tokens: int, elements: int, by_text: Sequence[Sequence[Spent]]) -> list[SpendRow]:
-    """Return a row for each way, over texts; the ways of all texts are the same."""
-    means = [
-        Spent(
-            way[0].way,
-            fmean(each.size for each in way),
-            (fmean(each.law[0] for each in way), fmean(each.law[1] for each in way)),
-            (fmean(each.kls[0] for each in way), fmean(each.kls[1] for each in way)),
-        )
-        for way in zip(*by_text, strict=True)
-    ]
-    flats = [each for each in means if each.way.startswith("all ")]
-    return [_row(prefix_tokens, elements, len(by_text), each, flats) for each in means]
-
-
-def _row(prefix_tokens: int, elements: int, texts: int, found: Spent, flats: Sequence[Spent]) -> SpendRow:
-    is_law = found.way.startswith("law")
-    sizes = np.array([flat.size for flat in flats])
-    logs = np.log([flat.kls for flat in flats])
-    same_kl = [float(np.interp(-np.log(found.kls[i]), -logs[:, i], sizes)) for i in Purpose]
-    same_size = [float(np.exp(np.interp(found.size, sizes, logs[:, i]))) for i in Purpose]
-    stored = [flat.size for flat in flats if all(flat.kls[i] <= found.kls[i] for i in Purpose)]
-    return SpendRow(
-        prefix_tokens,
-        found.way,
-        texts,
-        8 * found.size / elements,
-        *found.kls,
-        *found.law,
-        found.size / min(same_kl) if is_law else None,
-        found.size / min(stored) if is_law and stored else None,
-        found.kls[0] / same_size[0] if is_law else None,
-        found.kls[1] / same_size[1] if is_law else None,
-    )
-
-
 # Contexts that are worked on at once, each by one thread.
 WORKERS = 2
 # A row of the law's is good within so much of the model's KL.
@@ -183,20 +81,14 @@ CLOSE = 0.25
 
 
 class PositionSize(NamedTuple):
-    """The amount of judging: texts by prefix length for the law's test, and for spending by it."""
+    """The amount of judging: texts by prefix length."""
 
     answer_tokens: int
-    held_texts: dict[int, int]
-    spend_texts: dict[int, int]
+    texts: dict[int, int]
 
 
-FULL = PositionSize(128, {1024: 6, 2048: 6, 4096: 2}, {2048: 5})
-QUICK = PositionSize(64, {512: 1}, {512: 1})
-
-
-def spending_only(tokens: int, texts: int) -> PositionSize:
-    """Return a size that tests nothing: only what is spent by the law."""
-    return PositionSize(FULL.answer_tokens, {}, {tokens: texts})
+FULL = PositionSize(128, {1024: 6, 2048: 6, 4096: 2})
+QUICK = PositionSize(64, {512: 1})
 
 
 class PositionRow(msgspec.Struct, frozen=True):
@@ -230,7 +122,6 @@ class PositionBench(msgspec.Struct, frozen=True):
     law_close_goes_on: float | None
     law_close_copies: float | None
     law: tuple[PositionLaw, PositionLaw]
-    spending: list[SpendRow]
     rows: list[PositionRow]
 
 
@@ -281,7 +172,7 @@ def subject_of(
     texts: Sequence[Text],
 ) -> PositionSubject:
     """Take texts that the law was not fitted on."""
-    longest = max([*size.held_texts, *size.spend_texts]) + size.answer_tokens + 1
+    longest = max(size.texts) + size.answer_tokens + 1
     ids = [list(tokenize(text.content[: 8 * longest])[:longest]) for text in texts]
     return PositionSubject(model, name, layout, size, profile, ids, [text.kind for text in texts])
 
@@ -306,15 +197,15 @@ class _Job(NamedTuple):
 
 
 def run(subject: PositionSubject, results: Results, show: Show) -> PositionBench:
-    """Measure what is not in `results` yet beside what the profile's law says, and spend bytes by that.
+    """Measure what is not in `results` yet beside what the profile's law says.
 
     ValueError without a text that is long enough.
     """
     size = subject.size
     law = subject.codec.law
     assert law is not None
-    jobs = list(_jobs(subject, size.held_texts))
-    if size.held_texts and not jobs:
+    jobs = list(_jobs(subject))
+    if not jobs:
         raise ValueError("no text is long enough")
     _measure(subject, jobs, results, show)
     rows = list(_rows(subject, jobs, results, law))
@@ -329,13 +220,12 @@ def run(subject: PositionSubject, results: Results, show: Show) -> PositionBench
         _close([row for row in rows if row.passage is None]),
         _close([row for row in rows if row.passage is not None]),
         law.positions,
-        _spend(subject, law, show),
         rows,
     )
 
 
-def _jobs(subject: PositionSubject, texts: dict[int, int]) -> Iterator[_Job]:
-    for tokens, count in texts.items():
+def _jobs(subject: PositionSubject) -> Iterator[_Job]:
+    for tokens, count in subject.size.texts.items():
         long_enough = [ids for ids in subject.ids if len(ids) > tokens + subject.size.answer_tokens]
         yield from (_Job(tokens, ids) for ids in long_enough[:count])
 
@@ -369,27 +259,6 @@ def _judge_job(subject: PositionSubject, job: _Job, mixtures: Sequence[Mixture],
     return len(mixtures)
 
 
-def _spend(subject: PositionSubject, law: LossLaw, show: Show) -> list[SpendRow]:
-    """Load texts as the law wants. Not kept: every law wants something else."""
-    jobs = list(_jobs(subject, subject.size.spend_texts))
-    rows: list[SpendRow] = []
-    with one_torch_thread(), ThreadPoolExecutor(WORKERS) as pool:
-        found = list(pool.map(lambda job: _spent(subject, law, job), jobs))
-    show("spending", len(found), len(jobs))
-    for tokens in subject.size.spend_texts:
-        by_text = [each for job, each in zip(jobs, found, strict=True) if job.tokens == tokens]
-        elements = tokens * subject.layout.raw_bytes // subject.layout.tokens // subject.layout.dtype.item_bytes
-        rows += spend_rows(tokens, elements, by_text) if by_text else []
-    return rows
-
-
-def _spent(subject: PositionSubject, law: LossLaw, job: _Job) -> list[Spent]:
-    answer, block_tokens = subject.size.answer_tokens, subject.layout.tokens
-    judge = PositionJudge(subject.model, subject.layout, job.ids, job.tokens, answer)
-    judge.code(subject.codec)
-    return spent(judge, law, block_tokens, passages_of(job.tokens, answer))
-
-
 def _rows(subject: PositionSubject, jobs: Sequence[_Job], results: Results, law: LossLaw) -> Iterator[PositionRow]:
     answer = subject.size.answer_tokens
     for tokens in dict.fromkeys(job.tokens for job in jobs):
@@ -413,8 +282,8 @@ def _close(rows: Sequence[PositionRow]) -> float | None:
     return fmean(abs(ratio - 1) <= CLOSE for ratio in ratios) if ratios else None
 
 
-def render(result: PositionBench) -> Group:
-    """Return the tables that people read: rows beside the law, then what spending by it saves."""
+def render(result: PositionBench) -> Table:
+    """Return the rows beside the law as a table."""
     close = f"law within 25 %: {shown(result.law_close_goes_on)} that go on, {shown(result.law_close_copies)} of copies"
     title = f"{result.model}, {result.codec}, {result.answer_tokens} tokens of answer, held-out texts; {close}"
-    return Group(table_of(result.rows, title), table_of(result.spending, "Bytes by the law, held-out texts"))
+    return table_of(result.rows, title)

@@ -175,9 +175,10 @@ class StreamWorld:
         kls = [max(0.0, kl) for kl in self._judges[text].kls_of(past, passages_of(tokens, self.size.answer_tokens))]
         cached.flush(_STORE_S_MAX)
         loaded = report.streamed.loaded if report.streamed is not None else range(report.hit_tokens // block_tokens)
-        law = self.law(door.codec)
-        kept = None if law is None else kept_blocks(report.streamed, loaded, tokens // block_tokens, law.refinements)
-        kl_law = None if law is None or kept is None else law.kl(kept, block_tokens, Purpose.GOES_ON)
+        law, kl_law = self.law(door.codec), None
+        if law is not None:
+            kept = kept_blocks(report.streamed, loaded, tokens // block_tokens, len(law.losses) - 1)
+            kl_law = None if kept is None else law.kl(kept, block_tokens, Purpose.GOES_ON)
         return Played(ttft_s, kls[0], fmean(kls[1:]), kl_law, link_bytes, 1 - len(loaded) * block_tokens / tokens)
 
     def _begin(self, link: Link, at_s: float) -> None:

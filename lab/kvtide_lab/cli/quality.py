@@ -79,11 +79,6 @@ def position(
     ),
     text: TextOption = None,
     partial: PartialOption = None,
-    spend: Annotated[
-        int | None,
-        typer.Option("--spend", min=512, help="Only spend bytes by the profile's law, after so many tokens."),
-    ] = None,
-    texts_max: Annotated[int, typer.Option("--texts", min=1, help="Texts of --spend.")] = 3,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -91,7 +86,7 @@ def position(
     from kvtide_lab.bench import position as bench
 
     of = subject()
-    size = bench.spending_only(spend, texts_max) if spend is not None else bench.QUICK if quick else bench.FULL
+    size = bench.QUICK if quick else bench.FULL
     layout = of.layout()
     fitting = [each for each in profiles_of(None) if each.kind == codec and each.fits(layout)]
     if not fitting or not codec.startswith("tide"):

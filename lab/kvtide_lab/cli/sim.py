@@ -11,7 +11,6 @@ import numpy as np
 import typer
 
 from kvtide.cli.report import JsonOption, emit
-from kvtide.plan.speeds import ESTIMATORS
 from kvtide_lab.cli.options import PlotOption, QuickOption
 from kvtide_lab.sim.fairness import (
     FAIRNESS_MIX,
@@ -205,13 +204,9 @@ def stream(
     context: Annotated[list[int] | None, typer.Option("--context", help="Tokens; repeats.")] = None,
     slo: Annotated[list[float] | None, typer.Option("--slo", help="Seconds to the first token; repeats.")] = None,
     mean_gbit: Annotated[float, typer.Option("--mean-gbit", help="Mean of traces and models; 0: as traces are.")] = 3.0,
-    prefill: Annotated[float, typer.Option("--prefill", help="Tokens/s at the start.")] = _STREAM.prefill_tokens_per_s,
-    chunk: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of a chunk.")] = _STREAM.chunk_tokens,
     decode_cores: Annotated[
         int, typer.Option("--decode-cores", help="Cores that decode; 0: decoding takes no time.")
     ] = _STREAM.decode_cores,
-    kl_goal: Annotated[float, typer.Option("--kl-goal", help="Loss at which nothing is waited for any more.")] = 0.0,
-    estimator: Annotated[str, typer.Option("--estimator", help=f"One of {', '.join(ESTIMATORS)}.")] = "last",
     trials: Annotated[int | None, typer.Option("--trials", help="Requests for each row.")] = None,
     seed: SeedOption = 0,
     quick: QuickOption = False,
@@ -225,11 +220,7 @@ def stream(
         context_tokens=tuple(context or _STREAM.context_tokens),
         slo_s=tuple(slo or _STREAM.slo_s),
         trials=trials or (TRIALS_QUICK if quick else _STREAM.trials),
-        prefill_tokens_per_s=prefill,
-        chunk_tokens=chunk,
         decode_cores=decode_cores,
-        kl_goal=kl_goal,
-        estimator=estimator,
         seed=seed,
     )
     links = [found for name in link or list(LINK_MODELS) for found in _links(name, mean_gbit * GBIT, seed)]
@@ -256,9 +247,6 @@ def _links(name: str, mean_bytes_per_s: float, seed: int) -> Sequence[Link]:
 def fairness(
     client: ClientOption = None,
     link: Annotated[float, typer.Option("--link", help="Mbit/s.")] = 1000.0,
-    slots: Annotated[int, typer.Option("--slots", help="Slices in flight at most.")] = 2,
-    slice_kib: Annotated[int, typer.Option("--slice", help="KiB of a slice.")] = 512,
-    round_trip: Annotated[float, typer.Option("--round-trip", help="Milliseconds.")] = 0.5,
     seconds: Annotated[float, typer.Option("--seconds", help="Of made-up time.")] = 60.0,
     seed: SeedOption = 0,
     quick: QuickOption = False,
@@ -268,9 +256,6 @@ def fairness(
     setup = FairnessSetup(
         mix=client_mix(client),
         link_bits_s=1e6 * link,
-        slots=slots,
-        slice_bytes=slice_kib << 10,
-        round_trip_s=round_trip / 1e3,
         duration_s=min(seconds, 20.0) if quick else seconds,
         seed=seed,
     )

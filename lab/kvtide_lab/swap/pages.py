@@ -5,7 +5,6 @@ On a GPU each direction has a stream of its own and the memory is pinned; on a p
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,21 +30,18 @@ class Swap:
 class PageSwapper:
     """Moves pages of all layers between `layers` and as many slots as are asked for in this machine's memory.
 
-    layers: one tensor (pages, bytes of a page) of int8 for each layer, all on one device. At most `in_flight_max`
-    transfers run at a time; who asks for more waits. Use it with `with`.
+    layers: one tensor (pages, bytes of a page) of int8 for each layer, all on one device. Use it with `with`.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], slots: int, in_flight_max: int = 8) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], slots: int) -> None:
         shapes = {(layer.ndim, layer.dtype, layer.shape[-1]) for layer in layers}
         if shapes != {(2, torch.int8, layers[0].shape[1])}:
             raise ValueError(f"layers must be (pages, bytes) of int8 and one page size, got {sorted(map(str, shapes))}")
-        if slots < 1 or in_flight_max < 1:
-            raise ValueError(f"slots and in_flight_max must be positive, got {slots} and {in_flight_max}")
+        if slots < 1:
+            raise ValueError(f"slots must be positive, got {slots}")
         self._layers = list(layers)
         self._slots = slots
         self._is_cuda = layers[0].device.type == "cuda"
-        self._room = threading.BoundedSemaphore(in_flight_max)
-        self._in_flight_max = in_flight_max
         self._host: list[torch.Tensor] = []
         self._copiers: ThreadPoolExecutor | None = None
         self._streams: dict[bool, Any] = {}
@@ -86,18 +82,11 @@ class PageSwapper:
         if len(pages) != len(slots):
             raise ValueError(f"every page needs a slot, got {len(pages)} pages and {len(slots)} slots")
         assert self._copiers is not None, "swap before open"
-        self._room.acquire()
         if self._is_cuda:
             action = self._queued(pages, slots, is_out).synchronize
         else:
             action = partial(self._copy, list(pages), list(slots), is_out)
-        return Swap(self._copiers.submit(self._finish, action).result)
-
-    def _finish(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        finally:
-            self._room.release()
+        return Swap(self._copiers.submit(action).result)
 
     def _queued(self, pages: Sequence[int], slots: Sequence[int], is_out: bool) -> Any:
         stream = self._streams[is_out]
@@ -116,13 +105,6 @@ class PageSwapper:
                 else:
                     # torch would wake a team of threads for each stretch.
                     np.copyto(target.numpy(), source.numpy())
-
-    def check(self) -> None:
-        """AssertionError if a transfer has not given its place back. Call it while none is under way."""
-        taken = [self._room.acquire(blocking=False) for _ in range(self._in_flight_max)]
-        for _ in filter(None, taken):
-            self._room.release()
-        assert all(taken), f"{taken.count(False)} transfers are left"
 
 
 def runs(pages: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -8,32 +8,13 @@ import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
 
-from kvtide.codec.tide.law import DEFAULT_POSITIONS, LossLaw, Purpose
+from kvtide.codec.tide.law import Purpose
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide_lab.bench import position
-from kvtide_lab.bench.position import EXACT, PositionSize, PositionSubject, Spent, flats, spend_rows, within
+from kvtide_lab.bench.position import EXACT, PositionSize, PositionSubject, flats
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
 
-LAW = LossLaw(DEFAULT_POSITIONS, (0.7, 0.09, 0.007, 0.0009))
 ANSWER, BLOCK = 8, 16
-
-
-def test_ratios_compare_with_one_refinement_for_all_at_the_same_loss_and_at_the_same_size() -> None:
-    flats = [Spent(f"all {i}", size, (0, 0), (kl, kl)) for i, (size, kl) in enumerate(((100, 0.1), (200, 0.01)))]
-    halfway = Spent("law at 0.01", 150, (0, 0), (0.01, 0.1**1.5 / 2))
-    row = spend_rows(64, 8, [[*flats, halfway]])[-1]
-    assert row.kl_vs_flat_goes_on == pytest.approx(0.01 / 0.1**1.5)
-    assert row.kl_vs_flat_copies == pytest.approx(0.5)
-    assert row.bytes_vs_flat == pytest.approx(150 / (150 + 100 * np.log10(2)))
-    assert row.bits == 150
-
-
-def test_order_within_a_size_has_all_bases_and_does_not_exceed_it() -> None:
-    sizes = [[10, 30, 60, 100]] * 8
-    for size_max in (0, 80, 150, 500, 900):
-        kept = within(LAW, sizes, 256, size_max)
-        assert sum(size[each] for size, each in zip(sizes, kept, strict=True)) <= max(size_max, 80)
-    assert kept == [3] * 8
 
 
 @pytest.fixture
@@ -43,7 +24,7 @@ def subject(tiny_model: Any) -> PositionSubject:
     words = rng.integers(4, 256, size=64)
     ids = [rng.choice(words, size=512 + ANSWER + 1).tolist() for _ in range(2)]
     profile = fitted_on(tiny_model, layout, torch.from_numpy(words)[None])
-    size = PositionSize(ANSWER, {512: 2}, {512: 1})
+    size = PositionSize(ANSWER, {512: 2})
     return PositionSubject(tiny_model, "tiny", layout, size, profile, ids, ["noise"] * 2)
 
 
@@ -77,23 +58,10 @@ def test_bench_goes_on_from_its_file_beside_the_law_of_the_profile(
     assert law is not None and result.law == law.positions
     flat = next(row for row in result.rows if (row.mixture, row.passage) == ("all 1", None))
     assert flat.law == pytest.approx(law.kl([1] * 8, 64, Purpose.GOES_ON))
-    assert [row.way for row in result.spending if row.bytes_vs_flat is not None] == [
-        "law at 0.005",
-        "law at 0.01",
-        "law at 0.02",
-        "law at half of 0.005",
-    ]
     monkeypatch.setattr(position, "_judge_job", None)
     again = position.run(subject, position.partial_of(subject, tmp_path / "partial"), lambda *_: None)
     assert again.rows == result.rows
-    tables = position.render(result).renderables
-    assert [table.row_count for table in tables] == [len(result.rows), len(result.spending)]
-
-
-def test_spending_alone_tests_nothing(subject: PositionSubject) -> None:
-    size = position.spending_only(64, 1)._replace(answer_tokens=ANSWER)
-    result = position.run(subject._replace(size=size), position.partial_of(subject, None), lambda *_: None)
-    assert not result.rows and {row.texts for row in result.spending} == {1}
+    assert position.render(result).row_count == len(result.rows)
 
 
 def test_text_that_is_too_short_for_any_prefix_is_an_error(subject: PositionSubject) -> None:

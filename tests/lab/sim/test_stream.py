@@ -198,3 +198,11 @@ def test_setups_that_can_not_be_are_refused(changed: dict[str, object], message:
 def test_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown policy 'best', expected all or some of fixed"):
         sweep(StreamSetup(), [STEADY], ["best"])
+
+
+def test_newest_block_is_refined_first_and_the_middle_last() -> None:
+    found = CURVES["tide"].order(12, 256)
+    assert found[:13] == [*((block, 0) for block in range(12)), (11, 1)]
+    assert sorted(found) == [(block, refinement) for block in range(12) for refinement in range(4)]
+    assert all(found.index((block, 2)) > found.index((block, 1)) for block in range(12))
+    assert {0, 10} <= {block for block, refinement in found[12:20] if refinement == 1}

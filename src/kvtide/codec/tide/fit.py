@@ -66,7 +66,7 @@ OUT_OF_LINE_OCTAVES, LINE_MAX = 3, 10
 SECTION_LAYERS_MAX = 10
 
 # A profile's bytes, and products a value, with which decoding has half of the speed that it has without a transform
-# (`kvtide-lab bench codec-width`).
+# (docs/decisions/0034-answered-benches.md).
 PROFILE_BYTES_MAX = 64_000_000
 PRODUCTS_MAX = 160
 BLOCK_VALUES_MAX = 128
