@@ -250,6 +250,13 @@ def test_damage_behind_the_first_part_is_zeros_there(ring: Keyring, slow: Slow) 
         assert read_all(tier, 1) == plain[: 4 * PIECE] + bytes(PIECE) + plain[5 * PIECE :]
 
 
+def test_reading_of_a_range_ends_when_no_more_is_wanted(ring: Keyring) -> None:
+    tier, parts = SealedTier(memory(), ring), []
+    tier.put_from(object_id(1), object_bytes(1, 9 * PIECE))
+    assert tier.read_range(object_id(1), 0, 9 * PIECE, lambda part: parts.append(len(part)) is not None)
+    assert parts == [PIECE]
+
+
 def test_range_of_what_others_sealed_is_not_there(tmp_path: Path) -> None:
     below = memory()
     SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))

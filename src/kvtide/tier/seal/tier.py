@@ -30,7 +30,7 @@ from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict import Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, Tier, WrappedTier
+from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, Take, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import HEAD_BYTES, KEY_BYTES, SEALED_CODEC, Keyring, SealingKey
 from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
@@ -107,7 +107,7 @@ class SealedTier(WrappedTier):
             self._misses += not is_hit
 
     def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
-        first, stop = offset // PIECE_BYTES, -(-(offset + len(buffer)) // PIECE_BYTES)
+        first, stop = _touched(offset, len(buffer))
         with self._scratch(_room(stop - first)) as view:
             pieces = self._pieces(object_id, first, stop, view)
             return None if pieces is None else self._open_range(object_id, pieces, buffer, offset)
@@ -178,6 +178,39 @@ class SealedTier(WrappedTier):
             self._note_unopened(object_id, key_id)
             return None
         return Seal.of(key, salt, size, object_id)
+
+    def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
+        """Hand over a range as it comes, a piece as soon as it is whole."""
+        first, end = _touched(start, stop - start)
+        held, at, seal, is_wanted = bytearray(), start, None, True
+
+        def open_held() -> bool:
+            nonlocal at, seal, is_wanted
+            piece = memoryview(bytes(held[:STEP]))
+            del held[:STEP]
+            seal = seal or (self._seal_of(object_id, piece) if len(piece) >= OVERHEAD else None)
+            if seal is None:
+                return False
+            opened = memoryview(bytearray(min(stop, (at // PIECE_BYTES + 1) * PIECE_BYTES) - at))
+            came = _open_pieces(seal, piece, opened, at)
+            at += came
+            is_wanted = take(opened[:came])
+            return is_wanted and at < stop
+
+        def taking(part: memoryview) -> bool:
+            nonlocal is_wanted
+            held.extend(part)
+            while len(held) >= STEP:
+                if not open_held():
+                    return False
+            is_wanted = bool(part) or take(part)
+            return is_wanted
+
+        self.tier.read_range(object_id, HEAD_BYTES + first * STEP, HEAD_BYTES + end * STEP, taking)
+        # The last piece of an object is shorter: only its end shows that it is whole.
+        if held and is_wanted and at < stop:
+            open_held()
+        return at >= stop or not is_wanted
 
     def _note_unopened(self, object_id: ObjectId, key_id: bytes) -> None:
         with self._lock:
@@ -299,6 +332,11 @@ class SealedTier(WrappedTier):
 def _room(pieces: int) -> int:
     """Return the bytes of memory that pieces are read into, wherever the first one begins."""
     return HEAD_BYTES + pieces * STEP + PAGESIZE
+
+
+def _touched(offset: int, size: int) -> tuple[int, int]:
+    """Return the pieces [first, stop) that a range of plain bytes lies in."""
+    return offset // PIECE_BYTES, -(-(offset + size) // PIECE_BYTES)
 
 
 def sealed_bytes(size: int) -> int:
