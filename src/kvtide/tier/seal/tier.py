@@ -30,9 +30,10 @@ from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict import Hint, States
 from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, Take, Tier, WrappedTier
+from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, RangeRead, Take, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import HEAD_BYTES, KEY_BYTES, SEALED_CODEC, Keyring, SealingKey
+from kvtide.tier.source import read_ranges
 from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
 from kvtide.wire import pack_around, parse_header
 
@@ -111,6 +112,31 @@ class SealedTier(WrappedTier):
         with self._scratch(_room(stop - first)) as view:
             pieces = self._pieces(object_id, first, stop, view)
             return None if pieces is None else self._open_range(object_id, pieces, buffer, offset)
+
+    def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
+        """Read the pieces that the ranges touch, those of several ranges once, and open them."""
+        spans = list[tuple[int, int]]()
+        for offset, buffer in ranges:
+            first, stop = _touched(offset, len(buffer))
+            if spans and first <= spans[-1][1]:
+                first = spans.pop()[0]
+            spans.append((first, stop))
+        with self._scratch(STEP * sum(stop - first for first, stop in spans)) as room:
+            reads, at = list[RangeRead](), 0
+            for first, stop in spans:
+                reads.append(RangeRead(HEAD_BYTES + first * STEP, room[at : at + (stop - first) * STEP]))
+                at += (stop - first) * STEP
+            came = read_ranges(self.tier, object_id, reads)
+            sizes = list[int | None]()
+            for offset, buffer in ranges if came else ():
+                piece = offset // PIECE_BYTES
+                number = next(n for n, (_, stop) in enumerate(spans) if piece < stop)
+                pieces = reads[number].buffer[: came[number] if came else 0][(piece - spans[number][0]) * STEP :]
+                sizes.append(self._open_range(object_id, pieces, buffer, offset))
+        found = [size for size in sizes if size is not None]
+        is_hit = len(found) == len(ranges)
+        self._note(is_hit)
+        return found if is_hit else None
 
     def _pieces(self, object_id: ObjectId, first: int, stop: int, view: memoryview) -> memoryview | None:
         """Read pieces [first, stop), as far as there are so many."""
