@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
@@ -181,45 +181,34 @@ class CoarseBlocks:
         return next(coarse, len(ids))
 
 
+@dataclass(slots=True)
 class LoadAccess:
     """Tiers, index, codecs and the judge, and what is noted of each load. Thread-safe.
 
     Blocks that are `queued` are served from there; objects that are corrupt are removed; what is coarser than
-    `quality` is not used.
+    `quality` is not used. coarser_levels: in how many of them blocks are stored besides. counts: outcomes of blocks,
+    by name or by `MissReason`.
     """
 
-    def __init__(
-        self,
-        tiers: TierStack,
-        index: RadixIndex,
-        quality: float,
-        registry: CodecRegistry,
-        clock: Clock,
-        judge: Judge,
-        decisions: DecisionCounter,
-        guarded: FaultGuard,
-        queued: Callable[[ObjectId], BlockSource | None],
-        workers: LoadWorkers,
-        backfill: Backfill,
-        coarser_levels: int = 0,
-    ) -> None:
-        """coarser_levels: in how many of them blocks are stored besides."""
-        self.tiers = tiers
-        self.index = index
-        self.quality = quality
-        self.quality_max = quality * (1 + QUALITY_SLACK)
-        self.registry = registry
-        self.clock = clock
-        self.judge = judge
-        self.decisions = decisions
-        self.guarded = guarded
-        self.queued = queued
-        self.workers = workers
-        self.backfill = backfill
-        self.coarser_levels = coarser_levels
-        self.coarse = CoarseBlocks(clock)
-        # Outcomes of blocks, by name or by `MissReason`.
-        self.counts = Counts()
+    tiers: TierStack
+    index: RadixIndex
+    quality: float
+    registry: CodecRegistry
+    clock: Clock
+    judge: Judge
+    decisions: DecisionCounter
+    guarded: FaultGuard
+    queued: Callable[[ObjectId], BlockSource | None]
+    workers: LoadWorkers
+    backfill: Backfill
+    coarser_levels: int = 0
+    quality_max: float = field(init=False)
+    coarse: CoarseBlocks = field(init=False)
+    counts: Counts = field(init=False, default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self.quality_max = self.quality * (1 + QUALITY_SLACK)
+        self.coarse = CoarseBlocks(self.clock)
 
     @contextmanager
     def pinned(self, metas: Sequence[BlockMeta]) -> Iterator[None]:
