@@ -14,8 +14,8 @@ from tests.gpu.twin import TwinKernels
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
-from kvtide.tier.ram import DevicePiece
 from kvtide_gpu.kernels import Kernels
+from kvtide_gpu.memory import DevicePiece
 from kvtide_gpu.pages import KernelPages
 from kvtide_lab.swap.device import KernelSwapper
 

@@ -22,7 +22,6 @@ from kvtide.engines.paged import Captured, PagePool
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.streams import DeviceStream
 from kvtide.errors import DeviceFault
-from kvtide.tier.base import DeviceMemory
 from kvtide.tier.breaker import Breaker
 from kvtide.types import Section
 from kvtide_gpu.codecs import BlockEncoder, DeviceCodec, DeviceDecoder
@@ -74,7 +73,7 @@ class KernelPages:
         self._decoder.open()
 
     @property
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> KernelMemory:
         """Return the device's memory."""
         return KernelMemory(self._kernels)
 

@@ -19,7 +19,6 @@ __all__ = [
     "SectionId",
     "SectionKind",
     "TierStats",
-    "wants_latest",
 ]
 
 DIGEST_BYTES = 32
@@ -62,11 +61,6 @@ class NamedId(ObjectId):
         named = cls(*object_id)
         named.name, named.is_latest = name, is_latest
         return named
-
-
-def wants_latest(object_id: ObjectId) -> bool:
-    """Tell whether only a server that has looked in all regions may answer for this id."""
-    return isinstance(object_id, NamedId) and object_id.is_latest
 
 
 class SectionKind(IntEnum):

@@ -174,7 +174,7 @@ def put(store: Path, profiles: tuple[Profile, ...], made_s: float) -> None:
 
 def encoders(store: Path) -> list[bytes | None]:
     with attach(model_of("gemma3"), store, codec="tide", fingerprint=b"mine", block_tokens=BLOCK) as cached:
-        return [cached.cache.profiles.codec_of(group).profile for group in range(2)]
+        return [cached.cache.profiles.newest_codec(group).profile for group in range(2)]
 
 
 def digests(profiles: tuple[Profile, ...]) -> list[bytes]:

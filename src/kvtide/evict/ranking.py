@@ -168,10 +168,8 @@ class RankHeap:
 class EvictionOrder:
     """Ranks what one tier holds. Called under the tier's lock, but for `note_request`, which comes from any thread."""
 
-    @property
-    def hears_requests(self) -> bool:
-        """Tell whether `note_request` matters; by default reads tell all that there is to know."""
-        return False
+    # Whether `note_request` matters; by default reads tell all that there is to know.
+    hears_requests = False
 
     def note_request(
         self,

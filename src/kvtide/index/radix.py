@@ -109,7 +109,8 @@ class RadixIndex:
             if anchor is None:
                 return evicted
             known = self._tree.checked_known_count(anchor, keys)
-            self._tree.keep_root(namespace, anchor.root)
+            if anchor.key is None:
+                self._tree.keep_root(namespace, anchor.root)
             last = self._tree.run_of(anchor.key) if not known and anchor.key is not None else None
             if last is not None and last.may_grow(anchor.depth):
                 last.note_cost(cost, len(keys))
@@ -165,7 +166,7 @@ class RadixIndex:
                 held += run.held
             run.uses += 1
             run.last_use = self._uses
-        self._policy.touch(path, Use(now_s, path[-1].stop, depth + known, held))
+        self._policy.touch(path, Use(now_s, path[-1].start + len(path[-1].keys), depth + known, held))
         for run in path:
             if run.held < len(run.keys):
                 # What was evicted is in no tier any more.

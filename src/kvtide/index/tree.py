@@ -139,7 +139,7 @@ class Tree:
     def is_at(self, key: BlockKey, depth: int, root: Run | None = None) -> bool:
         """Tell whether a known key is the last of `depth` blocks, and of that root if one is given."""
         run = self._where[key]
-        if not run.start < depth <= run.stop or run.keys[depth - 1 - run.start] != key:
+        if not run.start < depth <= run.start + len(run.keys) or run.keys[depth - 1 - run.start] != key:
             return False
         top = run
         while top.parent is not None:
@@ -186,7 +186,7 @@ class Tree:
 
     def grow(self, parent: Run, keys: list[BlockKey]) -> Run:
         """Hang a new run below another one; none of its blocks is held yet."""
-        run = Run(keys, parent, parent.stop)
+        run = Run(keys, parent, parent.start + len(parent.keys))
         if parent.children is _NO_RUNS:
             parent.children = set()
         parent.children.add(run)

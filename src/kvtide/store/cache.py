@@ -30,8 +30,8 @@ from kvtide.store.storing import QUEUE_TIER, Admission, Moves, PendingBlock, Pla
 from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
 from kvtide.tier.faults import FaultGuard
-from kvtide.tier.stack import TierStack
-from kvtide.types import Namespace, ObjectId, TierStats, wants_latest
+from kvtide.tier.stack import TierStack, wants_latest
+from kvtide.types import Namespace, ObjectId, TierStats
 from kvtide.wire import object_bytes_max
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Cache:
         return self.guarded("prefetch", bring, 0) if self.is_open else 0
 
     def _note_request(self, ids: Sequence[ObjectId], said: Advice | None, states: States = ()) -> None:
-        hint = Hint.parse(said)
+        hint = None if said is None else Hint.parse(said)
         if hint is not None and hint.session is not None and not hint.is_last and ids:
             self._sessions.note(ids[-1].namespace, hint.session, ids[-1])
         is_taken = self.tiers.note_request(ids, hint, states)

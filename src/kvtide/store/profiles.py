@@ -279,8 +279,9 @@ class ProfileFollower:
         """Return what encodes from now on, of several groups of layers the first."""
         return self._codecs[0]
 
-    def codec_of(self, group: int) -> Codec:
-        """Return what encodes a group of layers from now on."""
+    def newest_codec(self, group: int) -> Codec:
+        """Look for a profile if it is time, and return what encodes a group of layers from now on."""
+        self.look()
         codecs = self._codecs
         if len(codecs) == 1:
             return codecs[0]

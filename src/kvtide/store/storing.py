@@ -246,8 +246,8 @@ class Placer:
     def store(self, block: QueuedBlock) -> None:
         """Place a block that was queued; it waits no more. Raises nothing."""
         guarded = self._access.guarded
-        self._profiles.look()
-        codec = self._profiles.codec_of(block.group)  # once: a profile that comes meanwhile is not that of the bytes
+        # Once: a profile that comes meanwhile is not that of the bytes.
+        codec = self._profiles.newest_codec(block.group)
         if block.orders is not None and isinstance(codec, OrderingCodec):
             codec = codec.ordered(block.orders)
         guarded("store", partial(self.place, block.meta, partial(self._packed, block, codec), block.cost), False)
@@ -288,7 +288,8 @@ class Placer:
         if here is None or here > self._access.quality_max:
             packed, put = pack(), self._tiers.put_from if here is None else self._tiers.replace
             is_stored = packed is not None and put(meta.id, packed)
-            self._access.coarse.forget(meta.id)
+            if self._access.quality:
+                self._access.coarse.forget(meta.id)
             if packed is None or not is_stored:
                 self._counts.add("dropped")
                 return False

@@ -90,6 +90,8 @@ class Tier:
     # Many look-ups take hardly longer than one: `count_leading`.
     is_batched = False
     can_lend = False
+    # `note_request` matters to the order in which objects leave.
+    hears_requests = False
     can_replace = False
     takes_advice = False
     # A stack sends only what the tiers in front evict.
@@ -204,11 +206,6 @@ class Tier:
 
     def offer_to(self, offer: Offer) -> None:
         """Call this from now on before an object is evicted, under the tier's own locks: it must not call the tier."""
-
-    @property
-    def hears_requests(self) -> bool:
-        """True if `note_request` matters to the order in which objects leave."""
-        return False
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Note that a prompt asks for these objects, all of its full blocks. True if its advice is taken."""

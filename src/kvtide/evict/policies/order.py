@@ -164,6 +164,8 @@ class PolicyOrder(EvictionOrder):
     Room is bytes: where objects of different namespaces differ in size, worth is told by the byte.
     """
 
+    hears_requests = True
+
     def __init__(self, policy_of: PolicyOf, clock: Clock, bytes_max: int, blocks_max: int | None = None) -> None:
         """blocks_max: how many objects fit, for policies that plan with it; by default as their sizes say."""
         self._policy_of = policy_of
@@ -199,11 +201,6 @@ class PolicyOrder(EvictionOrder):
         policy = self._policy_of(blocks_max)
         self._advised = policy if isinstance(policy, AdvisedPolicy) else None
         return RadixIndex(self._clock, lambda _: policy, blocks_max)
-
-    @property
-    def hears_requests(self) -> bool:
-        """Requests are what policies over prefixes rank by."""
-        return True
 
     def note_request(
         self,
@@ -287,7 +284,8 @@ class PolicyOrder(EvictionOrder):
         self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None
     ) -> None:
         try:
-            self._orphan(tree.insert(namespace, keys, parent, size=self._sizes.of(namespace)))
+            if evicted := tree.insert(namespace, keys, parent, size=self._sizes.of(namespace)):
+                self._orphan(evicted)
         except ValueError as error:
             # A client whose keys are no chain has no prefixes; its objects leave first.
             _log.debug("no prefix: %s", error)

@@ -307,7 +307,7 @@ class ReusePolicy(AdvisedPolicy):
             if 1 < use.known_blocks >= _NEXT_TURN_SHARE * latest.reach:
                 turn = latest.turn + 1
                 self.trust.note_next_turn(tenant, latest.mark)
-        mark = self.trust.believed(tenant, self._mark)
+        mark = self.trust.believed(tenant, self._mark) if self._mark else 0
         session = Kind(
             "session", min(turn, _TURN_MAX), bisect_right(_SIZE_EDGES, use.blocks - use.known_blocks), True, mark
         )

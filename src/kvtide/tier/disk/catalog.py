@@ -189,11 +189,6 @@ class GivenUp:
         self._given_up: dict[ObjectId, tuple[BlockKey, int]] = {}
         self._entered: dict[ObjectId, tuple[BlockKey, int]] = {}
 
-    @property
-    def hears_requests(self) -> bool:
-        """Tell whether requests matter to the order."""
-        return self._order.hears_requests
-
     def __contains__(self, object_id: ObjectId) -> bool:
         return object_id in self._given_up
 

@@ -54,14 +54,10 @@ class DiskTier(Tier):
         self._clock = clock
         self._journal = RemovalJournal(root / "removed.log", min(JOURNAL_BYTES_MAX, side_file_bytes_max(bytes_max)))
         self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files(), order)
+        self.hears_requests = order is not None and order.hears_requests
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = self._faults = 0
         self._on_removed: OnRemoved = lambda object_ids: None
-
-    @property
-    def hears_requests(self) -> bool:
-        """Tell whether there is an order to which requests matter."""
-        return self._log.given_up is not None and self._log.given_up.hears_requests
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell the order, if there is one, what a prompt asks for."""

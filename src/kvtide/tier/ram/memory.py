@@ -163,6 +163,7 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
         self._clock = clock
         self._is_pinned = is_pinned
         self.order = RankedOrder() if order is None else order
+        self.hears_requests = self.order.hears_requests
         self._lock = threading.Lock()
         self._frames: FramesT | None = None
         self._residents: dict[ObjectId, Resident] = {}
@@ -188,10 +189,6 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
     @abstractmethod
     def _copy_out(self, frames: FramesT, resident: Resident, buffer: memoryview) -> bool:
         """Fill a buffer of the object's size. False if that fails."""
-
-    @property
-    def hears_requests(self) -> bool:
-        return self.order.hears_requests
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         return self.order.note_request(object_ids[0].namespace, [each.key for each in object_ids], hint, states)

@@ -68,7 +68,7 @@ class SealedTier(WrappedTier):
         self._ring = ring
         self.is_batched = self.can_replace = True
         self.takes_evicted, self.takes_advice = tier.takes_evicted, tier.takes_advice
-        self.looks_in_regions = tier.looks_in_regions
+        self.looks_in_regions, self.hears_requests = tier.looks_in_regions, tier.hears_requests
         self._lock = threading.Lock()
         # By the id of the key that is not here.
         self._unopened: OrderedDict[ObjectId, bytes] = OrderedDict()
@@ -318,11 +318,6 @@ class SealedTier(WrappedTier):
     def stats(self) -> TierStats:
         """Return the wrapped tier's counters, bytes as they lie there; what could not be opened is no hit."""
         return msgspec.structs.replace(self.tier.stats(), hits=self._hits, misses=self._misses)
-
-    @property
-    def hears_requests(self) -> bool:
-        """Tell whether requests matter to the wrapped tier."""
-        return self.tier.hears_requests
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell the wrapped tier what a prompt asks for."""

@@ -27,7 +27,7 @@ from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.faults import TIER_FAULTS, FaultGuard
 from kvtide.tier.source import read_range_of_any, read_ranges
 from kvtide.tier.stack.generations import Generations
-from kvtide.types import DIGEST_BYTES, NamedId, Namespace, ObjectId, TierStats, wants_latest
+from kvtide.types import DIGEST_BYTES, NamedId, Namespace, ObjectId, TierStats
 
 if TYPE_CHECKING:
     from kvtide.tier.stack.invalidation import Invalidations
@@ -46,6 +46,11 @@ FOLLOW_S_MAX = 30.0
 
 # What a reader returns: how many bytes are in the buffer, None for a miss.
 Read = Callable[[], int | None]
+
+
+def wants_latest(object_id: ObjectId) -> bool:
+    """True if only a server that has looked in all regions may answer for this id."""
+    return isinstance(object_id, NamedId) and object_id.is_latest
 
 
 @dataclass(slots=True, eq=False)
@@ -160,13 +165,13 @@ class TierStack(Tier):
         # Of those that are written at once: it has everything.
         self._slowest: _Place | None = None
         self._ranking = ranking or RecencyRanking()
+        self.hears_requests = any(tier.hears_requests for tier in tiers)
         self._write_back = list(write_back)
         self._late = late
         self._demote_to = list(demote_to)
         self._invalidations = invalidations
         self._generations = invalidations.generations if invalidations is not None else Generations(())
-        self.named, self.is_valid = self._generations.named, self._generations.is_valid
-        self._present = self._generations.present
+        self.is_valid = self._generations.is_valid
         self._observer: Observer | None = None
         # A tier's fault becomes a miss of that tier.
         self.guard = FaultGuard(TIER_FAULTS)
@@ -174,6 +179,13 @@ class TierStack(Tier):
         self._flight = SingleFlight()
         self._prefetcher = Prefetcher(self._bring_ahead)
         self._writer = Background(1, "kvtide-write-back", WRITE_BACK_BYTES_MAX)
+
+    def named(self, object_id: ObjectId, is_latest: bool = False) -> ObjectId:
+        """Return the id with its namespace's present generation, if invalidations are followed."""
+        return object_id if self._invalidations is None else self._generations.named(object_id, is_latest)
+
+    def _present(self, object_id: ObjectId) -> ObjectId | None:
+        return object_id if self._invalidations is None else self._generations.present(object_id)
 
     @property
     def open_tiers(self) -> dict[str, Tier]:
@@ -237,16 +249,14 @@ class TierStack(Tier):
         """Wait until the tiers that are written in the background have everything. False if that took too long."""
         return self._writer.wait(timeout_s)
 
-    @property
-    def hears_requests(self) -> bool:
-        return any(place.tier.hears_requests for place in self._open)
-
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell tiers in whose order prefixes count that a prompt asks for these objects, its blocks in order.
 
         Tiers elsewhere hear what it advises in the background, unless too much waits. True if a tier takes the advice.
         """
-        is_taken, (named, *states) = False, ([self.named(each) for each in ids] for ids in (object_ids, *states))
+        is_taken, named = False, list(object_ids)
+        if self._invalidations is not None:
+            named, *states = ([self.named(each) for each in ids] for ids in (object_ids, *states))
         for place in self._open if named else ():
             tier = place.tier
             if tier.hears_requests:
@@ -311,7 +321,8 @@ class TierStack(Tier):
         if present is None:
             return None
         uses = self._ranking.note_use(present) if offset == 0 else 0
-        self._prefetcher.discard(present)
+        if self._prefetcher.queued:
+            self._prefetcher.discard(present)
         places = self._allowed(present)
         for place in places[:1]:
             read_first = partial(place.tier.get_into, present, buffer, offset)
