@@ -15,9 +15,9 @@ from kvtide.types import BlockKey
 from kvtide_lab.sim.policies import policy_named
 
 NAMES = ["lru", "lfu"]
-_ROOT = Run([], None, 0)
+_ROOT = Run([], None, 0, bytearray(), set())
 _ROOT.state = namespace()
-LIKE = Run([], _ROOT, 0)
+LIKE = Run([], _ROOT, 0, bytearray(), set())
 
 
 def shadows_of(blocks_max: int) -> Shadows:

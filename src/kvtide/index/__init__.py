@@ -1,8 +1,8 @@
 """The index: which blocks are known and which are in use. It knows keys and sizes, never bytes."""
 
-from kvtide.index.radix import RadixIndex, RestoreReport
+from kvtide.index.policy import USUAL_SIZE, EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
+from kvtide.index.radix import TIERS_MAX, RadixIndex, RestoreReport
 from kvtide.index.rebuild import ListedBlock
-from kvtide.index.tree import TIERS_MAX, USUAL_SIZE, EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
 
 __all__ = [
     "TIERS_MAX",

@@ -2,29 +2,216 @@
 
 A key names its whole prefix, so that one table from key to run finds any prefix, and, since what is known is closed
 under prefixes, bisection finds the longest one in O(log n) look-ups.
-Invariant: a block is held only if all blocks before it are; what is held has room unless more than that is pinned.
+Invariant: each known key is in exactly one run, and a run's parent ends right before it starts. The leading `held`
+blocks of a run are held, the others are remembered only; a block is held only if those before it are. What is held has
+room unless more than that is pinned.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvtide.clock import Clock
+from kvtide.index.policy import USUAL_SIZE, EvictionPolicy, Run, Use
 from kvtide.index.rebuild import ListedBlock, Rebuild
-from kvtide.index.tree import (
-    USUAL_SIZE,
-    Anchor,
-    EvictionPolicy,
-    Run,
-    Tree,
-    Use,
-    mark_tier,
-    tier_bit_of,
-)
 from kvtide.types import BlockKey, Namespace
+
+# A block's tiers are the bits of one byte.
+TIERS_MAX = 8
+# For each tier's bit, what every mask becomes with it.
+_WITH_BIT = {1 << tier: bytes(mask | 1 << tier for mask in range(256)) for tier in range(TIERS_MAX)}
+# What most runs have below them; a set of their own would be 216 bytes. Never changed.
+_NO_RUNS: set[Run] = set()
+
+
+def _new_run(keys: list[BlockKey], parent: Run | None, start: int) -> Run:
+    return Run(keys, parent, start, bytearray(len(keys)), _NO_RUNS)
+
+
+class Anchor(NamedTuple):
+    """The place where a chain of keys hangs: after `key`, last of `depth` blocks; None and 0 right under the root."""
+
+    root: Run
+    key: BlockKey | None
+    depth: int
+
+
+class Tree:
+    """Runs of blocks under one root for each namespace. The callers hold the index's lock."""
+
+    def __init__(self) -> None:
+        self._where: dict[BlockKey, Run] = {}
+        self._roots: dict[Namespace, Run] = {}
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def run_of(self, key: BlockKey) -> Run | None:
+        """Return the run that has a key."""
+        return self._where.get(key)
+
+    def known_count(self, keys: Sequence[BlockKey]) -> int:
+        """Return the length of the longest leading run of known keys; right for chained keys only."""
+        where = self._where
+        if not keys or keys[0] not in where:
+            return 0
+        return bisect_left(range(len(keys)), True, lo=1, key=lambda position: keys[position] not in where)
+
+    def anchor(self, namespace: Namespace, parent: BlockKey | None) -> Anchor | None:
+        """Return where the children of `parent` hang; None if that block is not held."""
+        if parent is None or bytes(parent) == namespace:
+            return Anchor(self._roots.get(namespace) or _new_run([], None, 0), None, 0)
+        run = self._where.get(parent)
+        root = self._roots.get(namespace)
+        if run is None or root is None:
+            return None
+        position = run.keys.index(parent)
+        return Anchor(root, parent, run.start + position + 1) if position < run.held else None
+
+    def keep_root(self, namespace: Namespace, root: Run) -> None:
+        """Make an anchor's root the namespace's; it goes with its last block."""
+        self._roots[namespace] = root
+        root.state = namespace
+
+    def checked_known_count(self, anchor: Anchor, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading keys are known. ValueError if known and new keys do not form one chain there."""
+        known = self.known_count(keys)
+        depth = anchor.depth + known
+        if known and not self.is_at(keys[known - 1], depth, anchor.root):
+            raise ValueError(f"block {keys[known - 1].hex()[:16]} is known, but not as block {depth} of this chain")
+        fresh = keys[known:]
+        if len(set(fresh)) != len(fresh) or not self._where.keys().isdisjoint(fresh):
+            raise ValueError(f"the keys are no chain: some occur twice, or out of order, from block {depth} on")
+        return known
+
+    def is_at(self, key: BlockKey, depth: int, root: Run | None = None) -> bool:
+        """Tell whether a known key is the last of `depth` blocks, and of that root if one is given."""
+        run = self._where[key]
+        if not run.start < depth <= run.start + len(run.keys) or run.keys[depth - 1 - run.start] != key:
+            return False
+        top = run
+        while top.parent is not None:
+            top = top.parent
+        return root is None or top is root
+
+    def path_of(self, key: BlockKey) -> list[Run]:
+        """Return the runs from the root's child to the one that has the key."""
+        run: Run | None = self._where[key]
+        path = []
+        while run is not None and run.parent is not None:
+            path.append(run)
+            run = run.parent
+        path.reverse()
+        return path
+
+    def cut_behind(self, key: BlockKey, depth: int) -> Run | None:
+        """Make the key, the last of `depth` blocks, end its run. Return the lower part if there was something to cut.
+
+        The lower part keeps its identity, children included; the upper one is a new run with the same history.
+        """
+        lower = self._where[key]
+        count = depth - lower.start
+        if count == len(lower.keys):
+            return None
+        parent = lower.parent
+        assert parent is not None
+        upper = _new_run(lower.keys[:count], parent, lower.start)
+        upper.held = min(lower.held, count)
+        upper.tiers = lower.tiers[:count]
+        upper.value, upper.given_cost, upper.size = lower.value, lower.given_cost, lower.size
+        upper.uses, upper.last_use = lower.uses, lower.last_use
+        lower.keys = lower.keys[count:]
+        lower.tiers = lower.tiers[count:]
+        lower.held -= upper.held
+        lower.start += count
+        lower.parent = upper
+        upper.children = {lower}
+        upper.held_children = 1 if lower.held else 0
+        parent.children.discard(lower)
+        parent.children.add(upper)
+        self._where.update(dict.fromkeys(upper.keys, upper))
+        return lower
+
+    def grow(self, parent: Run, keys: list[BlockKey]) -> Run:
+        """Hang a new run below another one; none of its blocks is held yet."""
+        run = _new_run(keys, parent, parent.start + len(parent.keys))
+        if parent.children is _NO_RUNS:
+            parent.children = set()
+        parent.children.add(run)
+        self._where.update(dict.fromkeys(keys, run))
+        return run
+
+    def extend(self, run: Run, keys: Sequence[BlockKey], tier_bit: int) -> None:
+        """Append blocks to a run that has no children."""
+        assert not run.children
+        run.keys.extend(keys)
+        run.tiers.extend(bytes((tier_bit,)) * len(keys))
+        self._where.update(dict.fromkeys(keys, run))
+
+    def below(self, run: Run) -> list[Run]:
+        """Return the run and all below it, children before their parents."""
+        order = [run]
+        for parent in order:
+            order.extend(parent.children)
+        order.reverse()
+        return order
+
+    def forget_tail(self, run: Run) -> int:
+        """Forget the blocks of a childless run that are not held; return how many. An empty run leaves the tree."""
+        assert not run.children
+        gone = run.keys[run.held :]
+        for key in gone:
+            del self._where[key]
+        del run.keys[run.held :], run.tiers[run.held :]
+        if not run.keys:
+            parent = run.parent
+            assert parent is not None
+            parent.children.discard(run)
+            if parent.parent is None and not parent.children:
+                del self._roots[parent.state]
+        return len(gone)
+
+    def runs(self) -> Iterator[Run]:
+        """Yield every run, parents before their children."""
+        order = [child for root in self._roots.values() for child in root.children]
+        for run in order:
+            order.extend(run.children)
+        yield from order
+
+    def check(self) -> None:
+        """AssertionError if the tree contradicts itself."""
+        count = 0
+        for run in self.runs():
+            count += len(run.keys)
+            parent = run.parent
+            assert run.keys
+            assert parent is not None
+            assert run in parent.children
+            assert run.start == parent.stop
+            assert len(run.tiers) == len(run.keys)
+            assert 0 <= run.held <= len(run.keys)
+            assert run.held_children == sum(1 for child in run.children if child.held)
+            if run.held_children:
+                assert run.held == len(run.keys)
+            assert all(self._where[key] is run for key in run.keys)
+        assert count == len(self._where)
+
+
+def tier_bit_of(tier: int) -> int:
+    """Return the bit that stands for a tier. ValueError for one that has none."""
+    if not 0 <= tier < TIERS_MAX:
+        raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
+    return 1 << tier
+
+
+def mark_tier(run: Run, first: int, bit: int) -> None:
+    """Note that the blocks of a run from `first` on are in the tier of that bit too."""
+    if run.tiers.count(bit, first) < len(run.tiers) - first:
+        run.tiers[first:] = run.tiers[first:].translate(_WITH_BIT[bit])
 
 
 class RestoreReport(NamedTuple):

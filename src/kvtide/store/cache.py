@@ -313,24 +313,22 @@ class Cache:
     def _queue(self, blocks: Sequence[PendingBlock]) -> int:
         storer = self._storer
         for count, block in enumerate(blocks):
-            if storer is None or not self._queue_one(storer, block):
+            meta = block.meta
+            admission = storer.reserve(meta) if storer is not None else Admission.REFUSED
+            if storer is not None and admission is Admission.RESERVED:
+                try:
+                    source = block.capture()
+                    # Before the storing thread may be done with it.
+                    self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, QUEUE_TIER, cost=block.cost)
+                except BaseException:
+                    storer.release(meta)
+                    raise
+                queued = QueuedBlock(meta, source, block.cost, block.is_exact, block.orders, block.group)
+                admission = Admission.QUEUED if storer.append(queued) else Admission.REFUSED
+            if admission is Admission.REFUSED:
                 self._counts.add("dropped", len(blocks) - count)
                 return count
         return len(blocks)
-
-    def _queue_one(self, storer: Storer, block: PendingBlock) -> bool:
-        meta = block.meta
-        admission = storer.reserve(meta)
-        if admission is not Admission.RESERVED:
-            return admission is Admission.QUEUED
-        try:
-            source = block.capture()
-            # Before the storing thread may be done with it.
-            self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, QUEUE_TIER, cost=block.cost)
-        except BaseException:
-            storer.release(meta)
-            raise
-        return storer.append(QueuedBlock(meta, source, block.cost, block.is_exact, block.orders, block.group))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""

@@ -254,6 +254,8 @@ class ProfileFollower:
         self._awaiting = codec if isinstance(codec, AwaitingCodec) else None
         # One for each group of layers, or one for all.
         self._codecs = self._with(codec.first) if isinstance(codec, AwaitingCodec) else (codec,)
+        # Whether blocks are stored losslessly for want of a profile.
+        self.is_waiting = self._awaiting is not None and self.codec.profile is None
         self._guard = guard
         self._counts = counts
         # By group; the first block of each is checked.
@@ -274,6 +276,10 @@ class ProfileFollower:
         assert self._awaiting is not None
         return tuple(map(self._awaiting.make, profiles)) or (LosslessCodec(),)
 
+    def _use(self, profiles: Sequence[Profile]) -> None:
+        self._codecs = self._with(profiles)
+        self.is_waiting = self.codec.profile is None
+
     @property
     def codec(self) -> Codec:
         """Return what encodes from now on, of several groups of layers the first."""
@@ -287,11 +293,6 @@ class ProfileFollower:
             return codecs[0]
         # A model that was changed has groups that nobody has fitted.
         return codecs[group] if group < len(codecs) else LosslessCodec()
-
-    @property
-    def is_waiting(self) -> bool:
-        """Tell whether blocks are stored losslessly for want of a profile."""
-        return self._awaiting is not None and self.codec.profile is None
 
     def encode(
         self, codec: Codec, meta: BlockMeta, bits: BlockBits, group: int, is_exact: bool
@@ -330,7 +331,7 @@ class ProfileFollower:
             return
         self._name, self._hint, self._is_told, self._next_s = name, hint, False, 0.0
         # What was found before is another model's.
-        self._codecs = self._with(self._awaiting.first)
+        self._use(self._awaiting.first)
         self.look(START_S_MAX)
 
     def look(self, s_max: float = LOOK_S_MAX) -> None:
@@ -356,7 +357,7 @@ class ProfileFollower:
         used, profiles = {codec.profile for codec in self._codecs}, self._newest(awaiting, groups)
         if profiles:
             if used != {profile.digest for profile in profiles}:
-                self._codecs = self._with(profiles)
+                self._use(profiles)
                 _log.info("blocks are encoded with profiles %s from now on", [each.digest.hex() for each in profiles])
             for profile, versions in zip(profiles, groups, strict=True):
                 if not self._store.use(profile.digest, self._found[profile.digest][1]):
@@ -364,7 +365,7 @@ class ProfileFollower:
             self._next_s = self._clock.monotonic_s() + RENEW_S
         elif any(bytes.fromhex(each.digest) in used for versions in groups for each in versions):
             # One was removed.
-            self._codecs = self._with(awaiting.first)
+            self._use(awaiting.first)
         elif self.is_waiting and not self._is_told:
             self._is_told = True
             _log.warning("blocks are stored losslessly until the store has a profile of this model: %s", self._hint)
@@ -372,7 +373,8 @@ class ProfileFollower:
             self._store.use(found.digest, size)
         if self._name != name:
             # `seek` came meanwhile, for another model.
-            self._codecs, self._next_s = self._with(awaiting.first), 0.0
+            self._use(awaiting.first)
+            self._next_s = 0.0
 
     def _newest(self, awaiting: AwaitingCodec, groups: Sequence[Sequence[ProfileVersion]]) -> list[Profile]:
         """Return the newest profiles of one calibration, one for each group's versions, nothing if there are none."""

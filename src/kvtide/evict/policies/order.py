@@ -35,8 +35,8 @@ class Sizes:
         # Means of the namespaces heard of lately.
         self._means: OrderedDict[Namespace, float] = OrderedDict()
 
-    def enter(self, object_id: ObjectId, size: int) -> None:
-        """Note an object that is here from now on."""
+    def enter(self, object_id: ObjectId, size: int) -> int:
+        """Note an object that is here from now on; return its size as an index takes it."""
         self._of[object_id] = size
         self.used_bytes += size
         self._usual_bytes = self._usual_bytes or max(1, size)
@@ -44,6 +44,7 @@ class Sizes:
         self._means[object_id.namespace] = mean + _RATE * (size - mean)
         if len(self._means) > TENANTS_MAX:
             self._means.popitem(last=False)
+        return self.measured(size)
 
     def leave(self, object_id: ObjectId) -> None:
         """Note that an object is here no more; one that did not enter is ignored."""
@@ -342,8 +343,7 @@ class PolicyOrder(EvictionOrder):
 
     def _measure(self, tree: RadixIndex, object_id: ObjectId, size: int, planned: int) -> int:
         """Take in an object's size; return how many objects to plan for."""
-        self._sizes.enter(object_id, size)
-        tree.measure(object_id.key, self._sizes.measured(size))
+        tree.measure(object_id.key, self._sizes.enter(object_id, size))
         fitting = self._sizes.fitting(planned)
         if fitting != planned:
             tree.plan(fitting)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -301,7 +302,11 @@ class SegmentDirectory:
         """Learn of segments and records that others added, and of segments that they removed."""
         with self._lock:
             grown, seen = list[tuple[int, FileInfo]](), set[int]()
-            for info in self._listing():
+            try:
+                found = self._files.listing(self.folder)
+            except FileNotFoundError:
+                found = []
+            for info in found:
                 number = segment_number(info.name)
                 if number is None:
                     continue
@@ -316,16 +321,10 @@ class SegmentDirectory:
             if workers and len(grown) > 1:
                 scans = list(workers.map(lambda item: self._scan(*item), grown))
             else:
-                scans = [self._scan(*item) for item in grown]
+                scans = list(starmap(self._scan, grown))
             for (number, info), scan in zip(grown, scans, strict=True):
                 if scan is not None:
                     self._note_scan(number, info, scan)
-
-    def _listing(self) -> list[FileInfo]:
-        try:
-            return self._files.listing(self.folder)
-        except FileNotFoundError:
-            return []
 
     def _has_changed(self, number: int, info: FileInfo) -> bool:
         """Tell whether a segment is to be scanned. One that somebody cut is forgotten first: its tail is gone."""

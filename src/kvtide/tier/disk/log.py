@@ -200,7 +200,7 @@ class SegmentLog:
 
     def _writer_for(self, need: int, object_id: ObjectId, label: ObjectLabel) -> SegmentWriter:
         writer = self._writer
-        if writer is not None and not writer.is_lost() and writer.free_bytes >= need:
+        if writer is not None and not writer.is_lost() and writer.size - writer.tail >= need:
             return writer
         with self._directory.locked():
             if writer is not None:
@@ -215,7 +215,7 @@ class SegmentLog:
                 raise
             if self._excess(self._segment_bytes) > 0:
                 # The next segment will need room: make it now, while hot records can move to the new one.
-                self._evict_one(ancestors, writer, writer.free_bytes - need)
+                self._evict_one(ancestors, writer, writer.size - writer.tail - need)
             return writer
 
     def _retire_writer(self) -> None:

@@ -276,11 +276,6 @@ class SegmentWriter:
             raise
         return cls(files, path, header, size, direct, cached)
 
-    @property
-    def free_bytes(self) -> int:
-        """Return the room after the last record."""
-        return self.size - self.tail
-
     def is_lost(self) -> bool:
         """Tell whether somebody removed, moved or cut the file."""
         return not self.files.is_here(self.cached, self.path, self.size)
@@ -288,7 +283,7 @@ class SegmentWriter:
     def append(self, header: RecordHeader, body: Buffer, pool: BufferPool) -> bytes:
         """Write a record at the tail: its body, then its header. Return its seal. OSError leaves it invisible."""
         assert (header.offset, header.sequence, header.segment) == (self.tail, self.sequence, self.header.number)
-        assert record_bytes(header.size) <= self.free_bytes
+        assert self.tail + record_bytes(header.size) <= self.size
         view = memoryview(body)
         with pool.lease() as staging:
             start = 0
@@ -307,7 +302,7 @@ class SegmentWriter:
             # Around the page cache too: the first direct read would have to wait for a dirty page to be written.
             page = staging[-ALIGN_BYTES:]
             page[:] = pack_record_header(header)
-            seal = header_seal(page)
+            seal = bytes(page[_CHECKED_BYTES:_HEADER_BYTES])
             self.files.write_full(self.direct, [page], self.tail)
         self.tail += record_bytes(header.size)
         self.sequence += 1

@@ -255,7 +255,10 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
                 return False
             label = object_label(buffer)
             parent = BlockKey(label.parent if label.start else object_id.namespace)
-            resident = Resident(self._make_room(frames, size), size, parent, self._clock.wall_s())
+            runs = frames.take(size)
+            if runs is None:
+                runs = self._make_room(frames, size)
+            resident = Resident(runs, size, parent, self._clock.wall_s())
             self._unlisted.append(resident)
         is_written = False
         try:
@@ -290,13 +293,12 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
     def _make_room(self, frames: FramesT, size: int) -> list[Span]:
         victims: list[ObjectId] = []
         missing = frames.frames_of(size) - frames.free_frames
-        if missing > 0:
-            with closing(self.order.victims(self._may_go)) as leaving:
-                for object_id in leaving:
-                    victims.append(object_id)
-                    missing -= frames.frames_of(self._residents[object_id].size)
-                    if missing <= 0:
-                        break
+        with closing(self.order.victims(self._may_go)) as leaving:
+            for object_id in leaving:
+                victims.append(object_id)
+                missing -= frames.frames_of(self._residents[object_id].size)
+                if missing <= 0:
+                    break
         if missing > 0:
             # Those in vain come back, as they came: the beginnings of prompts first.
             for object_id in reversed(victims):
