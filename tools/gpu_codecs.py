@@ -40,7 +40,8 @@ def model_block(model: TideModel, layout: BlockLayout, start: int, seed: int) ->
     if model.rotary is not None:
         for layer, keys in enumerate(values[:, 0]):
             tables = model.rotary.tables(start, layout.tokens, layer)
-            model.rotary.store(keys, layout.dtype, tables, bits[layer, 0])
+            turned = model.rotary.load(keys.view(np.uint32), KVDtype.FLOAT32, tables)
+            bits[layer, 0] = turned.view(np.uint32) >> 16
     return bits
 
 

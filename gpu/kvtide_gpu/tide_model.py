@@ -258,10 +258,11 @@ def loud_columns(rows: RangeRows, final_units: int) -> tuple[NDArray[np.int32], 
     """
     weights, columns, factors = loudness_weights(rows.scales, final_units), [], []
     for place in rows.places:
-        count = place.group.shape[1] if place.group.order.size else place.stop - place.start
-        numbers = np.arange(place.start, place.stop, dtype=np.int32)
+        # The group's values, of which some are coded, in another order; else its rows.
+        order, coded = place.group.order, place.stop - place.start
+        count = place.group.shape[1] if order.size else coded
         padded = np.full(-(-count // LANES) * LANES, -1, dtype=np.int32)
-        padded[:count] = place.by_column(numbers, count, -1)
+        padded[order[:coded] if order.size else slice(coded)] = np.arange(place.start, place.stop)
         columns += [padded, np.full(LANES, END_OF_GROUP, dtype=np.int32)]
         factors += [np.where(padded < 0, 0, weights[padded]), np.zeros(LANES)]
     return np.concatenate(columns), np.concatenate(factors).astype(np.float32)

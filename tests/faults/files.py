@@ -14,8 +14,10 @@ from kvtide.tier.files import Files
 # What can go wrong with a call: an error that it raises, or a transfer that ends early.
 FAULT_KINDS = ("EIO", "ENOSPC", "EINTR", "short read", "short write")
 # Calls that can only raise; `preadv` and `pwritev` may end early too.
-CALLS = ("open", "allocate", "truncate", "sync", "unlink", "rename", "next_data", "try_lock")
-CALLS += ("is_unlinked", "is_here", "length", "free_bytes", "listing")
+CALLS = (
+    *("open", "allocate", "truncate", "sync", "unlink", "rename", "next_data", "try_lock"),
+    *("is_unlinked", "is_here", "length", "free_bytes", "listing"),
+)
 
 
 class UnsyncedFiles(Files):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from tests.servers import START_S_MAX
-from tests.store.load.test_sparse import CODEC, LAYOUT, METAS
+from tests.store.load.test_sparse import CODEC, METAS
 from tests.store.test_cache import fill, metas_of
 
 from kvtide.block import BlockLayout, KVDtype
@@ -89,7 +89,7 @@ def pack_blocks(store: Path, bytes_max: int, seed: int, says: Connection) -> Non
     says.send("ready")
     for meta in itertools.cycle(METAS):
         stored = parse_object(buffer[: tier.get_into(meta.id, buffer)], meta.id)
-        orders = packing_orders(rng.random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
+        orders = packing_orders(rng.random((meta.layout.layers, meta.layout.tokens), dtype=np.float32))
         sections = CODEC.repack(meta, stored.sections(), orders)
         assert tier.replace(meta.id, pack_object(meta, CODEC.codec_id, sections, CODEC.profile))
 
