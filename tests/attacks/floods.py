@@ -6,8 +6,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPResponse
 
+from tests.server.worlds import ask as ask_world
 from tests.servers import RunningServer
 
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
@@ -31,13 +32,9 @@ def ask(
     server: RunningServer, method: str, path: str, who: str = "victim", body: bytes | None = None, **headers: str
 ) -> tuple[HTTPResponse, bytes]:
     """One request on a connection of its own."""
-    connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
-    lines = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, path, body, {"Authorization": f"Bearer {TOKENS[who]}", **lines} if who else lines)
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
-    return answer, content
+    if who:
+        headers["Authorization"] = f"Bearer {TOKENS[who]}"
+    return ask_world(server, method, path, body, **{f"Own_{name}": value for name, value in headers.items()})
 
 
 @contextmanager

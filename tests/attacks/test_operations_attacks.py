@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 
 import pytest
 from tests.attacks.floods import GRANTS, ask, head
-from tests.server.worlds import path_of
+from tests.server.worlds import logged, path_of
 from tests.servers import RunningServer, running_server
 
 from kvtide.server.http.connections import account_of, host_of
-from kvtide.server.logs import ACCESS_LOGGER, AUDIT_LOGGER, write_log
+from kvtide.server.logs import ACCESS_LOGGER, AUDIT_LOGGER
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
@@ -87,21 +86,6 @@ def stalled(server: RunningServer, number: int) -> Iterator[None]:
         sock.sendall(head("GET", path_of(number)))
         wait_until(stands_still, "the link to be full")
         yield
-
-
-@contextmanager
-def logged(logger: str, path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Give the lines that a logger has written so far."""
-    write_log(logger, path)
-    log = logging.getLogger(logger)
-    try:
-        yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
-    finally:
-        for handler in log.handlers[:]:
-            log.removeHandler(handler)
-            handler.close()
-        log.setLevel(logging.NOTSET)
-        log.propagate = True
 
 
 def exchange(server: RunningServer, data: bytes) -> bytes:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import pytest
 from tests.faults.conftest import Tally
 from tests.faults.hosts import Host, network_hosts
 from tests.faults.schedules import Node, asked, nodes, seeds
+from tests.server.worlds import Place, ask
 
 from kvtide.server.regions import LATEST_S_MAX
+from kvtide.server.settings import ListenAddress
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import free_ports, wait_until
 
@@ -89,16 +91,7 @@ class Regions:
 def _ask(
     host: str, port: int, method: str, what: int | str, body: bytes | None = None, **headers: str
 ) -> tuple[HTTPResponse, bytes]:
-    name = object_id(what) if isinstance(what, int) else None
-    path = f"/v1/{name.namespace.hex()}/{name.key.hex()}" if name else str(what)
-    connection = HTTPConnection(host, port, timeout=30)
-    try:
-        names = {f"Kvtide-{key.replace('_', '-')}": value for key, value in headers.items()}
-        connection.request(method, path, body, names)
-        answer = connection.getresponse()
-        return answer, answer.read()
-    finally:
-        connection.close()
+    return ask(Place(ListenAddress(host, port)), method, what, body, **headers)
 
 
 def _is_up(host: str, port: int) -> bool:

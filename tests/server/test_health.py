@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.server.worlds import Place
+from tests.server.worlds import ask as ask_world
 from tests.servers import RunningServer, ServerProcess, running_server
 
-from kvtide.server.settings import ServerLimits
+from kvtide.server.settings import ListenAddress, ServerLimits
 from kvtide.tier.pool import Member
 from kvtide.tier.pool.membership import FileMembership
 from kvtide.tier.pool.placement import PoolServer
@@ -23,12 +25,8 @@ HEALTH = "127.0.0.1:0"
 
 
 def ask(port: int, path: str) -> tuple[int, Any]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.request("GET", path)
-    answer = connection.getresponse()
-    body = json.loads(answer.read())
-    connection.close()
-    return answer.status, body
+    answer, body = ask_world(Place(ListenAddress("127.0.0.1", port)), "GET", path)
+    return answer.status, json.loads(body)
 
 
 def is_ready(server: RunningServer) -> tuple[int, Any]:

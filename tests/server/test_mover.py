@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import socket
 import tempfile
-from collections.abc import Coroutine
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -21,7 +22,6 @@ from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import ProgressBudget
 from kvtide.tier.base import FilePart
 
-_Result = TypeVar("_Result")
 SLICE = 64 << 10
 SIZE = 4 << 20
 CONTENT = random.Random(1).randbytes(SIZE)
@@ -55,7 +55,10 @@ class Rig:
         order = SendOrder(stream, b"head", pieces, client, client, client, "", 0, pace, lambda: None, lambda: False)
         return asyncio.create_task(self.sender.send(order)), theirs
 
-    def close(self) -> None:
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.mover.close()
         self.workers.__exit__(None, None, None)
         for end in self.sockets:
@@ -71,30 +74,33 @@ async def read(end: socket.socket, size: int) -> bytes:
     return data
 
 
-def run(steps: Coroutine[Any, Any, _Result]) -> _Result:
-    return asyncio.run(asyncio.wait_for(steps, 60))
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test's coroutine on an event loop."""
+
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**given), 60))
+
+    return run
 
 
-def test_reader_that_takes_nothing_ends_a_body_and_nothing_follows() -> None:
-    async def steps() -> tuple[int, bytes]:
-        rig = Rig()
+@in_loop
+async def test_reader_that_takes_nothing_ends_a_body_and_nothing_follows() -> None:
+    with Rig() as rig:
         ours, theirs = rig.pair()
-        body = rig.mover.send(ours.fileno(), [memoryview(CONTENT)], 0)
-        sent = await body.end(lambda progress: progress.moved_s + 0.05)
+        sent = await rig.mover.send(ours.fileno(), [memoryview(CONTENT)], 0).end(
+            lambda progress: progress.moved_s + 0.05
+        )
         ours.close()
         got = b""
         while data := await asyncio.get_running_loop().sock_recv(theirs, SIZE):
             got += data
-        rig.close()
-        return sent, got
-
-    sent, got = run(steps())
     assert 0 < sent < SIZE and got == CONTENT[:sent]
 
 
-def test_cancelled_upload_writes_to_its_buffer_no_more() -> None:
-    async def steps() -> bytes:
-        rig = Rig()
+@in_loop
+async def test_cancelled_upload_writes_to_its_buffer_no_more() -> None:
+    with Rig() as rig:
         ours, theirs = rig.pair()
         buffer = bytearray(SIZE)
         task = asyncio.create_task(rig.mover.receive(ours.fileno(), memoryview(buffer), 0).end(lambda progress: 1e9))
@@ -105,15 +111,12 @@ def test_cancelled_upload_writes_to_its_buffer_no_more() -> None:
         theirs.send(b"x" * 1000)
         await asyncio.sleep(0.05)
         assert not rig.mover.waiting
-        rig.close()
-        return bytes(buffer)
-
-    assert run(steps()) == bytes(SIZE)
+    assert buffer == bytes(SIZE)
 
 
-def test_dribble_below_what_wakes_the_thread_counts_as_progress() -> None:
-    async def steps() -> list[BodyProgress]:
-        rig = Rig()
+@in_loop
+async def test_dribble_below_what_wakes_the_thread_counts_as_progress() -> None:
+    with Rig() as rig:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             theirs = socket.create_connection(listener.getsockname())
             ours = listener.accept()[0]
@@ -133,49 +136,37 @@ def test_dribble_below_what_wakes_the_thread_counts_as_progress() -> None:
         buffer = bytearray(SIZE)
         body = rig.mover.receive(ours.fileno(), memoryview(buffer)[:taken], 2 * taken)
         assert await body.end(due_s) == taken and buffer[:taken] == CONTENT[:taken]
-        rig.close()
-        return looks
-
-    looks = run(steps())
     assert looks[0].size == 0 and looks[1].size == 1000
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_file_that_ends_early_and_peer_that_closes_are_told_apart(is_cut: bool) -> None:
-    async def steps() -> None:
-        rig = Rig()
+@in_loop
+async def test_file_that_ends_early_and_peer_that_closes_are_told_apart(is_cut: bool) -> None:
+    with Rig() as rig, tempfile.TemporaryFile() as file:
         ours, theirs = rig.pair()
-        with tempfile.TemporaryFile() as file:
-            os.ftruncate(file.fileno(), 1000 if is_cut else SIZE)
-            if not is_cut:
-                theirs.close()
-            body = rig.mover.send_file(ours.fileno(), FilePart(file.fileno(), 0), SIZE, 0)
-            with pytest.raises(EOFError if is_cut else BrokenPipeError):
-                await body.end(lambda progress: 1e9)
-        rig.close()
-
-    run(steps())
+        os.ftruncate(file.fileno(), 1000 if is_cut else SIZE)
+        if not is_cut:
+            theirs.close()
+        body = rig.mover.send_file(ours.fileno(), FilePart(file.fileno(), 0), SIZE, 0)
+        with pytest.raises(EOFError if is_cut else BrokenPipeError):
+            await body.end(lambda progress: 1e9)
 
 
-def test_body_that_nobody_waits_behind_goes_out_whole_and_is_accounted_by_slices() -> None:
-    async def steps() -> tuple[bytes, int]:
-        rig = Rig()
+@in_loop
+async def test_body_that_nobody_waits_behind_goes_out_whole_and_is_accounted_by_slices() -> None:
+    with Rig() as rig:
         task, reader = rig.sending("a")
         data = await read(reader, SIZE + 4)
         await task
         turns = rig.scheduler.enqueue("b", "b", 1, 0.0)
         rig.scheduler.cancel(turns)
-        rig.close()
-        return data, turns.turn
-
-    data, turn = run(steps())
     # Numbers are taken by two sends and by each of 64 slices.
-    assert data == b"head" + CONTENT and turn == 1 + SIZE // SLICE + 1
+    assert data == b"head" + CONTENT and turns.turn == 1 + SIZE // SLICE + 1
 
 
-def test_newcomer_has_its_turn_after_the_slice_that_goes_out() -> None:
-    async def steps() -> int:
-        rig = Rig(slots=1)
+@in_loop
+async def test_newcomer_has_its_turn_after_the_slice_that_goes_out() -> None:
+    with Rig() as rig:
         first, slow = rig.sending("a")
         await read(slow, 4 + 10 * SLICE)
         second, reader = rig.sending("b")
@@ -186,10 +177,7 @@ def test_newcomer_has_its_turn_after_the_slice_that_goes_out() -> None:
             await asyncio.sleep(0)
         assert (await data) == b"head" + CONTENT[:SLICE]
         await asyncio.gather(read(reader, SIZE - SLICE), read(slow, SIZE - 10 * SLICE - came), first, second)
-        rig.close()
-        return came
-
-    assert run(steps()) <= 16 * SLICE
+    assert came <= 16 * SLICE
 
 
 class Ahead:
@@ -206,9 +194,9 @@ class Ahead:
         return self._answers.pop() if self._answers else self._body.shorten(size)
 
 
-def test_slice_that_ends_as_a_newcomer_comes_stays_with_its_send() -> None:
-    async def steps() -> str:
-        rig = Rig(slots=1)
+@in_loop
+async def test_slice_that_ends_as_a_newcomer_comes_stays_with_its_send() -> None:
+    with Rig() as rig:
         first, slow = rig.sending("a")
         await read(slow, 4)
         (under_way,) = rig.sender._runs.values()
@@ -218,10 +206,7 @@ def test_slice_that_ends_as_a_newcomer_comes_stays_with_its_send() -> None:
         await asyncio.sleep(0)
         client = under_way.piece.send.client
         await asyncio.gather(read(slow, SIZE), read(reader, SIZE + 4), first, second)
-        rig.close()
-        return client
-
-    assert run(steps()) == "a"
+    assert client == "a"
 
 
 class Stalled:
@@ -231,25 +216,19 @@ class Stalled:
         return 0
 
 
-def test_head_goes_out_once_though_nothing_of_the_body_could_follow_it() -> None:
-    async def steps(patch: pytest.MonkeyPatch) -> bytes:
-        rig = Rig()
-        start = Connection.start_views
-        stalled = iter([cast(Body, Stalled())])
-        patch.setattr(Connection, "start_views", lambda *given: next(stalled, None) or start(*given))
+@in_loop
+async def test_head_goes_out_once_though_nothing_of_the_body_could_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, stalled = Connection.start_views, iter([cast(Body, Stalled())])
+    monkeypatch.setattr(Connection, "start_views", lambda *given: next(stalled, None) or start(*given))
+    with Rig() as rig:
         task, reader = rig.sending("a")
-        data = await read(reader, SIZE + 4)
+        assert await read(reader, SIZE + 4) == b"head" + CONTENT
         await task
-        rig.close()
-        return data
-
-    with pytest.MonkeyPatch.context() as patch:
-        assert run(steps(patch)) == b"head" + CONTENT
 
 
-def test_bodies_that_come_and_go_beside_each_other_keep_their_slots_apart() -> None:
-    async def steps() -> None:
-        rig = Rig(slots=2)
+@in_loop
+async def test_bodies_that_come_and_go_beside_each_other_keep_their_slots_apart() -> None:
+    with Rig(slots=2) as rig:
 
         async def client(name: str) -> None:
             for _ in range(3):
@@ -258,14 +237,11 @@ def test_bodies_that_come_and_go_beside_each_other_keep_their_slots_apart() -> N
                 await task
 
         await asyncio.gather(*map(client, "abcd"))
-        rig.close()
-
-    run(steps())
 
 
-def test_sender_that_is_cancelled_as_it_is_granted_gives_its_slot_back() -> None:
-    async def steps() -> None:
-        rig = Rig(slots=1)
+@in_loop
+async def test_sender_that_is_cancelled_as_it_is_granted_gives_its_slot_back() -> None:
+    with Rig() as rig:
         first, _ = rig.sending("a")
         await asyncio.sleep(0)
         second, _ = rig.sending("b")
@@ -275,6 +251,3 @@ def test_sender_that_is_cancelled_as_it_is_granted_gives_its_slot_back() -> None
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
-        rig.close()
-
-    run(steps())

@@ -10,10 +10,10 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
-from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+from tests.server.worlds import ask, path_of
 from tests.servers import running_server
 
 from kvtide.clock import SystemClock
@@ -47,14 +47,9 @@ def test_who_asks_the_wrong_server_is_sent_to_https_where_that_is_spoken() -> No
     member = Member(next(each for each in servers if each != owner), StaticMembership(pool))
     with running_server(member) as server:
         member.open()
-        connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
-        path = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        answer.read()
-        connection.close()
+        answer, _ = ask(server, "GET", 1)
         member.close()
-    assert (answer.status, answer.headers["Location"]) == (307, f"https://{owner.address}{path}")
+    assert (answer.status, answer.headers["Location"]) == (307, f"https://{owner.address}{path_of(1)}")
 
 
 def etcd_words(port: int, folder: Path, certificates: Path) -> Sequence[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,10 +9,11 @@ from typing import Any
 
 import pytest
 from tests.attacks.floods import GRANTS, TOKENS
+from tests.server.worlds import logged
 from tests.servers import RunningServer, running_server
 
 from kvtide.server.auth import Proxies
-from kvtide.server.logs import ACCESS_LOGGER, write_log
+from kvtide.server.logs import ACCESS_LOGGER
 from kvtide.server.settings import ServerLimits, read_settings
 
 PROXY: dict[str, Any] = {"trusted_proxies": ("127.0.0.1",)}
@@ -22,14 +21,8 @@ PROXY: dict[str, Any] = {"trusted_proxies": ("127.0.0.1",)}
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    path, log = tmp_path / "access", logging.getLogger(ACCESS_LOGGER)
-    write_log(ACCESS_LOGGER, path)
-    yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
-    for handler in log.handlers[:]:
-        log.removeHandler(handler)
-        handler.close()
-    log.setLevel(logging.NOTSET)
-    log.propagate = True
+    with logged(ACCESS_LOGGER, tmp_path / "access") as lines:
+        yield lines
 
 
 @contextmanager

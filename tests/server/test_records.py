@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,12 @@ ALIAS = RecordName(RecordKind.ALIAS, "chat")
 CHAT = "/v1/records/alias/chat"
 
 
-def opened(path: Path | None) -> Records:
+@contextmanager
+def opened(path: Path | None = None) -> Iterator[Records]:
     records = Records(path, ManualClock())
     records.open()
-    return records
+    yield records
+    records.close()
 
 
 @pytest.fixture
@@ -41,57 +44,51 @@ def server() -> Iterator[RunningServer]:
 
 
 def test_file_gives_back_what_was_written(tmp_path: Path) -> None:
-    first = opened(tmp_path / "records")
-    first.write("a", NAME, "3")
-    first.write("", ALIAS, "x" * 64)
-    last = first.write("", ALIAS, "y" * 64)
-    first.check()
-    first.close()
-    second = opened(tmp_path / "records")
-    assert (second.generation("a", SPACE), second.generation("b", SPACE)) == (3, 0)
-    assert second.get("", ALIAS) == last
-    assert second.write("", ALIAS, "z").version > last.version
-    second.check()
-    second.close()
+    with opened(tmp_path / "records") as first:
+        first.write("a", NAME, "3")
+        first.write("", ALIAS, "x" * 64)
+        last = first.write("", ALIAS, "y" * 64)
+        first.check()
+    with opened(tmp_path / "records") as second:
+        assert (second.generation("a", SPACE), second.generation("b", SPACE)) == (3, 0)
+        assert second.get("", ALIAS) == last
+        assert second.write("", ALIAS, "z").version > last.version
+        second.check()
 
 
 def test_generation_never_sinks(tmp_path: Path) -> None:
-    records = opened(tmp_path / "records")
-    records.write("", NAME, "5")
-    assert records.write("", NAME, "4").value == "5"
-    records.adopt([Record("", *NAME, "2", 10**18)])
-    assert records.generation("", SPACE) == 5
-    records.adopt([Record("", *NAME, "6", 1)])
-    assert records.generation("", SPACE) == 6
-    records.close()
+    with opened(tmp_path / "records") as records:
+        records.write("", NAME, "5")
+        assert records.write("", NAME, "4").value == "5"
+        records.adopt([Record("", *NAME, "2", 10**18)])
+        assert records.generation("", SPACE) == 5
+        records.adopt([Record("", *NAME, "6", 1)])
+        assert records.generation("", SPACE) == 6
 
 
 def test_older_news_of_a_record_are_ignored() -> None:
-    records = opened(None)
-    records.adopt([Record("", *ALIAS, "new", 20)])
-    records.adopt([Record("", *ALIAS, "old", 10)])
-    found = records.get("", ALIAS)
+    with opened() as records:
+        records.adopt([Record("", *ALIAS, "new", 20)])
+        records.adopt([Record("", *ALIAS, "old", 10)])
+        found = records.get("", ALIAS)
     assert found is not None and found.value == "new"
 
 
 def test_file_cut_off_anywhere_keeps_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "records"
-    records = opened(path)
-    records.write("", NAME, "1")
-    whole = path.stat().st_size
-    records.write("", NAME, "2")
-    records.close()
+    with opened(path) as records:
+        records.write("", NAME, "1")
+        whole = path.stat().st_size
+        records.write("", NAME, "2")
     data = path.read_bytes()
     for size in range(whole, len(data) - 1, 5):
         path.write_bytes(data[:size])
-        again = opened(path)
-        assert again.generation("", SPACE) == 1
-        again.close()
+        with opened(path) as again:
+            assert again.generation("", SPACE) == 1
     for place in range(0, len(data), 9):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        again = opened(path)
-        assert again.generation("", SPACE) in {0, 1, 2}, "a damaged line says nothing"
-        again.close()
+        with opened(path) as again:
+            assert again.generation("", SPACE) in {0, 1, 2}, "a damaged line says nothing"
 
 
 def test_killed_writer_has_kept_what_it_acknowledged(tmp_path: Path) -> None:
@@ -108,21 +105,18 @@ def test_killed_writer_has_kept_what_it_acknowledged(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    again = opened(tmp_path / "records")
-    assert again.generation("", type(SPACE)(b"\xaa" * 32)) >= said
-    again.close()
+    with opened(tmp_path / "records") as again:
+        assert again.generation("", type(SPACE)(b"\xaa" * 32)) >= said
 
 
 def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.records.LINES_MAX", 20)
-    records = opened(tmp_path / "records")
-    for number in range(1, 200):
-        records.write("", NAME, str(number))
-    assert (tmp_path / "records").stat().st_size < 22 * 250
-    records.close()
-    again = opened(tmp_path / "records")
-    assert again.generation("", SPACE) == 199
-    again.close()
+    with opened(tmp_path / "records") as records:
+        for number in range(1, 200):
+            records.write("", NAME, str(number))
+        assert (tmp_path / "records").stat().st_size < 22 * 250
+    with opened(tmp_path / "records") as again:
+        assert again.generation("", SPACE) == 199
 
 
 def test_records_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,27 +124,26 @@ def test_records_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.records.RECORDS_MAX", 3)
     monkeypatch.setattr("kvtide.server.records.RECORDS_RESERVED", 0)
     monkeypatch.setattr("kvtide.server.records._ALL_MAX", 3)
-    records = opened(None)
-    for tenant, name in (("a", "1"), ("a", "2"), ("b", "1")):
-        records.write(tenant, RecordName(RecordKind.PROFILE, name), "x")
-    for tenant in ("a", "c"):
-        with pytest.raises(RequestRefused, match="a tenant may have 2 aliases and profiles, 3 in all"):
-            records.write(tenant, RecordName(RecordKind.PROFILE, "9"), "x")
-    with pytest.raises(RequestRefused, match="more than 3"):
-        records.adopt([Record("d", RecordKind.PROFILE, "9", "x", 1)])
-    assert records.write("a", RecordName(RecordKind.PROFILE, "1"), "new").value == "new"
+    with opened() as records:
+        for tenant, name in (("a", "1"), ("a", "2"), ("b", "1")):
+            records.write(tenant, RecordName(RecordKind.PROFILE, name), "x")
+        for tenant in ("a", "c"):
+            with pytest.raises(RequestRefused, match="a tenant may have 2 aliases and profiles, 3 in all"):
+                records.write(tenant, RecordName(RecordKind.PROFILE, "9"), "x")
+        with pytest.raises(RequestRefused, match="more than 3"):
+            records.adopt([Record("d", RecordKind.PROFILE, "9", "x", 1)])
+        assert records.write("a", RecordName(RecordKind.PROFILE, "1"), "new").value == "new"
 
 
 def test_full_disk_changes_nothing(tmp_path: Path) -> None:
-    records = opened(tmp_path / "records")
-    records.write("", NAME, "1")
-    assert records._file is not None
-    records._file.close()
-    records._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
-    with pytest.raises(RequestRefused, match="can't be written"):
-        records.write("", NAME, "2")
-    assert records.generation("", SPACE) == 1
-    records.close()
+    with opened(tmp_path / "records") as records:
+        records.write("", NAME, "1")
+        assert records._file is not None
+        records._file.close()
+        records._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+        with pytest.raises(RequestRefused, match="can't be written"):
+            records.write("", NAME, "2")
+        assert records.generation("", SPACE) == 1
 
 
 @pytest.mark.parametrize(
@@ -164,14 +157,14 @@ def test_full_disk_changes_nothing(tmp_path: Path) -> None:
 )
 def test_conditional_writes(condition: WriteCondition, holds_without: bool, holds_with: bool) -> None:
     for has_one, holds in ((False, holds_without), (True, holds_with)):
-        records = opened(None)
-        if has_one:
-            records.write("", ALIAS, "there")
-        try:
-            records.write("", ALIAS, "new", condition)
-            assert holds
-        except RequestRefused as error:
-            assert error.status == 412 and not holds
+        with opened() as records:
+            if has_one:
+                records.write("", ALIAS, "there")
+            try:
+                records.write("", ALIAS, "new", condition)
+                assert holds
+            except RequestRefused as error:
+                assert error.status == 412 and not holds
 
 
 def test_record_is_written_read_and_listed(server: RunningServer) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tests.server.worlds import ask as ask_world
+from tests.server.worlds import logged
 from tests.servers import RunningServer, running_server
 
 from kvtide.clock import ManualClock, SystemClock
@@ -63,12 +63,8 @@ MATRIX: list[tuple[str, str, bytes | None, tuple[int, ...]]] = [
 
 
 def ask(server: RunningServer, method: str, path: str, token: str, body: bytes | None = None) -> tuple[int, bytes]:
-    connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
-    headers = {"Authorization": f"Bearer {TOKENS.get(token, token)}"} if token else {}
-    connection.request(method, path, body, headers)
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
+    who = {"Own_Authorization": f"Bearer {TOKENS.get(token, token)}"} if token else {}
+    answer, content = ask_world(server, method, path, body, **who)
     return answer.status, content
 
 
@@ -311,21 +307,12 @@ def test_uploads_of_one_tenant_leave_buffers_to_others() -> None:
 
 
 def test_access_log_says_who_did_what_and_no_secret(tmp_path: Path) -> None:
-    path, logger = tmp_path / "access", logging.getLogger(ACCESS_LOGGER)
-    write_log(ACCESS_LOGGER, path)
-    try:
-        with running_server(grants=GRANTS) as server:
-            data = object_bytes(1)
-            for method, token in (("PUT", "writer"), ("GET", "reader"), ("GET", "other"), ("GET", "unknown")):
-                ask(server, method, OBJECT, token, data if method == "PUT" else None)
-            wait_until(lambda: path.read_text().count("\n") == 4, "every request's line")
-    finally:
-        for handler in logger.handlers[:]:
-            logger.removeHandler(handler)
-            handler.close()
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
-    text = path.read_text()
+    with logged(ACCESS_LOGGER, tmp_path / "access") as written, running_server(grants=GRANTS) as server:
+        data = object_bytes(1)
+        for method, token in (("PUT", "writer"), ("GET", "reader"), ("GET", "other"), ("GET", "unknown")):
+            ask(server, method, OBJECT, token, data if method == "PUT" else None)
+        wait_until(lambda: len(written()) == 4, "every request's line")
+    text = (tmp_path / "access").read_text()
     lines = [msgspec.json.decode(line, type=AccessLine) for line in text.splitlines()]
     assert [(line.tenant, line.method, line.status) for line in lines] == [
         ("a", "PUT", 201), ("a", "GET", 200), ("b", "GET", 404), ("", "GET", 401)

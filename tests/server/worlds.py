@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from tests.servers import RunningServer, ServerProcess
 
 from kvtide.clock import SystemClock
-from kvtide.server.settings import ServerSettings
+from kvtide.server.logs import write_log
+from kvtide.server.settings import ListenAddress, ServerSettings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.records import records_clients
 from kvtide.types import Namespace
@@ -94,19 +98,27 @@ def invalidate(region: str, namespace: Namespace) -> None:
     client.close()
 
 
+class Place(NamedTuple):
+    """A server elsewhere, to be asked like one of ours."""
+
+    address: ListenAddress
+
+
 def ask(
-    server: RunningServer | ServerProcess, method: str, what: int | str, body: bytes | None = None, **headers: str
+    server: RunningServer | ServerProcess | Place,
+    method: str,
+    what: int | str,
+    body: bytes | None = None,
+    **headers: str,
 ) -> tuple[HTTPResponse, bytes]:
     """Ask for an object by number, or for a path. A header `Own_X` goes as `X`, others with our prefix."""
     path = path_of(what) if isinstance(what, int) else what
-    connection = HTTPConnection(server.address.host, server.address.port, timeout=20)
     names = {key.replace("_", "-"): value for key, value in headers.items()}
     sent = {key[4:] if key.startswith("Own-") else f"Kvtide-{key}": value for key, value in names.items()}
-    connection.request(method, path, body, sent)
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
-    return answer, content
+    with closing(HTTPConnection(server.address.host, server.address.port, timeout=30)) as connection:
+        connection.request(method, path, body, sent)
+        answer = connection.getresponse()
+        return answer, answer.read()
 
 
 def put(server: RunningServer | ServerProcess, number: int, size: int = 1000, **headers: str) -> None:
@@ -126,3 +138,18 @@ def exchange(server: RunningServer, data: bytes) -> bytes:
         while part := sock.recv(65536):
             parts.append(part)
     return b"".join(parts)
+
+
+@contextmanager
+def logged(logger: str, path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Give the lines that a logger has written so far."""
+    write_log(logger, path)
+    log = logging.getLogger(logger)
+    try:
+        yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
+    finally:
+        for handler in log.handlers[:]:
+            log.removeHandler(handler)
+            handler.close()
+        log.setLevel(logging.NOTSET)
+        log.propagate = True
