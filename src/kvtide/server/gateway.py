@@ -20,29 +20,11 @@ from kvtide.server.pages import PAGES, Pages
 from kvtide.server.records import RecordRequests
 from kvtide.server.regions import Backing
 from kvtide.types import Namespace
+from kvtide.wire import protocol
 from kvtide.wire.http import RequestHead, parse_request_head
-from kvtide.wire.protocol import (
-    EXISTS_BYTES_MAX,
-    ExistsAnswer,
-    ExistsRoute,
-    ListRoute,
-    LookUps,
-    ObjectList,
-    ObjectRoute,
-    PageRoute,
-    PrefetchAnswer,
-    PrefetchRoute,
-    RecordName,
-    RecordsRoute,
-    TenantView,
-    decisions,
-    hint,
-    parse_look_ups,
-)
-from kvtide.wire.protocol import Route as ProtocolRoute
 
 _log = logging.getLogger(__name__)
-_View = TypeVar("_View", ObjectList, TenantView)
+_View = TypeVar("_View", protocol.ObjectList, protocol.TenantView)
 
 _LINGER_S_MAX = 1.0
 # Keys that are looked up at a time: a fraction of a millisecond in memory, one round trip for what lies behind it.
@@ -51,14 +33,14 @@ _LOOK_UPS_A_TURN = 256
 _EVENTS = "/events"
 _READ = ("GET", "HEAD")
 # What a request counts as, and its methods. Pages count one by one.
-_ROUTES: dict[type[ProtocolRoute], tuple[Route, tuple[str, ...]]] = {
-    ObjectRoute: (Route.OBJECT, (*_READ, "PUT", "POST", "DELETE")),
-    ExistsRoute: (Route.EXISTS, ("POST",)),
-    PrefetchRoute: (Route.PREFETCH, ("POST",)),
-    ListRoute: (Route.LIST, _READ),
-    RecordName: (Route.RECORDS, (*_READ, "PUT", "DELETE")),
-    RecordsRoute: (Route.RECORDS, _READ),
-    PageRoute: (Route.OTHER, _READ),
+_ROUTES: dict[type[protocol.Route], tuple[Route, tuple[str, ...]]] = {
+    protocol.ObjectRoute: (Route.OBJECT, (*_READ, "PUT", "POST", "DELETE")),
+    protocol.ExistsRoute: (Route.EXISTS, ("POST",)),
+    protocol.PrefetchRoute: (Route.PREFETCH, ("POST",)),
+    protocol.ListRoute: (Route.LIST, _READ),
+    protocol.RecordName: (Route.RECORDS, (*_READ, "PUT", "DELETE")),
+    protocol.RecordsRoute: (Route.RECORDS, _READ),
+    protocol.PageRoute: (Route.OTHER, _READ),
 }
 
 
@@ -156,7 +138,7 @@ class Gateway:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")
                 await exchange.refuse(refused, [("Allow", ", ".join(allowed))])
                 return
-            told = decisions(exchange.head.headers)
+            told = protocol.decisions(exchange.head.headers)
             await self._dispatch(exchange)
             # What comes with a request that is refused may be anybody's.
             if told and exchange.status < HTTPStatus.BAD_REQUEST:
@@ -174,52 +156,52 @@ class Gateway:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route, caller = exchange.route, exchange.caller
-        if isinstance(route, PageRoute) and route.path != "/v1":
+        if isinstance(route, protocol.PageRoute) and route.path != "/v1":
             await self._pages.answer(exchange, route.path)
             return
-        if isinstance(route, PageRoute):
+        if isinstance(route, protocol.PageRoute):
             caller.require(Scope.READ)
             await exchange.reply_json(await self._walked(exchange, self._listing.tenant(caller)))
             return
         self._backing.require_recovered()
-        if isinstance(route, ObjectRoute):
+        if isinstance(route, protocol.ObjectRoute):
             await self._objects.answer(exchange, route.id)
             return
-        if isinstance(route, RecordName | RecordsRoute):
+        if isinstance(route, protocol.RecordName | protocol.RecordsRoute):
             await self._records.answer(exchange, route)
             return
         caller.require(Scope.READ)
-        if isinstance(route, ListRoute):
+        if isinstance(route, protocol.ListRoute):
             await exchange.reply_json(await self._walked(exchange, self._listing.objects(caller.tenant, route)))
-        elif isinstance(route, PrefetchRoute):
+        elif isinstance(route, protocol.PrefetchRoute):
             await self._prefetch(exchange, route)
         else:
             await self._exists(exchange, route)
 
-    async def _asked(self, exchange: Exchange) -> LookUps:
+    async def _asked(self, exchange: Exchange) -> protocol.LookUps:
         """Return the keys in the request's body."""
-        size = exchange.head.content_length
-        if size is None or size > EXISTS_BYTES_MAX:
-            raise RequestRefused(411 if size is None else 413, f"expected at most {EXISTS_BYTES_MAX} bytes of JSON")
+        size, most = exchange.head.content_length, protocol.EXISTS_BYTES_MAX
+        if size is None or size > most:
+            raise RequestRefused(411 if size is None else 413, f"expected at most {most} bytes of JSON")
         body, give_back = await receive(exchange, self._shared, size)
         try:
-            return parse_look_ups(body)
+            return protocol.parse_look_ups(body)
         finally:
             give_back()
 
-    async def _prefetch(self, exchange: Exchange, route: PrefetchRoute) -> None:
+    async def _prefetch(self, exchange: Exchange, route: protocol.PrefetchRoute) -> None:
         """Have objects brought to faster tiers. Its keys cost as much as requests for each."""
         keys, _ = await self._asked(exchange)
         self._reception.charge(exchange, len(keys))
         tenant, size_max = exchange.caller.tenant, self._shared.live.limits.object_bytes_max
         ask = partial(self._listing.prefetch, tenant, route.namespace, keys, size_max)
-        await exchange.reply_json(PrefetchAnswer(await self._shared.workers.read(exchange.owner, ask)))
+        await exchange.reply_json(protocol.PrefetchAnswer(await self._shared.workers.read(exchange.owner, ask)))
 
-    async def _exists(self, exchange: Exchange, route: ExistsRoute) -> None:
+    async def _exists(self, exchange: Exchange, route: protocol.ExistsRoute) -> None:
         """Answer a batched look-up. Its keys cost as much as requests for each, and no more of them go at a time."""
         keys, leading_only = await self._asked(exchange)
         await self._objects.catch_up(exchange)
-        tenant, advice = exchange.caller.tenant, hint(exchange.head.headers)
+        tenant, advice = exchange.caller.tenant, protocol.hint(exchange.head.headers)
         if advice is not None:
             self._shared.metrics.count_hint(tenant)
         look = self._listing.leading if leading_only else self._listing.present
@@ -236,7 +218,7 @@ class Gateway:
             if len(found) < len(asked):
                 break
         leading = next((n for n, is_here in enumerate(present) if not is_here), len(present))
-        await exchange.reply_json(ExistsAnswer(present + [False] * (len(keys) - len(present)), leading))
+        await exchange.reply_json(protocol.ExistsAnswer(present + [False] * (len(keys) - len(present)), leading))
 
     async def _walked(self, exchange: Exchange, walk: Iterator[_View | None]) -> _View:
         """Return what a walk comes to. Each slice of it waits for a turn, and costs as much as a request."""
@@ -252,14 +234,14 @@ class Gateway:
         return self.busy
 
 
-def _namespace(route: ProtocolRoute) -> Namespace:
+def _namespace(route: protocol.Route) -> Namespace:
     """Namespace that a request is about, as its owner says it; empty if it is about none."""
-    if isinstance(route, ObjectRoute):
+    if isinstance(route, protocol.ObjectRoute):
         return route.id.namespace
-    return route.namespace if isinstance(route, ExistsRoute | PrefetchRoute | ListRoute) else Namespace(b"")
+    return getattr(route, "namespace", Namespace(b""))
 
 
-def _kind(route: ProtocolRoute) -> Route:
-    if isinstance(route, PageRoute):
+def _kind(route: protocol.Route) -> Route:
+    if isinstance(route, protocol.PageRoute):
         return Route.LIST if route.path == "/v1" else PAGES.get(route.path, Route.OTHER)
     return _ROUTES[type(route)][0]

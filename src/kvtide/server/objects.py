@@ -48,21 +48,8 @@ from kvtide.wire import (
     object_quality,
     parse_header,
     parse_object,
+    protocol,
     version_tag,
-)
-from kvtide.wire.protocol import (
-    AS_OF_HEADER,
-    EPOCH_HEADER,
-    FORCE_HEADER,
-    LOCAL_HEADER,
-    REASON_HEADER,
-    REMOVED_HEADER,
-    PiecesAnswer,
-    RecordKind,
-    RecordName,
-    etag,
-    generation,
-    is_tag_matched,
 )
 from kvtide.wire.ranges import ByteRange, multipart, parse_ranges
 
@@ -243,7 +230,7 @@ class ObjectRequests:
             await self._shared.workers.write(exchange.owner, partial(self._tier.delete, stored, "expired"))
         tier = self._tier_for(exchange, stored)
         lent = await self._lending.lend(exchange, tier, stored)
-        if lent is None and latest is not None and FORCE_HEADER in exchange.head.headers:
+        if lent is None and latest is not None and protocol.FORCE_HEADER in exchange.head.headers:
             await self._lending.bring(exchange, latest, stored)
             lent = await self._lending.lend(exchange, tier, stored)
         lent = lent or self._uploads.lend(stored, method, exchange.head.headers)
@@ -265,10 +252,10 @@ class ObjectRequests:
         PUT and POST may also teach us that a generation has risen, by a bounded step, unless we have a centre.
         """
         tenant, name = exchange.caller.tenant, object_id.namespace
-        meant, records = generation(exchange.head.headers), self._backing.records
+        meant, records = protocol.generation(exchange.head.headers), self._backing.records
         known, is_write = records.generation(tenant, name), exchange.head.method in {"PUT", "POST"}
         if meant is not None and meant > known and is_write and self._backing.central is None:
-            record = RecordName(RecordKind.GENERATION, name.hex())
+            record = protocol.RecordName(protocol.RecordKind.GENERATION, name.hex())
             taught = min(meant, known + exchange.caller.generation_step_max)
             await self._shared.workers.write(exchange.owner, partial(records.write, tenant, record, str(taught)))
             exchange.change = f"wrote generation/{record.name}: {taught}"
@@ -286,31 +273,31 @@ class ObjectRequests:
         there = self._member.redirect(object_id.key) if self._member else None
         if there is None:
             return False
-        place: Headers = [("Location", f"{there.origin}{exchange.head.target}"), (EPOCH_HEADER, there.epoch)]
+        place: Headers = [("Location", f"{there.origin}{exchange.head.target}"), (protocol.EPOCH_HEADER, there.epoch)]
         await exchange.refuse(RequestRefused(307, "another server of the pool keeps this object"), place)
         return True
 
     def _tier_for(self, exchange: Exchange, stored: ObjectId) -> Tier:
         """The tier to look in: what is here alone if a region asks, or if the latest is looked for apart."""
         self._backing.note_use(stored)
-        is_local = LOCAL_HEADER in exchange.head.headers or FORCE_HEADER in exchange.head.headers
+        is_local = protocol.LOCAL_HEADER in exchange.head.headers or protocol.FORCE_HEADER in exchange.head.headers
         return self._local if is_local else self._tier
 
     def _as_of(self) -> list[tuple[str, str | int]]:
         as_of_s = self._backing.as_of_s()
-        return [] if as_of_s is None else [(AS_OF_HEADER, f"{as_of_s:.3f}")]
+        return [] if as_of_s is None else [(protocol.AS_OF_HEADER, f"{as_of_s:.3f}")]
 
     async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> str | None:
         """Say that an object is not here, and why if that is remembered. Return the reason."""
         reason = await self._shared.workers.read(exchange.owner, partial(self._tier.removed_reason, stored))
-        known: Headers = [(REMOVED_HEADER, reason)] if reason else []
+        known: Headers = [(protocol.REMOVED_HEADER, reason)] if reason else []
         await exchange.refuse(RequestRefused(404, "no such object"), [*known, *self._as_of()])
         return reason
 
     async def _send(self, exchange: Exchange, lent: LentObject) -> None:
-        headers, tag = exchange.head.headers, etag(version_tag(lent.head))
+        headers, tag = exchange.head.headers, protocol.etag(version_tag(lent.head))
         common = [("ETag", tag), ("Accept-Ranges", "bytes"), *self._as_of()]
-        if is_tag_matched(headers.get("if-none-match", ""), tag):
+        if protocol.is_tag_matched(headers.get("if-none-match", ""), tag):
             await exchange.reply(304, headers=common)
             return
         status, asked = 200, [ByteRange(0, lent.size)]
@@ -441,7 +428,7 @@ class ObjectRequests:
             await exchange.reply(200)
             return
         if missing:
-            answer = msgspec.json.encode(PiecesAnswer(missing))
+            answer = msgspec.json.encode(protocol.PiecesAnswer(missing))
             await exchange.reply(202, answer, [("Content-Type", "application/json")])
             return
         try:
@@ -456,9 +443,9 @@ class ObjectRequests:
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.WRITE)
         stored = await self._stored(exchange, object_id, 404)
-        reason = exchange.head.headers.get(REASON_HEADER, "removed")
+        reason = exchange.head.headers.get(protocol.REASON_HEADER, "removed")
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
-            raise RequestRefused(400, f"{REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")
+            raise RequestRefused(400, f"{protocol.REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")
         self._uploads.drop(stored)
         if await self._shared.workers.write(exchange.owner, partial(self._tier.delete, stored, reason)):
             exchange.change = f"deleted {object_id.namespace.hex()}/{object_id.key.hex()}: {reason}"
