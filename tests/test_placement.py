@@ -49,30 +49,23 @@ def test_one_key_and_many_find_the_same_servers() -> None:
 def test_order_of_servers_does_not_matter() -> None:
     forward = PoolMap(1, tuple(server(number) for number in range(5)))
     backward = PoolMap(1, tuple(server(number) for number in reversed(range(5))))
+    one, other = Placement(forward), Placement(backward)
     for number in range(100):
-        names = [
-            [each.map.servers[position].name for position in each.owners(key(number))]
-            for each in (Placement(forward), Placement(backward))
-        ]
-        assert names[0] == names[1]
+        assert list(one.owners(key(number))) == [4 - position for position in other.owners(key(number))]
 
 
 @given(st.binary(min_size=32, max_size=32), st.integers(1, 20), st.integers(1, 4), st.sampled_from(PlacementKind))
 def test_owners_are_different_and_as_many_as_can_be(
     data: bytes, count: int, replicas: int, kind: PlacementKind
 ) -> None:
-    placement = Placement(msgspec_small(pool(count, replicas, kind)))
+    # Few slots: tables are made quickly.
+    placement = Placement(PoolMap(1, pool(count).servers, replicas, 64, kind))
     owners = placement.owners(BlockKey(data))
     assert len(set(owners)) == len(owners) == min(count, replicas)
     assert max(owners) < count
 
 
-def msgspec_small(full: PoolMap) -> PoolMap:
-    """The same pool with few slots: tables are made quickly."""
-    return PoolMap(full.epoch, full.servers, full.replicas, 64, full.kind)
-
-
-@pytest.mark.parametrize("count", [4, 5, 8, 16])
+@pytest.mark.parametrize("count", [4, 13])
 def test_join_and_leave_move_what_they_must(count: int) -> None:
     before = Placement(pool(count))
     joined = Placement(before.map.with_server(server(count)))
@@ -80,11 +73,6 @@ def test_join_and_leave_move_what_they_must(count: int) -> None:
     assert moved_share(before, joined, HEADS) <= 1.15 / (count + 1)
     assert moved_share(before, left, HEADS) <= 1.15 / count
     assert moved_share(before, before, HEADS) == 0.0
-
-
-def test_modulo_moves_nearly_everything() -> None:
-    before = Placement(pool(8, 1, PlacementKind.MOD))
-    assert moved_share(before, Placement(before.map.with_server(server(8))), HEADS) > 0.85
 
 
 def test_new_server_takes_only_for_itself() -> None:

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,10 +16,11 @@ from typing import NamedTuple
 
 from tests.faults.hosts import Host
 
-from kvtide.testing.tier_suite import object_id
+from kvtide.testing.tier_suite import object_bytes, object_id, read_all
+from kvtide.tier import Tier
 from kvtide_lab.bench.services import wait_until
 
-__all__ = ["Answered", "Node", "asked", "nodes", "seeds"]
+__all__ = ["Answered", "Load", "Node", "asked", "nodes", "seeds"]
 
 # Between servers and clients on this machine; whoever is silent for longer counts as hanging.
 ANSWER_S_MAX = 30.0
@@ -130,6 +132,60 @@ def asked(where: int | str, method: str, what: int | str, body: bytes | None = N
         return Answered(0, b"", time.monotonic() - started_s)
     finally:
         connection.close()
+
+
+class Load:
+    """Threads that read all objects over and over, and store what is missing, for the time of the `with`."""
+
+    def __init__(self, tier: Tier, objects: int, size: int, threads: int = 1) -> None:
+        self._tier = tier
+        self._objects = objects
+        self._size = size
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        firsts = range(0, objects, objects // threads)
+        self._threads = [threading.Thread(target=self._run, args=(first,)) for first in firsts]
+        self.wrong = self.hits = self.misses = 0
+        self.longest_s = 0.0
+        self.errors: list[str] = []
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, number: int) -> None:
+        while not self._closing.is_set():
+            number = (number + 1) % self._objects
+            expected, started_s = object_bytes(number, self._size), time.monotonic()
+            try:
+                data = read_all(self._tier, number, self._size + 1)
+                read_s = time.monotonic() - started_s
+                if data is None:
+                    self._tier.put_from(object_id(number), expected)
+            except Exception as error:  # noqa: BLE001 - what reaches the engine is what we count
+                with self._lock:
+                    self.errors.append(repr(error))
+                continue
+            with self._lock:
+                self.longest_s = max(self.longest_s, read_s, time.monotonic() - started_s - read_s)
+                self.hits += data is not None
+                self.misses += data is None
+                self.wrong += data not in (None, expected)
+
+    def hit_rate(self, reads: int) -> float:
+        """Return the hit rate of the next reads."""
+        with self._lock:
+            hits, misses = self.hits, self.misses
+        wait_until(lambda: self.hits + self.misses >= hits + misses + reads, "reads", 60)
+        with self._lock:
+            hits, misses = self.hits - hits, self.misses - misses
+        return hits / (hits + misses)
 
 
 def seeds(first: int, count: int) -> Iterator[tuple[int, random.Random]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.faults.conftest import Tally
 from tests.faults.hosts import Host, network_hosts
-from tests.faults.schedules import Node, nodes, seeds
+from tests.faults.schedules import Load, Node, nodes, seeds
 
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
@@ -86,59 +85,6 @@ class Pool:
             return sum(1 for _ in tier.objects())
 
 
-class PoolLoad:
-    """Two threads that read everything over and over through an engine's stack, and store what is missing."""
-
-    def __init__(self, stack: TierStack) -> None:
-        self._stack = stack
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(first,)) for first in (0, OBJECTS // 2)]
-        self.wrong = self.hits = self.misses = 0
-        self.longest_s = 0.0
-        self.errors: list[str] = []
-
-    def __enter__(self) -> PoolLoad:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._closing.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, first: int) -> None:
-        number = first
-        while not self._closing.is_set():
-            number = (number + 1) % OBJECTS
-            started_s = time.monotonic()
-            try:
-                data = read_all(self._stack, number, OBJECT_BYTES + 1)
-                read_s = time.monotonic() - started_s
-                if data is None:
-                    self._stack.put_from(object_id(number), object_bytes(number, OBJECT_BYTES))
-            except Exception as error:  # noqa: BLE001 - what reaches the engine is what we count
-                with self._lock:
-                    self.errors.append(repr(error))
-                continue
-            took_s = max(read_s, time.monotonic() - started_s - read_s)
-            with self._lock:
-                self.longest_s = max(self.longest_s, took_s)
-                self.hits += data is not None
-                self.misses += data is None
-                self.wrong += data not in (None, object_bytes(number, OBJECT_BYTES))
-
-    def hit_rate(self, reads: int = 2 * OBJECTS) -> float:
-        """Return the hit rate of the next reads, by default two of each object."""
-        with self._lock:
-            hits, misses = self.hits, self.misses
-        wait_until(lambda: self.hits + self.misses >= hits + misses + reads, "reads", 60)
-        with self._lock:
-            hits, misses = self.hits - hits, self.misses - misses
-        return hits / (hits + misses)
-
-
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with network_hosts(SERVERS + 1) as hosts:
@@ -188,12 +134,12 @@ def test_lost_server_costs_neither_errors_nor_hits(
     pattern: str, pool: Pool, stack: tuple[TierStack, PoolTier], tally: Tally, fault_factor: int
 ) -> None:
     for run in range(RUNS if fault_factor == 1 else RUNS_NIGHTLY):
-        with PoolLoad(stack[0]) as load:
+        with Load(stack[0], OBJECTS, OBJECT_BYTES, threads=2) as load:
             before = load.hit_rate(OBJECTS)
             with lost(pool, pattern, run % SERVERS):
                 # The first call finds out, by waiting or by a refusal; from then on replicas answer.
                 time.sleep(0.0 if pattern == "killed" else OPERATION_S_MAX + 0.2)
-                during = load.hit_rate()
+                during = load.hit_rate(2 * OBJECTS)
             # It is left alone for a second.
             time.sleep(1.2)
             after = load.hit_rate(OBJECTS)
@@ -210,17 +156,17 @@ def test_join_and_leave_under_load_move_what_they_must(
     pool: Pool, stack: tuple[TierStack, PoolTier], tally: Tally
 ) -> None:
     tier = stack[1]
-    with PoolLoad(stack[0]) as load:
+    with Load(stack[0], OBJECTS, OBJECT_BYTES, threads=2) as load:
         before = load.hit_rate(OBJECTS)
         pool.publish(pool.known)
         wait_until(lambda: tier.epoch == pool.epoch, "the map")
-        during_join = load.hit_rate()
+        during_join = load.hit_rate(2 * OBJECTS)
         # What is read is put in its place by a thread of its own, which may be slower than the reads.
         wait_until(lambda: pool.objects_on(SERVERS) > 0, "the new server's first object")
         joined, repairs = pool.objects_on(SERVERS), tier.repairs
         pool.publish([*pool.known[:1], *pool.known[2:]])
         wait_until(lambda: tier.epoch == pool.epoch, "the map")
-        during_leave = load.hit_rate()
+        during_leave = load.hit_rate(2 * OBJECTS)
         wait_until(lambda: tier.repairs > repairs, "a copy in place of those that left")
         left = tier.repairs - repairs
     copies = 2 * OBJECTS

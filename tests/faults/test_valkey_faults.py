@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from tests.faults.conftest import Tally
+from tests.faults.schedules import Load
 
 from kvtide.clock import SystemClock
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
@@ -28,40 +28,6 @@ def cluster() -> Iterator[list[BenchService]]:
     """One for all tests: each leaves the slots that the next one needs where they were, the last one kills."""
     with valkey_cluster(spare=1, node_timeout_s=NODE_TIMEOUT_S) as services:
         yield services
-
-
-class Load:
-    """A thread that stores and reads all objects over and over, as an engine's stack does, until it is told to stop."""
-
-    def __init__(self, stack: TierStack) -> None:
-        self._stack = stack
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.wrong: list[int] = []
-        # When an object was last a miss.
-        self.missed_s: dict[int, float] = {}
-        # Rounds over all objects that ended without a miss, since the last one.
-        self.good_rounds = 0
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            missed = dict(self.missed_s)
-            for number in range(OBJECTS):
-                data = read_all(self._stack, number, OBJECT_BYTES + 1)
-                if data is None:
-                    self.missed_s[number] = time.monotonic()
-                    self._stack.put_from(object_id(number), object_bytes(number, OBJECT_BYTES))
-                elif data != object_bytes(number, OBJECT_BYTES):
-                    self.wrong.append(number)
-            self.good_rounds = self.good_rounds + 1 if missed == self.missed_s else 0
 
 
 def open_stack(services: Sequence[BenchService]) -> TierStack:
@@ -84,15 +50,15 @@ def move_slots(source: Any, target: Any, start: int, stop: int) -> None:
 def test_slots_that_move_under_load_give_no_wrong_bytes(cluster: list[BenchService], tally: Tally) -> None:
     stack = open_stack(cluster)
     spare = redis.Redis(port=cluster[6].port, protocol=2)
-    with Load(stack) as load:
+    with Load(stack, OBJECTS, OBJECT_BYTES) as load:
         for position, service in enumerate(cluster[:3]):
             with redis.Redis(port=service.port, protocol=2) as source:
                 start = position * 16384 // 3
                 move_slots(source, spare, start, start + 16384 // 12)
         moved = spare.dbsize()
         time.sleep(0.3)
-    tally.count("slots moved", len(load.wrong), 0)
-    assert load.wrong == []
+    tally.count("slots moved", load.wrong, 0)
+    assert (load.wrong, load.errors) == (0, [])
     assert moved > OBJECTS // 20
     assert all(read_all(stack, number, OBJECT_BYTES + 1) is not None for number in range(OBJECTS))
     stack.close()
@@ -130,14 +96,13 @@ def test_slots_that_move_key_by_key_are_followed_by_asking(cluster: list[BenchSe
 
 def test_killed_primary_is_replaced_in_time(cluster: list[BenchService], tally: Tally) -> None:
     stack = open_stack(cluster)
-    with Load(stack) as load:
+    with Load(stack, OBJECTS, OBJECT_BYTES) as load:
         time.sleep(0.5)
-        load.missed_s.clear()
+        misses = load.misses
         cluster[1].kill()
-        wait_until(lambda: bool(load.missed_s), "the dead server's objects to be misses")
-        load.good_rounds = 0
-        wait_until(lambda: load.good_rounds >= 2, "a replica to have taken its place", 60)
-    tally.count("primary killed", len(load.wrong), 0)
-    assert load.wrong == []
+        wait_until(lambda: load.misses > misses, "the dead server's objects to be misses")
+        wait_until(lambda: load.hit_rate(2 * OBJECTS) == 1.0, "a replica to have taken its place", 60)
+    tally.count("primary killed", load.wrong, 0)
+    assert (load.wrong, load.errors) == (0, [])
     assert all(read_all(stack, number, OBJECT_BYTES + 1) is not None for number in range(OBJECTS))
     stack.close()

@@ -13,22 +13,12 @@ from kvtide.tier import Tier
 from kvtide.tier.http.tier import http_tier
 
 
-class TestHttpOverMemory(TierSuite):
-    @pytest.fixture
-    def tier(self) -> Iterator[Tier]:
-        with running_server(tiers=("memory://",), limits=ServerLimits(memory_bytes_max=TIER_BYTES)) as server:
-            tier = http_tier(server.url, SystemClock())
-            tier.open()
-            yield tier
-            tier.check()
-            tier.close()
-
-
-class TestHttpOverDisk(TierSuite):
-    @pytest.fixture
-    def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        limits = ServerLimits(disk_bytes_max=TIER_BYTES)
-        with running_server(tiers=(f"disk://{tmp_path}",), limits=limits) as server:
+class TestHttp(TierSuite):
+    @pytest.fixture(params=["memory", "disk"])
+    def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+        tiers = ("memory://",) if request.param == "memory" else (f"disk://{tmp_path}",)
+        limits = ServerLimits(memory_bytes_max=TIER_BYTES, disk_bytes_max=TIER_BYTES)
+        with running_server(tiers=tiers, limits=limits) as server:
             tier = http_tier(server.url, SystemClock())
             tier.open()
             yield tier
