@@ -99,13 +99,6 @@ def test_golden_bytes_are_still_written_and_read(position: int) -> None:
     assert np.array_equal(out, twin)
 
 
-@pytest.mark.parametrize("dtype", list(KVDtype))
-def test_lossless_makes_normal_values_smaller(dtype: KVDtype) -> None:
-    layout = BlockLayout(layers=1, tokens=64, kv_heads=4, head_dim=32, dtype=dtype)
-    size = sum(len(s.data) for s in LosslessCodec().encode(block_meta(layout), smooth_bits(layout, 1)))
-    assert size < 0.93 * layout.raw_bytes
-
-
 def test_registry_makes_and_finds_codecs() -> None:
     registry = CodecRegistry()
     for name in registry.names():
@@ -117,24 +110,10 @@ def test_registry_makes_and_finds_codecs() -> None:
     assert registry.get("raw-2", b"p" * 32) is None
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "zip",
-        "",
-        "cachegen:9",
-        "cachegen:0",
-        "cachegen:1:zip",
-        "cachegen:x",
-        "raw:1",
-        "lossless:1",
-        "a:1:rans:2",
-        "tide:x",
-        "tide:0",
-        "tide:1e-3:9",
-        "tide:1e-3:x",
-    ],
-)
+BAD_SPECS = "zip cachegen:9 cachegen:0 cachegen:1:zip cachegen:x raw:1 lossless:1 a:1:rans:2 tide:x tide:0 tide:1e-3:9"
+
+
+@pytest.mark.parametrize("spec", ["", *BAD_SPECS.split(), "tide:1e-3:x"])
 def test_bad_codec_spec_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"codec|level"):
         CodecRegistry().make(spec)

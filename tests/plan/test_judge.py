@@ -10,25 +10,15 @@ from kvtide.plan.base import Chunk, Request
 from kvtide.plan.judge import DEADLINE_S_MIN, MEMORY_S
 
 
-def test_loads_are_tried_while_a_speed_is_unknown() -> None:
+def test_slower_load_is_declined_once_both_speeds_are_known_and_until_it_is_forgotten() -> None:
     judge = Judge(10.0)
     assert judge.is_load_faster(1000, 0.0)
     judge.note_prefill(0, 1000, 1.0)
     assert judge.is_load_faster(1000, 0.0)
-
-
-def test_slower_load_is_declined_until_its_speed_is_forgotten() -> None:
-    judge = Judge(10.0)
-    judge.note_prefill(0, 1000, 1.0)
     judge.note_load(1000, 2.0, 0.0)
     assert not judge.is_load_faster(1000, 1.0)
     assert judge.is_load_faster(1000, MEMORY_S + 1)
-
-
-def test_newer_samples_weigh_more() -> None:
-    judge = Judge(10.0)
-    judge.note_prefill(0, 1000, 1.0)
-    judge.note_load(1000, 2.0, 0.0)
+    # Newer samples weigh more.
     judge.note_load(1000, 0.1, 1.0)
     assert judge.is_load_faster(1000, 1.0)
 
