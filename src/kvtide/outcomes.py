@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtide.types import Namespace
@@ -29,35 +28,24 @@ class Choice(StrEnum):
 
 
 class Why(StrEnum):
-    """The reason for a decision."""
+    """The reason for a decision, and its `meaning` in words."""
 
-    IN_TIME = "in_time"
-    LINK_FASTER = "link_faster"
-    BOTH_ENDS = "both_ends"
-    UNKNOWN_LINK = "unknown_link"
-    LINK_SLOWER = "link_slower"
-    DEADLINE = "deadline"
-    NOT_THERE = "not_there"
-    ABSENT = "absent"
+    IN_TIME = "in_time", "came before recomputing would have ended"
+    LINK_FASTER = "link_faster", "loading alone was as fast"
+    BOTH_ENDS = "both_ends", "loading and computing met"
+    UNKNOWN_LINK = "unknown_link", "nobody knew the link: both ends at once"
+    LINK_SLOWER = "link_slower", "loading would not have been faster"
+    DEADLINE = "deadline", "the deadline passed"
+    NOT_THERE = "not_there", "gone, damaged, or its store did not answer"
+    ABSENT = "absent", "nothing was stored"
 
-    @property
-    def meaning(self) -> str:
-        """Return the reason in words."""
-        return _MEANINGS[self]
+    meaning: str
 
-
-_MEANINGS: Mapping[Why, str] = MappingProxyType(
-    {
-        Why.IN_TIME: "came before recomputing would have ended",
-        Why.LINK_FASTER: "loading alone was as fast",
-        Why.BOTH_ENDS: "loading and computing met",
-        Why.UNKNOWN_LINK: "nobody knew the link: both ends at once",
-        Why.LINK_SLOWER: "loading would not have been faster",
-        Why.DEADLINE: "the deadline passed",
-        Why.NOT_THERE: "gone, damaged, or its store did not answer",
-        Why.ABSENT: "nothing was stored",
-    }
-)
+    def __new__(cls, value: str, meaning: str = "") -> Why:
+        """Keep the words beside the value."""
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
 
 
 class Decided(NamedTuple):
@@ -68,14 +56,14 @@ class Decided(NamedTuple):
 
 
 def decisions_text(counts: Mapping[Decided, int]) -> str:
-    """Return the text of counts of tokens, as `parse_decisions` reads it: `load:in_time=3072,recompute:absent=512`."""
+    """Counts of tokens as `parse_decisions` reads them: `load:in_time=3072,recompute:absent=512`."""
     return ",".join(
         f"{choice}:{why}={min(count, _COUNT_MAX)}" for (choice, why), count in sorted(counts.items()) if count
     )
 
 
 def parse_decisions(text: str) -> dict[Decided, int]:
-    """Return the counts in a text. ValueError if it is too long or anything in it is not of the form."""
+    """The counts in a text. ValueError if it is too long or not of that form."""
     if len(text) > DECISIONS_TEXT_MAX:
         raise ValueError(f"decisions take at most {DECISIONS_TEXT_MAX} characters, got {len(text)}")
     counts: Counter[Decided] = Counter()
@@ -89,7 +77,7 @@ def parse_decisions(text: str) -> dict[Decided, int]:
 
 
 class DecisionCounter:
-    """Counts tokens of prompts by what was decided about them, those to be told by namespace. Thread-safe."""
+    """Counts tokens of prompts by what was decided about them, in all and to be told by namespace. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,16 +94,16 @@ class DecisionCounter:
                 self._unsent.setdefault(namespace, Counter())[Decided(choice, why)] += tokens
 
     def add_absent(self, tokens: int, namespace: Namespace) -> None:
-        """Count tokens of which nothing was stored; less than none are none."""
+        """Count tokens of which nothing was stored; a negative number counts as 0."""
         self.add(Choice.RECOMPUTE, Why.ABSENT, max(0, tokens), namespace)
 
     def counts(self) -> dict[Decided, int]:
-        """Return all that was counted."""
+        """All that was counted."""
         with self._lock:
             return dict(self._counts)
 
     def tell(self, listener: Callable[[Namespace, Mapping[Decided, int]], None]) -> None:
-        """Tell what was counted of each namespace since this was called last; whatever becomes of it, once."""
+        """Tell, once, what was counted of each namespace since this was called last."""
         with self._lock:
             unsent, self._unsent = self._unsent, {}
         for namespace, counts in unsent.items():

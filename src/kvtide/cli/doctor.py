@@ -1,6 +1,4 @@
-"""`kvtide doctor`: what is installed, what this machine can do, why something optional is off, and how a store
-or its servers are: folder, keys, answers.
-"""
+"""`kvtide doctor`: what is installed, what this machine can do, and how a store is: folder, servers, keys, profiles."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from rich.table import Table
 
 import kvtide
 from kvtide.cli.report import CONSOLE, DoctorFinding, JsonOption, cpu_name, format_bytes, say
-from kvtide.cli.store import DEFAULT_STORE, StoreOption, listed, looking_at, rows_of
+from kvtide.cli.store import DEFAULT_STORE, StoreOption, asked_s, listed, looking_at, rows_of
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
 from kvtide.config import Limits, cache_home
@@ -35,7 +33,6 @@ from kvtide.tier import disk_path, open_tier
 from kvtide.tier.base import POOL_SCHEMES
 from kvtide.tier.http import http_tier
 from kvtide.tier.seal import Keyring, sealing_key_id, split_seal
-from kvtide.types import BlockKey, Namespace, ObjectId
 
 _LOW_DISK_BYTES = 2 << 30
 # Of NVIDIA's driver, also inside containers; of WSL.
@@ -80,8 +77,9 @@ def _promises(url: str) -> Iterator[DoctorFinding]:
         share = f"{f'{exact} of' if 0 < exact < len(blocks) else 'all'} {len(blocks)} blocks of {model}"
         if exact:
             known = "outside their profile's promise, or older than it"
-            none = "no profile of it yet, or none that fits; with several groups of layers there are none"
-            why = f"are stored losslessly: {known if exact < len(blocks) else none}"
+            why = (
+                f"are stored losslessly: {known if exact < len(blocks) else 'no profile of it yet, or none that fits'}"
+            )
             yield DoctorFinding("profile", "off", f"{share} {why}", f"kvtide profile ls --store {shlex.quote(url)}")
         else:
             yield DoctorFinding("profile", "ok", f"{share} keep their profile's promise")
@@ -124,18 +122,16 @@ def _each_server(url: str) -> Iterator[str]:
 
 
 def _server(url: str) -> DoctorFinding:
-    """Ask one server for an object that nobody has, and what it holds."""
+    """Ask one server how fast it answers, and what it holds."""
     clock = SystemClock()
     parts = urlsplit(url)
     subject = f"{parts.scheme}://{parts.netloc.rpartition('@')[2] or parts.path}"
     tier = open_tier(split_seal(url)[0], Limits(), clock, lambda key: False)
     try:
         tier.open()
-        tier.contains(ObjectId(Namespace(os.urandom(32)), BlockKey(os.urandom(32))))
-        started_s = clock.monotonic_s()
-        tier.contains(ObjectId(Namespace(os.urandom(32)), BlockKey(os.urandom(32))))
-        took_ms = 1e3 * (clock.monotonic_s() - started_s)
-        stats = tier.stats()
+        # The first one connects.
+        asked_s(tier, clock)
+        took_ms, stats = 1e3 * asked_s(tier, clock), tier.stats()
     except TierUnavailable as error:
         is_ours = parts.scheme == "http" and parts.hostname in {"127.0.0.1", "localhost"}
         hint = f"kvtide serve --listen {parts.netloc}" if is_ours and "refused" in str(error) else ""
@@ -160,17 +156,15 @@ def _seals(url: str) -> list[DoctorFinding]:
         infos = listed(tier)[:SEALS_MAX]
         counts = Counter((sealing_key_id(tier, info.id) or b"").hex() for info in infos)
     for key_id, count in sorted(counts.items()):
-        share = f"{count} of {len(infos)} objects"
-        if not key_id:
-            status, detail = "bad" if known else "ok", f"{share} are not sealed" + (": misses" if known else "")
-        elif key_id in known:
-            status, detail = "ok", f"{share} are sealed by key {key_id}"
+        how, share = f"are sealed by key {key_id}" if key_id else "are not sealed", f"{count} of {len(infos)} objects"
+        if key_id in known:
+            findings.append(DoctorFinding("seal", "ok", f"{share} {how}"))
         elif known:
-            status, detail = "bad", f"{share} are sealed by key {key_id}, which is not here: misses"
-        else:
-            status, detail = "bad", f"{share} are sealed by key {key_id}: misses without ?seal= on the URL"
-        if key_id or known:
-            findings.append(DoctorFinding("seal", status, detail))
+            findings.append(
+                DoctorFinding("seal", "bad", f"{share} {how}{', which is not here' if key_id else ''}: misses")
+            )
+        elif key_id:
+            findings.append(DoctorFinding("seal", "bad", f"{share} {how}: misses without ?seal= on the URL"))
     return findings
 
 
@@ -254,7 +248,7 @@ def _port() -> DoctorFinding:
     server = http_tier(f"http://{address}", SystemClock(), operation_s_max=2.0)
     server.open()
     try:
-        server.contains(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))))
+        asked_s(server, SystemClock())
         return DoctorFinding("port", "ok", f"a kvtide server answers on {address}")
     except TierUnavailable as error:
         others = (address._replace(port=address.port + step) for step in range(1, _PORTS_TRIED))
