@@ -12,8 +12,7 @@ from kvtide.evict.hint import SESSIONS_MAX, TENANTS_MAX, Sessions, Trust
 from kvtide.evict.policies import PolicyOrder, reuse
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import RadixIndex
-from kvtide.testing import namespace
-from kvtide.testing.policy_suite import chain
+from kvtide.testing import chain, namespace
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 LAST = Hint(is_last=True).mark

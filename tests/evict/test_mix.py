@@ -12,8 +12,7 @@ from kvtide.clock import ManualClock
 from kvtide.evict import policies
 from kvtide.evict.policies import INGREDIENTS, mix
 from kvtide.index import RadixIndex
-from kvtide.testing import namespace
-from kvtide.testing.policy_suite import chain
+from kvtide.testing import chain, namespace
 from kvtide_lab.sim.policies import policy_named
 
 MIXED = [name for name in INGREDIENTS if name != "reuse"]

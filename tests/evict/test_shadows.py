@@ -9,8 +9,7 @@ import pytest
 from kvtide.clock import ManualClock
 from kvtide.evict.policies.mix import AGREEMENT, Agreement, Shadows
 from kvtide.index import RadixIndex, Run
-from kvtide.testing import namespace
-from kvtide.testing.policy_suite import chain
+from kvtide.testing import chain, namespace
 from kvtide.types import BlockKey
 from kvtide_lab.sim.policies import policy_named
 

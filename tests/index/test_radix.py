@@ -8,8 +8,7 @@ import pytest
 
 from kvtide.clock import ManualClock
 from kvtide.index import ListedBlock, RadixIndex, RestoreReport
-from kvtide.testing import namespace
-from kvtide.testing.policy_suite import chain
+from kvtide.testing import chain, namespace
 from kvtide.types import BlockKey, Namespace
 from kvtide_lab.sim.policies import policy_named
 

@@ -1,4 +1,4 @@
-"""Public test helpers: conformance suites that every codec, tier and policy must pass, and builders of blocks."""
+"""Public test helpers: conformance suites that every codec and tier must pass, and builders of blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["block_bits", "block_meta", "layouts", "namespace", "smooth_bits"]
+__all__ = ["block_bits", "block_meta", "chain", "layouts", "namespace", "smooth_bits"]
 
 
 def namespace(model: str = "model", salt: bytes = b"") -> Namespace:
     """Return the namespace of a made-up model."""
     return NamespaceSpec(model.encode(), KVDtype.FLOAT32, "test", 16, salt).digest()
+
+
+def chain(*numbers: int) -> list[BlockKey]:
+    """Chained keys of made-up blocks of one token: equal numbers from the first on give equal keys."""
+    return block_keys(namespace(), numbers, 1)
 
 
 def block_meta(layout: BlockLayout, seed: int = 0, position: int = 0) -> BlockMeta:

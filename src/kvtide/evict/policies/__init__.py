@@ -1,4 +1,4 @@
-"""Eviction policies: one interface, a module each. `testing.policy_suite` checks what all of them promise."""
+"""Eviction policies: one interface, a module each."""
 
 from __future__ import annotations
 
