@@ -39,6 +39,8 @@ from kvtide.tier.source import RangeSource
 from kvtide.wire import StoredObject
 from kvtide.wire.receiver import OfferOutcome, Receiver
 
+__all__ = ["FetchLimits", "LoadRequest"]
+
 # Sums of losses may rise by so much.
 _ROUNDING = 1e-6
 _Spans = Sequence[tuple[int, int]]

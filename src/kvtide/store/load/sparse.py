@@ -32,6 +32,8 @@ from kvtide.tier.source import read_ranges
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header
 
+__all__ = ["ChunkBits", "Sparse", "SparseLoad"]
+
 
 def stop_of(entry: SectionEntry) -> int:
     """Return where a section ends in its object."""
