@@ -10,6 +10,7 @@ import msgspec
 
 __all__ = [
     "DIGEST_BYTES",
+    "RANGES_MAX",
     "BlockKey",
     "Name",
     "NamedId",
@@ -22,6 +23,8 @@ __all__ = [
 ]
 
 DIGEST_BYTES = 32
+# Ranges of an object in one request: as many fit into a head.
+RANGES_MAX = 64
 
 # 32-byte digests; see keys.py for how they are made.
 BlockKey = NewType("BlockKey", bytes)

@@ -8,8 +8,9 @@ import pytest
 
 from kvtide.clock import ManualClock
 from kvtide.evict import Hint, order_named
-from kvtide.evict.hint import SESSIONS_MAX, TENANTS_MAX, Sessions, Trust
+from kvtide.evict.hint import SESSIONS_MAX, TENANTS_MAX, Sessions
 from kvtide.evict.policies import PolicyOrder, reuse
+from kvtide.evict.policies.advised import Trust
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import RadixIndex
 from kvtide.testing import chain, namespace

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvtide.errors import RequestRefused
 from kvtide.testing.tier_suite import object_id
+from kvtide.types import RANGES_MAX
 from kvtide.wire.http import (
     HEAD_BYTES_MAX,
     pack_request_head,
@@ -28,7 +29,7 @@ from kvtide.wire.protocol import (
     parse_target,
     urgency,
 )
-from kvtide.wire.ranges import RANGES_MAX, ByteRange, multipart, parse_parts, parse_ranges, ranges_header
+from kvtide.wire.ranges import ByteRange, multipart, parse_parts, parse_ranges, ranges_header
 
 # CI gives every fuzzer a minute; a slow machine needs it for so many.
 EXAMPLES = max(200, 50 * int(os.environ.get("KVTIDE_FUZZ_S", "1")))

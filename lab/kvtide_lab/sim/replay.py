@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 
 from kvtide.clock import ManualClock
-from kvtide.evict import AdvisedPolicy
+from kvtide.evict.policies.advised import AdvisedPolicy
 from kvtide.index import RadixIndex
 from kvtide_lab.figures import new_figure, shown, table_of
 from kvtide_lab.sim.belady import belady_hits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtide.clock import Clock
-from kvtide.evict.hint import Advice, AdvisedPolicy, Hint, Sessions
+from kvtide.evict.hint import Advice, Hint, Sessions
 from kvtide.evict.ranking import (
     EvictionOrder,
     RankedOrder,
@@ -16,7 +16,6 @@ from kvtide.evict.ranking import (
 __all__ = [
     "DEFAULT_POLICY",
     "Advice",
-    "AdvisedPolicy",
     "EvictionOrder",
     "Hint",
     "RankedOrder",

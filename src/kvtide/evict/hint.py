@@ -1,8 +1,7 @@
-"""A request's advice about its own session, and who is believed.
+"""A request's advice about its own session.
 
 Advice buys no room. An order files what was said as a mark of the run's kind and learns, per mark, how often and when
 such runs are used again: what tells nothing changes nothing.
-Invariant: a tenant whose sessions go on after their announced ends is not believed until fewer of them do.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Generic, Self, TypeVar
 
-from kvtide.index import EvictionPolicy
 from kvtide.types import Namespace
 
 _End = TypeVar("_End")
@@ -24,15 +22,10 @@ RETAIN_S_MAX = 30 * 86_400.0
 # Beyond these a priority says no more.
 PRIORITY_MAX = 100
 _RETAIN_EDGES_S = (60.0, 600.0, 3600.0)
-_LAST = 1
+LAST = 1
 # Tenants whose word is kept in mind, those heard of most lately, and the sessions of each whose ends are known.
 TENANTS_MAX = 1024
 SESSIONS_MAX = 256
-# Counts of a tenant's announcements are halved beyond this many: what was long ago fades.
-_SAID_MAX = 64
-# A tenant is believed while at most this share of its ends, beside a few, turned out wrong.
-_BROKEN_SHARE_MAX = 0.25
-_BROKEN_GRANTED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +72,10 @@ class Hint:
     def mark(self) -> int:
         """Return the class of advice, from 0 (nothing said) to 15; an end says more than all else."""
         if self.is_last:
-            return _LAST
+            return LAST
         retain = 0 if self.retain_s is None else 1 + bisect_left(_RETAIN_EDGES_S, self.retain_s)
         sign = (self.priority > 0) + 2 * (self.priority < 0)
-        return _LAST + 3 * retain + sign if retain or sign else 0
+        return LAST + 3 * retain + sign if retain or sign else 0
 
 
 def _is_number(value: object) -> bool:
@@ -125,47 +118,3 @@ class Sessions(Generic[_End]):
         """Forget a session; return where it ended, of each tenant that has one by this name."""
         with self._lock:
             return [ends.pop(session) for ends in self._ends.values() if session in ends]
-
-
-class Trust:
-    """Compares what tenants announce with what their sessions do."""
-
-    def __init__(self) -> None:
-        # Pieces of advice that came, and those of them that were not believed.
-        self.heard = self.ignored = 0
-        # Ends that were announced, and those after which the session went on.
-        self._ends: OrderedDict[Namespace, tuple[float, float]] = OrderedDict()
-
-    def believed(self, tenant: Namespace, mark: int) -> int:
-        """Note a mark; return it, or 0 if its tenant is not believed."""
-        if not mark:
-            return 0
-        self.heard += 1
-        said, broken = self._ends.pop(tenant, (0.0, 0.0))
-        is_liar = broken > _BROKEN_GRANTED + _BROKEN_SHARE_MAX * said
-        said += mark == _LAST
-        if said > _SAID_MAX:
-            said, broken = said / 2, broken / 2
-        self._ends[tenant] = said, broken
-        if len(self._ends) > TENANTS_MAX:
-            self._ends.popitem(last=False)
-        self.ignored += is_liar
-        return 0 if is_liar else mark
-
-    def note_next_turn(self, tenant: Namespace, announced: int) -> None:
-        """Note that a session went on whose latest request had this mark, believed or not."""
-        if announced == _LAST and tenant in self._ends:
-            said, broken = self._ends[tenant]
-            self._ends[tenant] = said, broken + 1
-
-
-class AdvisedPolicy(EvictionPolicy):
-    """A policy that takes advice. `trust` says whom it believes."""
-
-    def __init__(self) -> None:
-        self.trust = Trust()
-        self._mark = 0
-
-    def hear(self, mark: int) -> None:
-        """Take a mark as that of the uses and of the advice that come from now on; 0 for requests without advice."""
-        self._mark = mark

@@ -13,9 +13,8 @@ from typing import Protocol
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.tier.base import RangeRead, Take, Tier
 from kvtide.tier.breaker import until
-from kvtide.types import ObjectId
+from kvtide.types import RANGES_MAX, ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
-from kvtide.wire.ranges import RANGES_MAX
 
 __all__ = ["RangeSource", "read_heads"]
 

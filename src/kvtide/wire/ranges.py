@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvtide.errors import RequestRefused
+from kvtide.types import RANGES_MAX
 
 __all__ = [
     "PART_HEAD_BYTES_MAX",
-    "RANGES_MAX",
     "ByteRange",
     "multipart",
     "parse_parts",
@@ -22,8 +22,6 @@ __all__ = [
     "ranges_header",
 ]
 
-# Ranges in one request: as many fit into a head.
-RANGES_MAX = 64
 # What stands in front of a part, its delimiter included.
 PART_HEAD_BYTES_MAX = 512
 
