@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvtide.codec.entropy import SYMBOLS, RansTables
 from kvtide.config import cache_home
-from kvtide.engines.streams import DeviceStream
+from kvtide.engines.paged.device import DeviceStream
 from kvtide.errors import DeviceFault
 from kvtide_gpu.program import kept_kernels
 

@@ -19,8 +19,7 @@ from kvtide.codec import Codec
 from kvtide.codec.published.cachegen import ProfiledCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.paged import Captured, PagePool
-from kvtide.engines.paged.device import DevicePages
-from kvtide.engines.streams import DeviceStream
+from kvtide.engines.paged.device import DevicePages, DeviceStream
 from kvtide.errors import DeviceFault
 from kvtide.tier.breaker import Breaker
 from kvtide.types import Section

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.engines.paged import CellOrder, keys_values
-from kvtide.engines.streams import DeviceStream
+from kvtide.engines.paged.device import DeviceStream
 from kvtide.types import Section
 from kvtide_gpu.kernels import THREADS, Kernels, Staging, address, warp_blocks
 

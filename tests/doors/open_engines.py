@@ -127,14 +127,10 @@ routers hear of blocks, from vLLM | --kv-events-config BlockStored BlockRemoved 
     tests/vllm/test_home.py::test_subscriber_of_kv_events_hears_of_restored_and_of_stored_blocks
 agents' hints, in vLLM | agent_hint session retain_s priority is_last | @request | @real-vllm | OURS
     tests/vllm/test_home.py::test_agent_s_hint_reaches_the_tiers_and_bad_ones_fail_nothing
-prefetch of a prompt that comes next, in vLLM | "agent_hint": {"prefetch": [token ids]} | @request | @toy | OURS
-    tests/engines/paged/test_halves.py::test_hint_of_a_request_reaches_what_evicts_and_its_prefetch_the_fastest_tier
 requests that load or store nothing, in vLLM | kvtide_no_load kvtide_no_store | @request | @real-vllm | OURS
     tests/vllm/test_home.py::test_request_says_not_to_load_and_not_to_store
 files of profiles in vLLM | "profiles": […] | @vllm | options alone | OURS
     tests/engines/test_settings.py::test_users_profiles_come_before_installed_ones
-what a stream asks for first, in vLLM | "policy": "anchor-first" | docs/streaming.md: In vLLM | @toy | CACHEGEN
-    tests/engines/paged/test_streams.py::test_policy_of_the_settings_plans_the_load
 lossy codecs in vLLM | "codec": "tide:5e-3" | @vllm | @real-vllm | ASCEND
     tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start
 profiles of other models in vLLM | "codec": "tide:5e-3" | @vllm

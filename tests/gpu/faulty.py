@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from kvtide.engines.streams import DeviceStream
+from kvtide.engines.paged.device import DeviceStream
 from kvtide.errors import DeviceFault
 
 

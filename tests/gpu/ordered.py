@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtide.engines.streams import DeviceStream
+from kvtide.engines.paged.device import DeviceStream
 from kvtide_gpu.kernels import Kernels
 
 # How many pieces of work of each stream are known to be over.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtide.engines.streams import DeviceStream
+from kvtide.engines.paged.device import DeviceStream
 from kvtide_gpu.program import COMPILE_OPTIONS
 
 HERE = Path(__file__).parent

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtide.engines.paged import BlockRef
+from kvtide.engines.paged import BlockRef, StepCommands, WorkerReport
+from kvtide.engines.paged.sequence import LoadOrder, StoreOrder
 from kvtide.store import Move
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -47,6 +48,15 @@ def events() -> Any:
     return BlockEvents(SimpleNamespace(kv_cache_groups=groups, hash_block_size=PAGE), BLOCK, "disk")
 
 
+def _stored(events: Any, request: Any, blocks: list[BlockRef]) -> None:
+    stores = tuple(StoreOrder("r", block, ()) for block in blocks)
+    events.ordered(StepCommands(1, (), stores, is_idle=False), {"r": request})
+
+
+def _moved(events: Any, *moves: Move) -> None:
+    events.heard(WorkerReport(1, moves=moves))
+
+
 def _wire(events: Any) -> list[dict[str, Any]]:
     """Return what a router decodes of what vLLM's publisher sends."""
     from vllm.distributed.kv_events import KVEventBatch
@@ -58,8 +68,8 @@ def _wire(events: Any) -> list[dict[str, Any]]:
 
 
 def test_llm_d_reads_the_block_its_parent_its_tier_and_its_group(events: Any) -> None:
-    events.note(_request(), _blocks())
-    events.moved([Move(KEYS[1], "disk", True)])
+    _stored(events, _request(), _blocks())
+    _moved(events, Move(KEYS[1], "disk", True))
     full, window = _wire(events)
     assert full["type"] == "BlockStored"
     # Numbers of the last eight bytes, unless VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0.
@@ -73,9 +83,9 @@ def test_llm_d_reads_the_block_its_parent_its_tier_and_its_group(events: Any) ->
 
 
 def test_dynamo_tells_host_memory_disk_and_servers_from_the_device(events: Any) -> None:
-    events.note(_request(), _blocks())
+    _stored(events, _request(), _blocks())
     tiers = ("memory", "disk", "http-2")
-    events.moved([Move(KEYS[0], tier, True) for tier in tiers])
+    _moved(events, *(Move(KEYS[0], tier, True) for tier in tiers))
     found = _wire(events)[::2]
     assert [DYNAMO_TIERS[each["medium"]] for each in found] == ["host", "disk", "disk"]
     assert [each["locality"] for each in found] == ["LOCAL", "LOCAL", "REMOTE"]
@@ -84,12 +94,12 @@ def test_dynamo_tells_host_memory_disk_and_servers_from_the_device(events: Any) 
 
 
 def test_what_leaves_is_withdrawn_once_by_the_hashes_that_announced_it(events: Any) -> None:
-    events.note(_request(), _blocks())
-    events.moved([Move(KEYS[0], "disk", True), Move(KEYS[0], "disk", True), Move(KEYS[0], "memory", True)])
+    _stored(events, _request(), _blocks())
+    _moved(events, Move(KEYS[0], "disk", True), Move(KEYS[0], "disk", True), Move(KEYS[0], "memory", True))
     stored = _wire(events)
     assert len(stored) == 4
-    events.moved([Move(KEYS[0], "memory", False), Move(KEYS[0], "memory", False), Move(KEYS[2], "disk", False)])
-    events.lost([KEYS[0]])
+    _moved(events, Move(KEYS[0], "memory", False), Move(KEYS[0], "memory", False), Move(KEYS[2], "disk", False))
+    events.heard(WorkerReport(1, lost=(KEYS[0],)))
     removed = _wire(events)
     assert [(each["type"], each["medium"]) for each in removed[::2]] == [
         ("BlockRemoved", "CPU"),
@@ -103,16 +113,18 @@ def test_what_leaves_is_withdrawn_once_by_the_hashes_that_announced_it(events: A
 
 
 def test_blocks_of_nobody_and_those_beside_the_pages_are_not_told(events: Any) -> None:
-    events.moved([Move(KEYS[0], "disk", True)])
-    events.note(_request(block_hashes=[]), _blocks())
-    events.note(_request(), _blocks()[:1])
-    events.moved([Move(KEYS[0], "device", True), Move(KEYS[1], "disk", True)])
+    _moved(events, Move(KEYS[0], "disk", True))
+    _stored(events, _request(block_hashes=[]), _blocks())
+    _stored(events, _request(), _blocks()[:1])
+    _moved(events, Move(KEYS[0], "device", True), Move(KEYS[1], "disk", True))
     assert _wire(events) == []
 
 
 def test_salt_is_told_as_vllm_s_own_events_do_and_a_reset_withdraws(events: Any) -> None:
-    events.note(_request(cache_salt="tenant"), _blocks())
-    events.found(_blocks()[:2])
+    events.ordered(
+        StepCommands(1, (LoadOrder("r", tuple(_blocks()[:2]), (), 0, 1.0),), (), False),
+        {"r": _request(cache_salt="tenant")},
+    )
     first, second = _wire(events)[::2]
     assert (first["extra_keys"], second["extra_keys"]) == ([["tenant"], None], [None, None])
     events.reset()

@@ -219,10 +219,10 @@ def test_request_says_not_to_load_and_not_to_store(server: Server, plain: Any, t
 def test_agent_s_hint_reaches_the_tiers_and_bad_ones_fail_nothing(server: Server, tokens: list[int]) -> None:
     heard = server.metric("vllm:kvtide_hints_heard_total")
     bad = server.metric("vllm:kvtide_request_options_total", what="bad")
-    good = {"session": "talk", "retain_s": 60, "priority": 1, "is_last": False, "prefetch": tokens[:PROMPT_TOKENS]}
-    for hint in (good, {"retain_s": "soon", "prefetch": "all"}, "nonsense"):
+    good = {"session": "talk", "retain_s": 60, "priority": 1, "is_last": False}
+    for hint in (good, {"retain_s": "soon"}, "nonsense"):
         answer = server.complete(tokens[9000:9200], 2, kv_transfer_params={"agent_hint": hint})
         assert answer["choices"][0]["finish_reason"] == "length"
     assert server.reaches("vllm:kvtide_hints_heard_total", heard + 1)
     assert server.metric("vllm:kvtide_request_options_total", what="hint") == 1
-    assert server.metric("vllm:kvtide_request_options_total", what="bad") == bad + 2
+    assert server.metric("vllm:kvtide_request_options_total", what="bad") == bad + 1

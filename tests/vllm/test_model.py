@@ -318,8 +318,6 @@ def _request(**changes: Any) -> Any:
         ({"kvtide_no_load": True, "kvtide_no_store": True}, RequestOptions(may_load=False, may_store=False)),
         ({"kvtide_no_load": "yes", "agent_hint": {"session": "s"}}, RequestOptions(hint=Hint("s"), bad=1)),
         ({"agent_hint": {"retain_s": 60, "is_last": "no"}}, RequestOptions(hint=Hint(retain_s=60))),
-        ({"agent_hint": {"prefetch": [1, 2, 3]}, "prefetch": 5}, RequestOptions(prefetch=[1, 2, 3])),
-        ({"agent_hint": {"prefetch": [-1], "priority": 1}}, RequestOptions(hint=Hint(priority=1), bad=1)),
     ],
 )
 def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected: RequestOptions) -> None:
@@ -331,7 +329,7 @@ def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected
     cache = SimpleNamespace(guarded=lambda verb, action, fallback: action())
     connector._scheduler = SimpleNamespace(match=lambda *words: asked.append(words) or 0, cache=cache)
     said: list[RequestOptions] = []
-    connector._watch = SimpleNamespace(asked=lambda request: None, answered=lambda *words: None, options=said.append)
+    connector._lookups = SimpleNamespace(asked=lambda request: None, answered=lambda *words: None, options=said.append)
     request = _request(kv_transfer_params=params)
     connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -349,7 +347,8 @@ def test_fault_in_counting_or_tracing_fails_no_request() -> None:
     connector: Any = object.__new__(KVTideConnector)
     connector._settings, connector._requests = ConnectorSettings.parse({"store": "memory://"}), {}
     connector._scheduler = SimpleNamespace(match=lambda *words: 0, cache=SimpleNamespace(guarded=FaultGuard()))
-    connector._watch = SimpleNamespace(asked=fail, answered=fail, options=fail, take_events=fail)
+    connector._lookups = SimpleNamespace(asked=fail, answered=fail, options=fail)
+    connector._events = SimpleNamespace(take=fail)
     connector.on_new_request(_request())
     assert connector.get_num_new_matched_tokens(_request(), 0) == (0, False)
     assert connector.take_events() == ()

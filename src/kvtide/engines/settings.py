@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -16,17 +16,11 @@ from kvtide.config import Limits
 from kvtide.engines import installed_profiles, read_profile
 from kvtide.evict import Hint
 
-if TYPE_CHECKING:
-    from kvtide.plan.base import StreamPolicy
-
 # Half a block more or less decides what a prompt restores; shorter blocks cost objects.
 BLOCK_TOKENS_WANTED = 128
-# Of a prompt that is to be prefetched: its blocks are named while the engine waits.
-PREFETCH_TOKENS_MAX = 1 << 16
 
 _Count = Annotated[int, Meta(ge=0)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e6)]
-_TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class StreamOrder(NamedTuple):
@@ -40,7 +34,7 @@ class RequestOptions(NamedTuple):
     """A request's own options. `bad` counts those that were left out: a request never fails for them.
 
     follow_s: how long to wait for the next block of a prefix that another engine is computing; 0 to wait for none.
-    hint: advice of its agent about its session. prefetch: tokens of a prompt that its agent expects next.
+    hint: advice of its agent about its session.
     """
 
     is_latest: bool = False
@@ -49,7 +43,6 @@ class RequestOptions(NamedTuple):
     stream: StreamOrder | None = None
     follow_s: float = 0.0
     hint: Hint | None = None
-    prefetch: Sequence[int] = ()
     bad: int = 0
 
 
@@ -65,7 +58,6 @@ _REQUEST_TYPES: Mapping[str, Any] = MappingProxyType(
         "quality": _Seconds,
         "follow_s": _Seconds,
         "agent_hint": dict[str, Any],
-        "prefetch": Annotated[list[_TokenId], Meta(max_length=PREFETCH_TOKENS_MAX)],
     }
 )
 
@@ -115,8 +107,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # or earlier once the quality (a KL divergence; by default the codec's) is reached. None to load whole blocks.
     start_within_s: _Seconds | None = None
     quality: _Seconds | None = None
-    # What a streamed load asks for first; not by policies that compute meanwhile, as a step can't.
-    policy: Literal["layered", "anchor-first", "deltas-first-when-slow"] | None = None
     # Load only this share of each block's tokens exactly, those that its keys tell apart, and the rest rough, where
     # that is faster than all of them. It needs the codec `packed`, which it makes the usual one.
     importance: Annotated[float, Meta(ge=0, le=1)] = 1.0
@@ -148,8 +138,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise ValueError(f"{name} is an option of the kernels: it needs device_kernels to be true")
         if self.quality is not None and not is_streamed:
             raise ValueError("quality says when a streamed load may end early: it needs start_within_s")
-        if self.policy is not None and not is_streamed:
-            raise ValueError("policy says what a streamed load asks for first: it needs start_within_s")
         if is_streamed and is_by_layer:
             raise ValueError("start_within_s streams between the engine's steps: load must be auto or async")
         if is_part and (is_streamed or is_by_layer):
@@ -168,12 +156,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def request_options(self, params: Mapping[str, object] | None) -> RequestOptions:
         """Return what a request's `kv_transfer_params` ask for, where these settings say the rest."""
-        params, valid, bad = dict(params or {}), dict[str, Any](), 0
-        said = params.get("agent_hint")
-        # One of its fields is not about the session.
-        params.pop("prefetch", None)
-        if isinstance(said, dict) and "prefetch" in said:
-            params["prefetch"] = said["prefetch"]
+        params, valid, bad = params or {}, dict[str, Any](), 0
         for name in _REQUEST_TYPES.keys() & params.keys():
             try:
                 valid[name] = msgspec.convert(params[name], _REQUEST_TYPES[name])
@@ -187,18 +170,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             None if within_s is None else StreamOrder(within_s, valid.get("quality", self.quality)),
             valid.get("follow_s", self.follow_s),
             Hint.parse(valid.get("agent_hint")),
-            valid.get("prefetch", ()),
             bad,
         )
-
-    def stream_policy(self) -> StreamPolicy | None:
-        """Return what a streamed load asks for first; None for the usual order."""
-        if self.policy is None:
-            return None
-        # Who streams nothing needs none of it.
-        from kvtide.plan.policies import policy_named
-
-        return policy_named(self.policy)
 
     def read_profiles(self) -> list[Profile]:
         """Return the user's profiles, then the installed ones. ValueError for a file that is none."""

@@ -19,7 +19,7 @@ from tests.servers import running_server
 from kvtide.clock import SystemClock
 from kvtide.engines.paged.pages import CellOrder, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
-from kvtide.engines.paged.sequence import FollowedPrefix, Namespaces, StepCommands, TrackedSequence, WorkerReport
+from kvtide.engines.paged.sequence import FollowedPrefix, Namespaces, StepCommands, WorkerReport
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.engines.settings import RequestOptions
 from kvtide.evict import Hint
@@ -590,19 +590,13 @@ def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callabl
     engine.finish("a")
 
 
-def test_hint_of_a_request_reaches_what_evicts_and_its_prefetch_the_fastest_tier(
-    engines: Callable[..., ToyEngine],
-) -> None:
+def test_hint_of_a_request_reaches_what_evicts(engines: Callable[..., ToyEngine]) -> None:
     engines().compute("a", PROMPT)
     second = engines()
     cache = second.worker.cache
-    blocks = TrackedSequence(_namespaces().of(b""), BLOCK).blocks(PROMPT)
-    ids = [block.ids[0] for block in blocks]
-    assert not cache.is_near(ids)
-    options = RequestOptions(hint=Hint("talk", retain_s=60.0), prefetch=PROMPT)
+    options = RequestOptions(hint=Hint("talk", retain_s=60.0))
     for _ in range(2):
         second.scheduler.match("b", b"", [9] * (BLOCK + 1), 0, options)
     assert len(second.step().advice) == 1
     wait_until(lambda: cache.stats().hints_heard == 1, "the hint")
-    wait_until(lambda: cache.is_near(ids), "the prefetched blocks")
     second.finish("b")

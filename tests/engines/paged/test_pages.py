@@ -11,9 +11,8 @@ import torch
 from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, empty_layers, engine_writes, host_pages, random_block
 from tests.gpu.ordered import Order, OrderedStream
 
-from kvtide.engines.paged.device import DevicePages
+from kvtide.engines.paged.device import DevicePages, DeviceStream
 from kvtide.engines.paged.pages import CellOrder, HostPages, cell_order, join_pages, keys_values, slot_page
-from kvtide.engines.streams import DeviceStream
 
 
 @pytest.mark.parametrize("order", CellOrder)

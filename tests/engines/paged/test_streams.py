@@ -18,8 +18,6 @@ from kvtide.codec.tide import TideCodec
 from kvtide.engines.paged import CellOrder, Namespaces, ScheduledRequest, SchedulerHalf, WorkerHalf
 from kvtide.engines.settings import ConnectorSettings, RequestOptions, StreamOrder
 from kvtide.keys import NamespaceSpec, block_keys
-from kvtide.plan.base import Plan, Progress, Request, StreamPolicy
-from kvtide.plan.policies import AnchorFirst
 from kvtide.store import Cache, PendingBlock, cache_for
 from kvtide.testing import smooth_bits
 from kvtide.types import BlockKey, ObjectId
@@ -49,13 +47,13 @@ def tide_cache(url: str) -> Cache:
 class Engine:
     """Both halves over a link, and the blocks that the store has."""
 
-    def __init__(self, url: str, policy: StreamPolicy | None = None) -> None:
+    def __init__(self, url: str) -> None:
         self.cache, self.asking = tide_cache(url), tide_cache(url)
         self.cache.open()
         self.asking.open()
         self.scheduler = SchedulerHalf(self.asking, _namespaces(), BLOCK, PAGE_TOKENS, SystemClock(), 5.0)
         self.pool, self.pages = host_pages(CellOrder.SPLIT, PAGES, LAYOUT)
-        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock(), policy=policy)
+        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock())
 
     def ask(self, request: str, stream: StreamOrder | None = None) -> int:
         """Match as an engine does: again and again until there is an answer."""
@@ -103,9 +101,9 @@ def engine_at() -> Iterator[Callable[..., Engine]]:
             assert cache.flush(20)
         with ShapedProxy((server.address.host, server.address.port), lambda seconds: 1e9) as proxy:
 
-            def make(bytes_per_s: float, policy: StreamPolicy | None = None) -> Engine:
+            def make(bytes_per_s: float) -> Engine:
                 proxy.restart(lambda seconds: bytes_per_s * seconds)
-                made.append(Engine(f"http://127.0.0.1:{proxy.port}", policy))
+                made.append(Engine(f"http://127.0.0.1:{proxy.port}"))
                 return made[-1]
 
             yield make
@@ -160,34 +158,17 @@ def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Call
         ({"quality": 0.1}, "needs start_within_s"),
         ({"start_within_s": 1.0, "quality": float("nan")}, r">= 0.0 - at `\$.quality`"),
         ({"start_within_s": 1.0, "load": "layers"}, "load must be auto or async"),
-        ({"policy": "layered"}, "policy .* needs start_within_s"),
         ({"importance": -0.1}, r">= 0.0 - at `\$.importance`"),
         ({"importance": float("nan")}, r">= 0.0 - at `\$.importance`"),
         ({"importance": 1.5}, r"<= 1.0 - at `\$.importance`"),
         ({"importance": 0.25, "start_within_s": 1.0}, "takes no start_within_s"),
         ({"importance": 0.25, "load": "layers"}, "no load by layers"),
         ({"importance": 0.25, "codec": "lossless"}, "what the codec packed stores"),
-        ({"start_within_s": 1.0, "policy": "two-ended"}, "policy"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         ConnectorSettings.parse({"store": "memory://", **options})
-
-
-def test_policy_of_the_settings_plans_the_load(engine_at: Callable[..., Engine]) -> None:
-    settings = ConnectorSettings.parse({"store": "memory://", "start_within_s": 5.0, "policy": "anchor-first"})
-    policy = settings.stream_policy()
-    assert isinstance(policy, AnchorFirst)
-    planned: list[object] = []
-
-    class Noted(AnchorFirst):
-        def plan(self, request: Request, progress: Progress) -> Plan:
-            planned.append(request)
-            return super().plan(request, progress)
-
-    assert engine_at(1e9, Noted()).load("a", StreamOrder(5.0)) == set()
-    assert planned
 
 
 def test_request_that_wants_nothing_stored_leaves_no_block_and_one_that_wants_nothing_loaded_computes(

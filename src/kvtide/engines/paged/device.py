@@ -6,7 +6,7 @@ On a processor the same lines run at once: what is CUDA's alone is pinned memory
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,51 @@ import torch
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.paged.pages import Captured, CellOrder, PagePool, block_of_cells, keys_values
-from kvtide.engines.streams import DeviceStream
 
 _INT_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class DeviceStream:
+    """A stream of a device. Without one, in this machine's memory, all is done at once and events are None."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    @staticmethod
+    def new(device: torch.device) -> DeviceStream:
+        """Return a new stream of a device."""
+        return DeviceStream(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    @staticmethod
+    def current(device: torch.device) -> DeviceStream:
+        """Return torch's current stream of a device: the engine's, if its thread asks."""
+        return DeviceStream(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch queues here."""
+        context: AbstractContextManager[Any] = (
+            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        )
+        return context
+
+    def mark(self) -> Any:
+        """Return an event after all that is queued here."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait_for(self, event: Any) -> None:
+        """Put what is queued from now on after an event."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def finish(self) -> None:
+        """Wait for all that is queued."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory from others until what is queued here is done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
 
 
 class DevicePages(PagePool):

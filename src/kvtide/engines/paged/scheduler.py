@@ -158,9 +158,8 @@ class SchedulerHalf:
             sequence.stream = (now_s + options.stream.within_s, options.stream.quality)
         if options.follow_s:
             sequence.followed = FollowedPrefix(options.follow_s, now_s)
-        if options.hint is not None or options.prefetch:
-            expected = TrackedSequence(namespaces, self._block_tokens).blocks(options.prefetch)
-            self._advice.append(AdviceOrder(tuple(sequence.blocks(tokens)), options.hint, tuple(expected)))
+        if options.hint is not None:
+            self._advice.append(AdviceOrder(tuple(sequence.blocks(tokens)), options.hint))
         return sequence
 
     def _restored_tokens(

@@ -67,7 +67,7 @@ class AdviceOrder(NamedTuple):
 
     blocks: tuple[BlockRef, ...]
     hint: Hint | None
-    prefetch: tuple[BlockRef, ...]
+    prefetch: tuple[BlockRef, ...] = ()
 
 
 class StepCommands(NamedTuple):

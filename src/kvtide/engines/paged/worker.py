@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
@@ -34,9 +34,6 @@ from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
 from kvtide.types import BlockKey, ObjectId, Section
-
-if TYPE_CHECKING:
-    from kvtide.plan.base import StreamPolicy
 
 # Requests that load at the same time; more wait their turn.
 LOADS_AT_ONCE = 4
@@ -61,9 +58,8 @@ class LoadOutcome(NamedTuple):
 class WorkerHalf:
     """Carries out orders on one shard of the model. The engine's thread calls it; loads run in threads of their own.
 
-    states: the pages of layers whose past is one state, each beside the last page of a block. policy: what streamed
-    loads ask for first. share: of other loads' tokens, those to be exact. tail_tokens: of a piece of a block, for
-    HostPages alone.
+    states: the pages of layers whose past is one state, each beside the last page of a block. share: of the tokens of
+    loads that are not streamed, those to be exact. tail_tokens: of a piece of a block, for HostPages alone.
     """
 
     def __init__(
@@ -75,7 +71,6 @@ class WorkerHalf:
         clock: Clock,
         kept_bytes_max: int = 0,
         states: PagePool | None = None,
-        policy: StreamPolicy | None = None,
         share: float = 1.0,
         tail_tokens: int = 0,
     ) -> None:
@@ -89,7 +84,6 @@ class WorkerHalf:
         self._shard = shard
         self._label = label
         self._clock = clock
-        self._policy = policy
         self._share = share
         self._ways = Ways()
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
@@ -236,7 +230,7 @@ class WorkerHalf:
         goal = (self.cache.quality if how.quality is None else how.quality) * (1 + QUALITY_SLACK)
         request = LoadRequest(NO_PREFILL, max(0.0, until_s), goal)
         limits = FetchLimits(read_s_max=max(left_s, READ_S_MIN))
-        streamed = Streamed(StreamedPages(load, kept), request, self._policy, computes=False, limits=limits)
+        streamed = Streamed(StreamedPages(load, kept), request, None, computes=False, limits=limits)
         report = self.cache.load(self._metas(load, kept), streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             self._note_rough(load, rough_loads=1, streamed_kl=streamed.report.kl)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
@@ -28,7 +28,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtide.clock import SystemClock
 from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LayeredCodec, OrderingCodec, ProfileShape
-from kvtide.config import Limits
 from kvtide.engines import calibrate_command
 from kvtide.engines.paged import (
     LoadOutcome,
@@ -43,11 +42,12 @@ from kvtide.engines.paged import (
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import ServedRequest, check_policy, profile_fingerprint, served_model
 from kvtide.engines.vllm.pages import page_pools
-from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats
-from kvtide.engines.vllm.watch import SchedulerWatch
+from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, LookupCounts
 from kvtide.group import ALL_ROWS, state_every
 from kvtide.store import Cache, Moves, cache_for, profile_name
-from kvtide.tier.base import DeviceMemory
+
+if TYPE_CHECKING:
+    from kvtide.engines.vllm.events import BlockEvents
 
 # The scheduler half only asks; what it would keep in memory is of no use to the workers.
 ASKING_MEMORY_BYTES = 1 << 20
@@ -104,34 +104,26 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_half()
-            self._watch = self._scheduler_watch(self._scheduler.cache)
+            self._lookups = LookupCounts(self._scheduler.cache, self._clock)
+            self._events = self._block_events(self._scheduler.cache)
 
     @property
     def requires_kv_delivery(self) -> bool:
         """False: a block that is not stored is a future miss."""
         return False
 
-    def _cache(
-        self,
-        codec: Codec | AwaitingCodec,
-        limits: Limits,
-        device: DeviceMemory | None = None,
-        moves: Moves | None = None,
-    ) -> Cache:
-        cache = cache_for(self._settings.store, codec, self._registry, limits, self._clock, device=device)
-        cache.moves = moves
-        cache.open()
-        return cache
-
     # The scheduler's side
 
     def _scheduler_half(self) -> SchedulerHalf:
         settings, layout, states = self._settings, self._model.layout, self._model.states
+        limits = replace(settings.limits(), memory_bytes_max=ASKING_MEMORY_BYTES)
+        cache = cache_for(settings.store, self._codec, self._registry, limits, self._clock)
+        cache.open()
         state_every_tokens = settings.state_every_tokens
         if states is not None and not state_every_tokens:
             state_every_tokens = state_every(states.layout.raw_bytes, layout.raw_bytes / layout.tokens)
         return SchedulerHalf(
-            self._cache(self._codec, replace(settings.limits(), memory_bytes_max=ASKING_MEMORY_BYTES)),
+            cache,
             self._model.namespaces,
             layout.tokens,
             self._model.page_tokens,
@@ -142,14 +134,13 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             settings.tail_tokens,
         )
 
-    def _scheduler_watch(self, cache: Cache) -> SchedulerWatch:
-        events = None
-        if self._tells_events:
-            # Who tells no router needs none of it.
-            from kvtide.engines.vllm.events import BlockEvents
+    def _block_events(self, cache: Cache) -> BlockEvents | None:
+        if not self._tells_events:
+            return None
+        # Who tells no router needs none of it.
+        from kvtide.engines.vllm.events import BlockEvents
 
-            events = BlockEvents(self._kv_cache_config, self._model.layout.tokens, cache.tiers.tier_names[-1])
-        return SchedulerWatch(cache, self._clock, events)
+        return BlockEvents(self._kv_cache_config, self._model.layout.tokens, cache.tiers.tier_names[-1])
 
     @property
     def scheduler(self) -> SchedulerHalf:
@@ -158,7 +149,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def _tell(self, action: Callable[..., None], *words: Any) -> None:
-        """Tell the watch what happens; a fault in it is no request's."""
+        """Tell who counts or announces what happens; a fault in it is no request's."""
         self.scheduler.cache.guarded("count and announce", partial(action, *words), None)
 
     def on_new_request(self, request: Any) -> None:
@@ -166,19 +157,19 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         served = self.scheduler.cache.guarded("name the request's blocks", partial(ServedRequest.of, request), None)
         if served is not None:
             self._requests[request.request_id] = served
-            self._tell(self._watch.options, self._settings.request_options(request.kv_transfer_params))
+            self._tell(self._lookups.options, self._settings.request_options(request.kv_transfer_params))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load after the computed ones, None to be asked again, and whether between steps."""
         served = self._requests.get(request.request_id)
         if served is None:
             return 0, False
-        self._tell(self._watch.asked, request)
+        self._tell(self._lookups.asked, request)
         options = self._settings.request_options(request.kv_transfer_params)
         ids = request.all_token_ids
         tokens = self.scheduler.match(request.request_id, served.salt, ids, num_computed_tokens, options, served.extra)
         if tokens is not None:
-            self._tell(self._watch.answered, request, num_computed_tokens, tokens)
+            self._tell(self._lookups.answered, request, num_computed_tokens, tokens)
         return tokens, bool(tokens) and not self._is_in_step()
 
     def _is_in_step(self) -> bool:
@@ -202,7 +193,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the step's orders."""
         total = scheduler_output.total_num_scheduled_tokens
         orders = self.scheduler.plan(self._scheduled(scheduler_output), total)
-        self._tell(self._watch.ordered, orders, self._requests)
+        if self._events is not None:
+            requests = {name: served.request for name, served in self._requests.items()}
+            self._tell(self._events.ordered, orders, requests)
         return StepMetadata(orders)
 
     def _scheduled(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
@@ -220,11 +213,12 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if connector_output.kv_connector_worker_meta is not None:
             report = connector_output.kv_connector_worker_meta.report
             self.scheduler.heard(report)
-            self._tell(self._watch.heard, report)
+            if self._events is not None:
+                self._tell(self._events.heard, report)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what routers are to be told of blocks, which vLLM publishes beside its own."""
-        return self.scheduler.cache.guarded("tell routers", self._watch.take_events, ())
+        return () if self._events is None else self.scheduler.cache.guarded("tell routers", self._events.take, ())
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Say where loaded tokens come from: by the store, in front of which a worker's memory may have them."""
@@ -236,7 +230,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
         self._requests.pop(request.request_id, None)
-        self._watch.finished(request.request_id)
+        self._lookups.finished(request.request_id)
         self.scheduler.finished(request.request_id)
         return False, None
 
@@ -249,7 +243,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Serve nothing that was stored before, as after an update of the weights: names change from now on."""
         self.scheduler.reset(os.urandom(EPOCH_BYTES))
-        self._watch.reset()
+        if self._events is not None:
+            self._events.reset()
         return True
 
     # The workers' side
@@ -275,10 +270,11 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         limits = settings.limits()
         limits = replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max)
         encoder = codec.through(self._encoder(pool)) if isinstance(codec, AwaitingCodec) else pool.encoder(codec)
+        rank, device = get_tensor_model_parallel_rank(), pool.memory if settings.device_bytes_max else None
+        cache = cache_for(settings.store, encoder, self._registry, limits, self._clock, device=device)
         # All ranks store a block at once, so that the first one speaks for all.
-        rank = get_tensor_model_parallel_rank()
-        moves = Moves() if self._tells_events and rank == 0 else None
-        cache = self._cache(encoder, limits, pool.memory if settings.device_bytes_max else None, moves)
+        cache.moves = Moves() if self._tells_events and rank == 0 else None
+        cache.open()
         if isinstance(codec, AwaitingCodec):
             self._seek_profile(cache, codec)
         self._cache_counts = CacheCounts(cache, self._clock, has_blocks=True)
@@ -290,7 +286,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._clock,
             kept_bytes_max,
             states,
-            settings.stream_policy(),
             settings.importance,
             settings.tail_tokens,
         )
@@ -349,7 +344,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return what this side has counted since it was asked last."""
         counts: dict[str, float] = {}
         if self._scheduler is not None:
-            counts = self._watch.take_counts()
+            counts = self._lookups.take() | (self._events.take_counts() if self._events is not None else {})
         elif self._worker is not None and self._cache_counts is not None:
             counts = self._worker.take_counts() | self._cache_counts.take()
         return LoadStats(counts) if counts else None
@@ -373,5 +368,5 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
-            self._watch.close()
+            self._lookups.close()
             self._scheduler.close()

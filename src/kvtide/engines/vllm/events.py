@@ -9,7 +9,7 @@ each of vLLM's groups of layers that attend.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
@@ -20,9 +20,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import MambaSpec, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvtide.engines.paged import BlockRef
+from kvtide.engines.paged import BlockRef, StepCommands, WorkerReport
 from kvtide.engines.vllm.stats import LOCAL_TIERS, counted
-from kvtide.store import Move
 from kvtide.types import BlockKey
 
 # Blocks whose tokens are remembered until tiers have them: 2 M tokens of 128 a block.
@@ -60,10 +59,12 @@ def _place_of(tier: str) -> _Place | None:
 
 
 class BlockEvents:
-    """Turns moves of objects into events. Not thread-safe: the engine's scheduler calls it."""
+    """Turns moves of objects into events. Not thread-safe: the engine's scheduler calls it.
+
+    store_tier: the name of the tier that blocks were found in which this process did not store.
+    """
 
     def __init__(self, kv_cache_config: Any, block_tokens: int, store_tier: str) -> None:
-        """store_tier: the name of the tier that blocks were found in which this process did not store."""
         # A state stands for a whole prefix, and is kept where a step happens to end: not what a router counts on.
         self._groups = [
             (number, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
@@ -78,8 +79,7 @@ class BlockEvents:
         self._events: list[KVCacheEvent] = []
         self._counts: Counter[str] = Counter()
 
-    def note(self, request: Any, blocks: Iterable[BlockRef]) -> None:
-        """Remember a request's blocks that are ordered to be stored, or loaded."""
+    def _note(self, request: Any, blocks: Iterable[BlockRef]) -> None:
         pages = self._block_tokens // self._page_tokens
         for block in blocks:
             key, first = block.ids[0].key, block.start // self._page_tokens
@@ -97,23 +97,27 @@ class BlockEvents:
             if len(self._known) > KNOWN_MAX:
                 self._known.popitem(last=False)
 
-    def found(self, blocks: Iterable[BlockRef]) -> None:
-        """Announce blocks that are loaded from the store, whoever stored them."""
-        for block in blocks:
-            self._placed(block.ids[0].key, self._store_tier)
+    def ordered(self, orders: StepCommands, requests: Mapping[str, Any]) -> None:
+        """Remember blocks that are to be stored; announce those that are loaded from the store, whoever stored them."""
+        for order in orders.stores:
+            # A piece is less than a page, and routers know pages.
+            if not order.is_tail:
+                self._note(requests[order.request], [order.block])
+        for load in orders.loads:
+            if load.request in requests:
+                self._note(requests[load.request], load.blocks)
+                for block in load.blocks:
+                    self._placed(block.ids[0].key, self._store_tier)
 
-    def moved(self, moves: Iterable[Move]) -> None:
-        """Announce what was placed, and withdraw what has left."""
-        for move in moves:
+    def heard(self, report: WorkerReport) -> None:
+        """Announce what was placed, and withdraw what has left a tier, or all."""
+        for move in report.moves:
             if move.is_placed:
                 self._placed(move.key, move.tier)
             else:
                 self._removed(move.key, _place_of(move.tier))
-
-    def lost(self, keys: Iterable[BlockKey]) -> None:
-        """Withdraw blocks that no tier has."""
         places = {place for _, place in self._announced}
-        for key in keys:
+        for key in report.lost:
             for place in places:
                 self._removed(key, place)
 
@@ -149,16 +153,8 @@ class BlockEvents:
         hashes = None if place is None else self._announced.pop((key, place), None)
         if hashes is None or place is None:
             return
-        for number, _, _ in self._groups:
-            self._events.append(
-                BlockRemoved(
-                    block_hashes=hashes,
-                    medium=place.medium,
-                    group_idx=number,
-                    locality=place.locality,
-                    ownership=place.owner,
-                )
-            )
+        where = {"medium": place.medium, "locality": place.locality, "ownership": place.owner}
+        self._events += [BlockRemoved(block_hashes=hashes, group_idx=number, **where) for number, _, _ in self._groups]
         self._counts[counted("block_events", "removed", place.medium)] += 1
 
     def reset(self) -> None:
