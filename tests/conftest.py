@@ -32,7 +32,6 @@ HARDWARE_REASONS = (
     "needs a processor with AMX",
     "needs a CUDA device",
     "the kernels are for x86-64",
-    "needs an environment of its own: make test-vllm",
 )
 
 

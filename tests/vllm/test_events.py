@@ -13,9 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvtide.engines.paged import BlockRef, StepCommands, WorkerReport
 from kvtide.engines.paged.sequence import LoadOrder, StoreOrder
+from kvtide.engines.vllm.events import BlockEvents
 from kvtide.store import Move
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -37,11 +41,6 @@ def _request(**changes: Any) -> Any:
 
 @pytest.fixture
 def events() -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    from kvtide.engines.vllm.events import BlockEvents
-
     shape: Any = {"block_size": PAGE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     specs = [FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=16)]
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
@@ -59,8 +58,6 @@ def _moved(events: Any, *moves: Move) -> None:
 
 def _wire(events: Any) -> list[dict[str, Any]]:
     """Return what a router decodes of what vLLM's publisher sends."""
-    from vllm.distributed.kv_events import KVEventBatch
-
     sent = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=list(events.take()), data_parallel_rank=0))
     _, found, rank = msgspec.msgpack.decode(sent)
     assert rank == 0

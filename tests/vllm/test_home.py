@@ -16,8 +16,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from tests.servers import server_process
 from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from kvtide_lab.config import engine_environment
 from wheel import install_wheel
@@ -84,8 +86,6 @@ class Server:
 @contextmanager
 def serving(python: Path, model: Path, store: str, log: Path, more: Sequence[str] = ()) -> Iterator[Server]:
     """Run vLLM's own server; kvtide is named by its short name alone. more: words of its command."""
-    import zmq
-
     port, events_port = _free_port(), _free_port()
     transfer = {"kv_connector": "KVTideConnector", "kv_role": "kv_both"}
     transfer["kv_connector_extra_config"] = {"store": store, "codec": "lossless"}  # type: ignore[assignment]
@@ -178,15 +178,11 @@ def test_what_one_data_parallel_rank_stored_another_restores(
 
 def _decoded(server: Server) -> list[Any]:
     """Read events as vLLM's own subscriber does, with vLLM's own types."""
-    from vllm.distributed.kv_events import KVEventBatch
-
     decoder = msgspec.msgpack.Decoder(KVEventBatch)
     return [event for payload in server.raw_batches(30.0) for event in decoder.decode(payload).events]
 
 
 def test_subscriber_of_kv_events_hears_of_restored_and_of_stored_blocks(server: Server, tokens: list[int]) -> None:
-    from vllm.distributed.kv_events import BlockStored
-
     stored = [event for event in _decoded(server) if isinstance(event, BlockStored)]
     ours = [event for event in stored if event.ownership == "kvtide:disk"]
     # Restored blocks first, then those that this engine has stored.

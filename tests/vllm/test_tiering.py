@@ -8,12 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from tests.families import EXACT, checkpoint, families
 from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
+from vllm.v1.kv_offload import config as offloading
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
+from kvtide.engines.vllm.tiering import KVTideTier
 from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_process import EngineProcess
+from kvtide_lab.config import engine_environment
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -62,8 +68,6 @@ def test_any_groups_of_layers_come_back_as_they_were(nursery: EngineNursery, fam
 
 
 def test_python_hashes_are_pinned_as_vllms_chunk_names_need() -> None:
-    from kvtide_lab.config import engine_environment
-
     assert engine_environment({})["PYTHONHASHSEED"] == "0"
     assert engine_environment({"X": "1"})["X"] == "1"
     assert engine_environment({}).keys() >= os.environ.keys()
@@ -71,11 +75,6 @@ def test_python_hashes_are_pinned_as_vllms_chunk_names_need() -> None:
 
 def _tier(folder: Path, store: Path, ranks: int, *, is_canonical: bool) -> Any:
     """A tier of an engine with so many tensor-parallel ranks."""
-    import numpy as np
-    from vllm.v1.kv_offload import config as offloading
-
-    from kvtide.engines.vllm.tiering import KVTideTier
-
     parallel = offloading.OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, True)
     config = offloading.OffloadingConfig(
         groups=(offloading.OffloadingGroupConfig(16, ("a", "b"), 0),),
@@ -94,10 +93,6 @@ def _tier(folder: Path, store: Path, ranks: int, *, is_canonical: bool) -> Any:
 
 
 def test_ranks_of_any_number_share_the_portable_order_and_no_other(tmp_path: Path) -> None:
-    import numpy as np
-    from vllm.v1.kv_offload.base import LookupResult
-    from vllm.v1.kv_offload.tiering.base import TransferJob
-
     store = tmp_path / "store"
     for is_canonical, shared in ((False, {(1, False)}), (True, {(1, True), (2, True), (1, False)})):
         tier = _tier(tmp_path, store, 1, is_canonical=is_canonical)
