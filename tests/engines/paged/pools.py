@@ -1,14 +1,20 @@
-"""A small engine's pages for tests, without an engine: what it wrote and where."""
+"""A small engine for tests, without an engine: its pages, what it wrote and where, and both halves on a stored line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvtide.block import BlockBits, BlockLayout, KVDtype
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.clock import SystemClock
+from kvtide.engines.paged import Namespaces, ScheduledRequest, SchedulerHalf, WorkerHalf
 from kvtide.engines.paged.pages import CellOrder, HostPages, keys_values
+from kvtide.engines.settings import RequestOptions, StreamOrder
+from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.store import Cache, PendingBlock
+from kvtide.types import BlockKey, ObjectId
 
 PAGE_TOKENS = 4
 LAYOUT = BlockLayout(layers=3, tokens=8, kv_heads=2, head_dim=6, dtype=KVDtype.BFLOAT16)
@@ -40,3 +46,85 @@ def host_pages(
 ) -> tuple[HostPages, list[Any]]:
     layers = empty_layers(pages, layout)
     return HostPages(layers, layout, order), layers
+
+
+def namespaces(layout: BlockLayout = LAYOUT, shards: int = 1, has_states: bool = False) -> Namespaces:
+    """Return the names of a toy model's blocks."""
+
+    def specs(salt: bytes) -> list[NamespaceSpec]:
+        texts = [f"toy {shard}/{shards}" for shard in range(shards)]
+        return [NamespaceSpec(b"model", layout.dtype, text, layout.tokens, salt) for text in texts]
+
+    return Namespaces(specs, has_states)
+
+
+def pending(layout: BlockLayout, tokens: list[int], blocks: Sequence[BlockBits], start: int = 0) -> list[PendingBlock]:
+    """Return a prompt's blocks, from block `start` on, as an engine of the toy model would store them."""
+    (space,) = namespaces(layout).of(b"")
+    keys = [BlockKey(space), *block_keys(space, np.array(tokens, dtype=np.uint32), layout.tokens)]
+
+    def one(position: int, bits: BlockBits) -> PendingBlock:
+        name = ObjectId(space, keys[position + 1])
+        return PendingBlock(
+            BlockMeta(name, keys[position], position * layout.tokens, layout, "toy"), lambda: lambda: bits
+        )
+
+    return [one(position, bits) for position, bits in enumerate(blocks, start)]
+
+
+class LineEngine:
+    """Both halves on a store that has the first `blocks` blocks of a line, and pages for all of it, from page 1 on."""
+
+    def __init__(
+        self, make_cache: Callable[[], Cache], layout: BlockLayout, line: list[int], blocks: int, share: float = 1.0
+    ) -> None:
+        self.asking, self.cache = make_cache(), make_cache()
+        self.asking.open()
+        self.cache.open()
+        self._line, self._blocks, self._layout = line, blocks, layout
+        self._numbers = list(range(1, 2 + len(line) // PAGE_TOKENS))
+        self.scheduler = SchedulerHalf(
+            self.asking, namespaces(layout), layout.tokens, PAGE_TOKENS, SystemClock(), match_s_max=5.0
+        )
+        self.pool, self.pages = host_pages(CellOrder.SPLIT, 1 + len(self._numbers), layout)
+        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock(), share=share)
+
+    def ask(self, request: str, stream: StreamOrder | None = None) -> int:
+        """Match as an engine does: again and again until there is an answer."""
+        hit = None
+        while hit is None:
+            hit = self.scheduler.match(request, b"", self._line, 0, RequestOptions(stream=stream))
+        return hit
+
+    def load(self, request: str, stream: StreamOrder | None = None) -> set[int]:
+        """Load the blocks; return the pages that were not filled."""
+        hit = self.ask(request, stream)
+        assert hit == self._blocks * self._layout.tokens
+        self.scheduler.allocated(request, self._numbers, hit)
+        orders = self.scheduler.plan((), 0)
+        self.worker.start(orders)
+        for _ in range(12_000):
+            outcome = self.worker.ended([], is_idle=True)
+            if outcome.requests:
+                self.scheduler.heard(self.worker.report(orders.step))
+                return outcome.failed_pages
+        raise AssertionError("the load never ended")
+
+    def held(self) -> list[BlockBits]:
+        """Return what the pages have of the blocks."""
+        size = self._layout.tokens // PAGE_TOKENS
+        starts = range(0, self._blocks * size, size)
+        return [self.pool.capture(self._numbers[start : start + size]).block() for start in starts]
+
+    def computed(self, request: str, line: list[int] | None = None) -> int:
+        """Have the rest of a line computed; return how many blocks that orders to be stored."""
+        line = line or self._line
+        orders = self.scheduler.plan([ScheduledRequest(request, line, len(line), lambda: self._numbers)], 100)
+        self.worker.start(orders)
+        self.worker.store(orders)
+        self.scheduler.finished(request)
+        return len(orders.stores)
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, random_block
+from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, namespaces, random_block
 from tests.server.worlds import invalidate, region_processes
 from tests.servers import running_server
 
 from kvtide.clock import SystemClock
 from kvtide.engines.paged.pages import CellOrder, keys_values
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
-from kvtide.engines.paged.sequence import FollowedPrefix, Namespaces, StepCommands, WorkerReport
+from kvtide.engines.paged.sequence import FollowedPrefix, StepCommands, WorkerReport
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.engines.settings import RequestOptions
 from kvtide.evict import Hint
-from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.keys import block_keys
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.plan import Judge
 from kvtide.store.cache import Cache
@@ -33,14 +33,6 @@ from kvtide_lab.bench.services import wait_until
 
 BLOCK = LAYOUT.tokens
 ORDER = CellOrder.TRANSPOSED_KEYS
-
-
-def _namespaces(shards: int = 1) -> Namespaces:
-    return Namespaces(
-        lambda salt: [
-            NamespaceSpec(b"model", LAYOUT.dtype, f"toy {shard}/{shards}", BLOCK, salt) for shard in range(shards)
-        ]
-    )
 
 
 class ToyEngine:
@@ -58,7 +50,7 @@ class ToyEngine:
         cache = open_cache(store, load_s_max=5.0)
         # A busy machine is no slow store.
         self.scheduler = SchedulerHalf(
-            cache, _namespaces(shards), BLOCK, PAGE_TOKENS, self.clock, 20.0, tail_tokens=tail_tokens
+            cache, namespaces(shards=shards), BLOCK, PAGE_TOKENS, self.clock, 20.0, tail_tokens=tail_tokens
         )
         self.pool, self.layers = host_pages(ORDER, pages=64)
         self.worker = WorkerHalf(
@@ -242,7 +234,7 @@ def test_request_for_the_latest_takes_no_stale_copy_and_what_any_region_has(
         one, two = (engines(url, kept_bytes_max=kept_bytes_max) for url in regions)
         one.compute("a", PROMPT)
         assert [loaded(engine, "b", is_latest=True) for engine in (one, two)] == [3, 3]
-        (namespace,) = _namespaces().of(b"")
+        (namespace,) = namespaces().of(b"")
         invalidate(regions[1], namespace)
         assert [loaded(one, "c", is_latest=False), loaded(one, "d", is_latest=True)] == [3, 0]
 
@@ -251,7 +243,7 @@ def test_blocks_kept_as_pages_end_with_their_generation(
     engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtide.tier.stack.invalidation._POLL_S", 0.05)
-    (namespace,) = _namespaces().of(b"")
+    (namespace,) = namespaces().of(b"")
     with running_server() as server:
         engine = engines(server.url, kept_bytes_max=3 * LAYOUT.raw_bytes)
         engine.compute("a", PROMPT)
@@ -571,7 +563,7 @@ def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngin
     engine.compute("a", PROMPT)
     assert engine.ask("b", PROMPT) == 24
     # Shard 1 had no room for the first block.
-    lost = block_keys(_namespaces(shards=2).of(b"")[1], PROMPT, BLOCK)[0]
+    lost = block_keys(namespaces(shards=2).of(b"")[1], PROMPT, BLOCK)[0]
     engine.scheduler.heard(WorkerReport(1, (), (lost,), ()))
     assert engine.ask("b", PROMPT) == 0
     engine.finish("b")

@@ -11,6 +11,8 @@ from kvtide.engines.chunks import WriteGate
 from kvtide.engines.paged import identity
 from kvtide.engines.settings import ConnectorSettings
 
+LOCAL = ("/var/cache", "disk:///c", "memory://")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -50,14 +52,7 @@ def test_closed_gate_lets_nobody_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "codec"),
-    [
-        ("/var/cache", "raw"),
-        ("disk:///c", "raw"),
-        ("memory://", "raw"),
-        ("http://h:1", "lossless"),
-        ("s3://b", "lossless"),
-    ],
+    ("store", "codec"), [*((each, "raw") for each in LOCAL), *((each, "lossless") for each in ("http://h:1", "s3://b"))]
 )
 def test_codec_suits_the_store_unless_it_is_given(store: str, codec: str) -> None:
     assert ConnectorSettings.parse({"store": store}).codec == codec

@@ -7,22 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, random_block
+from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, namespaces, random_block
 
 from kvtide.clock import SystemClock
 from kvtide.engines.chunks import chunk_layout
-from kvtide.engines.paged import Namespaces, OpaqueLayer, OpaquePages, ScheduledRequest, SchedulerHalf, WorkerHalf
+from kvtide.engines.paged import OpaqueLayer, OpaquePages, ScheduledRequest, SchedulerHalf, WorkerHalf
 from kvtide.engines.paged.pages import CellOrder, join_pages
 from kvtide.engines.paged.sequence import TrackedSequence
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions
 from kvtide.group import state_every
-from kvtide.keys import NamespaceSpec
 from kvtide.store import Cache
 
 BLOCK, ORDER, PAGES = LAYOUT.tokens, CellOrder.SPLIT, 64
 STATE_BYTES = 32
 PROMPT = list(range(3 * BLOCK + 3))
-NAMES = Namespaces(lambda salt: [NamespaceSpec(b"model", LAYOUT.dtype, "toy", BLOCK, salt)], has_states=True)
+NAMES = namespaces(has_states=True)
 BRANCH = [*PROMPT[: 2 * BLOCK], *range(7, 7 + BLOCK + 3)]
 
 

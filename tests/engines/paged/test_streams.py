@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 from tests.codec.tide_profiles import fitted
-from tests.engines.paged.pools import PAGE_TOKENS, host_pages
+from tests.engines.paged.pools import PAGE_TOKENS, LineEngine, pending
 from tests.servers import running_server
 
-from kvtide.block import BlockLayout, BlockMeta, KVDtype
-from kvtide.clock import SystemClock
+from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import CodecRegistry
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.paged import CellOrder, Namespaces, ScheduledRequest, SchedulerHalf, WorkerHalf
 from kvtide.engines.settings import ConnectorSettings, RequestOptions, StreamOrder
-from kvtide.keys import NamespaceSpec, block_keys
-from kvtide.store import Cache, PendingBlock, cache_for
+from kvtide.store import Cache, cache_for
 from kvtide.testing import smooth_bits
-from kvtide.types import BlockKey, ObjectId
 from kvtide_lab.bench.shaped import ShapedProxy
 
 LAYOUT = BlockLayout(layers=15, tokens=64, kv_heads=2, head_dim=16, dtype=KVDtype.BFLOAT16)
 BLOCK, BLOCKS = LAYOUT.tokens, 3
 PROMPT = list(range(BLOCKS * BLOCK + 3))
-PAGES = 128
 LINE = [*PROMPT, *range(500, 500 + 2 * BLOCK)]
-
-
-def _namespaces() -> Namespaces:
-    return Namespaces(lambda salt: [NamespaceSpec(b"model", LAYOUT.dtype, "toy", BLOCK, salt)])
-
-
-def pending(meta: BlockMeta, seed: int) -> PendingBlock:
-    bits = smooth_bits(LAYOUT, seed)
-    return PendingBlock(meta, lambda: lambda: bits)
 
 
 def tide_cache(url: str) -> Cache:
@@ -44,111 +28,61 @@ def tide_cache(url: str) -> Cache:
     return cache_for(url, TideCodec(profile, 1e-3, 3), CodecRegistry([profile]))
 
 
-class Engine:
-    """Both halves over a link, and the blocks that the store has."""
-
-    def __init__(self, url: str) -> None:
-        self.cache, self.asking = tide_cache(url), tide_cache(url)
-        self.cache.open()
-        self.asking.open()
-        self.scheduler = SchedulerHalf(self.asking, _namespaces(), BLOCK, PAGE_TOKENS, SystemClock(), 5.0)
-        self.pool, self.pages = host_pages(CellOrder.SPLIT, PAGES, LAYOUT)
-        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock())
-
-    def ask(self, request: str, stream: StreamOrder | None = None) -> int:
-        """Match as an engine does: again and again until there is an answer."""
-        hit = None
-        while hit is None:
-            hit = self.scheduler.match(request, b"", LINE, 0, RequestOptions(stream=stream))
-        return hit
-
-    def load(self, request: str, stream: StreamOrder | None) -> set[int]:
-        hit = self.ask(request, stream)
-        assert hit == BLOCKS * BLOCK
-        self.scheduler.allocated(request, list(range(1, PAGES)), hit)
-        orders = self.scheduler.plan((), 0)
-        self.worker.start(orders)
-        give_up_s = time.monotonic() + 60.0
-        while time.monotonic() < give_up_s:
-            outcome = self.worker.ended([], is_idle=True)
-            if outcome.requests:
-                self.scheduler.heard(self.worker.report(orders.step))
-                return outcome.failed_pages
-        raise AssertionError("the load never ended")
-
-    def computed(self, request: str) -> int:
-        """Have the rest of the line computed; return how many blocks that orders to be stored."""
-        orders = self.scheduler.plan([ScheduledRequest(request, LINE, len(LINE), lambda: list(range(1, PAGES)))], 100)
-        self.worker.start(orders)
-        self.worker.store(orders)
-        return len(orders.stores)
-
-    def close(self) -> None:
-        self.scheduler.close()
-        self.worker.close()
-
-
 @pytest.fixture
-def engine_at() -> Iterator[Callable[..., Engine]]:
+def engine_at() -> Iterator[Callable[[float], LineEngine]]:
     """Make engines over a link of some bytes a second to a server that has the prompt's blocks."""
-    (namespace,) = _namespaces().of(b"")
-    keys = [BlockKey(namespace), *block_keys(namespace, np.array(PROMPT, dtype=np.uint32), BLOCK)]
-    metas = [BlockMeta(ObjectId(namespace, keys[i + 1]), keys[i], i * BLOCK, LAYOUT, "toy") for i in range(BLOCKS)]
-    made: list[Engine] = []
+    made: list[LineEngine] = []
     with running_server(tiers=("memory://",)) as server:
         with tide_cache(server.url) as cache:
-            assert cache.store([pending(meta, seed) for seed, meta in enumerate(metas)]) == BLOCKS
+            assert cache.store(pending(LAYOUT, PROMPT, [smooth_bits(LAYOUT, seed) for seed in range(BLOCKS)])) == BLOCKS
             assert cache.flush(20)
         with ShapedProxy((server.address.host, server.address.port), lambda seconds: 1e9) as proxy:
 
-            def make(bytes_per_s: float) -> Engine:
+            def make(bytes_per_s: float) -> LineEngine:
                 proxy.restart(lambda seconds: bytes_per_s * seconds)
-                made.append(Engine(f"http://127.0.0.1:{proxy.port}"))
+                url = f"http://127.0.0.1:{proxy.port}"
+                made.append(LineEngine(lambda: tide_cache(url), LAYOUT, LINE, BLOCKS))
                 return made[-1]
 
             yield make
+            # What is still on its way is not waited for at the link's rate.
+            proxy.restart(lambda seconds: 1e9 * seconds)
             for engine in made:
                 engine.close()
 
 
-def test_base_of_all_blocks_comes_in_time_and_is_never_stored_on(engine_at: Callable[[float], Engine]) -> None:
+def test_base_of_all_blocks_comes_in_time_and_is_never_stored_on(engine_at: Callable[[float], LineEngine]) -> None:
     engine = engine_at(4e3)
     assert engine.load("a", StreamOrder(0.8)) == set()
     assert all(cells[1 : 1 + BLOCKS * BLOCK // PAGE_TOKENS].any() for cells in engine.pages)
     assert engine.computed("a") == 0, "what is computed on top of rough blocks is not stored"
-    engine.scheduler.finished("a")
     # The engine hands the pages on by itself: another request of the same tokens is not stored either.
     engine.scheduler.match("b", b"", LINE, BLOCKS * BLOCK)
     assert engine.computed("b") == 0
-    engine.scheduler.finished("b")
 
 
-def test_counts_say_how_blocks_were_stored_once(engine_at: Callable[[float], Engine]) -> None:
+def test_counts_say_how_blocks_were_stored_once(engine_at: Callable[[float], LineEngine]) -> None:
     engine = engine_at(1e8)
     assert engine.load("a", StreamOrder(20.0)) == set()
     engine.worker.take_counts()
     assert engine.computed("a") == 2 and engine.cache.flush(30)
     assert sum(engine.worker.take_counts().values()) == sum(engine.cache.profiles.totals().values()) > 0
     assert engine.worker.take_counts() == {}
-    engine.scheduler.finished("a")
 
 
-def test_with_time_all_refinements_come_and_what_follows_is_stored(engine_at: Callable[[float], Engine]) -> None:
+def test_with_time_all_refinements_come_and_what_follows_is_stored(engine_at: Callable[[float], LineEngine]) -> None:
     engine = engine_at(1e8)
     assert engine.load("a", StreamOrder(20.0)) == set()
     assert engine.computed("a") == 2
-    engine.scheduler.finished("a")
 
 
-def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Callable[[float], Engine]) -> None:
+def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Callable[[float], LineEngine]) -> None:
     engine = engine_at(1e8)
     engine.cache.tiers.read_range = lambda *arguments: False  # type: ignore[method-assign]
     assert len(engine.load("a", StreamOrder(20.0))) == BLOCKS * BLOCK // PAGE_TOKENS
     assert engine.ask("a") == 0
-    engine.scheduler.finished("a")
     # Nor does the next request wait for a block that is gone.
     assert engine.ask("b") == 0
-    engine.scheduler.finished("b")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +106,7 @@ def test_bad_options_are_refused(options: dict[str, object], complaint: str) -> 
 
 
 def test_request_that_wants_nothing_stored_leaves_no_block_and_one_that_wants_nothing_loaded_computes(
-    engine_at: Callable[..., Engine],
+    engine_at: Callable[[float], LineEngine],
 ) -> None:
     engine = engine_at(1e9)
     assert engine.scheduler.match("a", b"", LINE, 0, RequestOptions(may_load=False, may_store=False)) == 0
