@@ -59,7 +59,9 @@ class ToyEngine:
         self._free = iter(range(1, 64))
 
     def close(self) -> None:
-        """End it; AssertionError if anything of a request is left."""
+        """End its requests and itself; AssertionError if anything of one is left."""
+        for request in list(self.scheduler._sequences):
+            self.finish(request)
         self.scheduler.check()
         self.worker.check()
         self.scheduler.close()
@@ -190,7 +192,6 @@ def test_another_engine_restores_every_full_block(engines: Callable[..., ToyEngi
     restored = held(second, pages)
     for position in range(3):
         assert np.array_equal(restored[:, :, position * BLOCK : (position + 1) * BLOCK], block_of(PROMPT, position))
-    second.finish("b")
 
 
 def _loads(engine: ToyEngine, request: str, computed: int = 0) -> int:
@@ -264,7 +265,6 @@ def test_tokens_that_nobody_stored_are_counted_once_a_request(engines: Callable[
     first.compute("a", PROMPT[: 2 * BLOCK + 1])
     for _ in range(3):
         second.ask("b", PROMPT)
-    second.finish("b")
     for engine, absent in ((first, 2), (second, 1)):
         counted = engine.scheduler.cache.decisions.counts()
         assert counted == {Decided(Choice.RECOMPUTE, Why.ABSENT): absent * BLOCK}
@@ -290,7 +290,6 @@ def test_prefix_that_another_engine_computes_is_waited_for_and_brought(engines: 
     one.compute("a3", PROMPT)
     wait_until(lambda: asked() is not None, "all blocks")
     assert other.ask("b", PROMPT) == 3 * BLOCK
-    other.finish("b")
 
 
 def test_prefix_that_comes_no_further_is_computed_from_there(engines: Callable[..., ToyEngine]) -> None:
@@ -302,7 +301,6 @@ def test_prefix_that_comes_no_further_is_computed_from_there(engines: Callable[.
         found.append(other.scheduler.match("b", b"", PROMPT, 0, brief))
     assert found[-1] == 2 * BLOCK
     assert None in found
-    other.finish("b")
 
 
 def test_what_has_come_is_used_though_the_store_falls_silent(
@@ -323,7 +321,6 @@ def test_what_has_come_is_used_though_the_store_falls_silent(
     wait_until(asked, "the end of waiting")
     speaks.set()
     assert answers[-1] == 2 * BLOCK
-    other.finish("b")
 
 
 def test_following_ends_where_computing_is_faster() -> None:
@@ -341,7 +338,6 @@ def test_last_token_of_a_prompt_is_never_loaded(engines: Callable[..., ToyEngine
     engine.compute("a", PROMPT[: 2 * BLOCK])
     assert engine.ask("b", PROMPT[: 2 * BLOCK]) == BLOCK
     assert engine.ask("b", PROMPT[: 2 * BLOCK + 1]) == 2 * BLOCK
-    engine.finish("b")
 
 
 def test_load_starts_behind_what_the_engine_has(engines: Callable[..., ToyEngine]) -> None:
@@ -352,7 +348,6 @@ def test_load_starts_behind_what_the_engine_has(engines: Callable[..., ToyEngine
     restored = held(second, pages)
     assert not restored[:, :, : BLOCK + PAGE_TOKENS].any()
     assert np.array_equal(restored[:, :, 2 * BLOCK : 3 * BLOCK], block_of(PROMPT, 2))
-    second.finish("b")
 
 
 def test_deleted_block_fails_its_pages_and_is_forgotten(engines: Callable[..., ToyEngine]) -> None:
@@ -369,15 +364,12 @@ def test_deleted_block_fails_its_pages_and_is_forgotten(engines: Callable[..., T
     assert failed == set(pages[BLOCK // PAGE_TOKENS : 3 * BLOCK // PAGE_TOKENS])
     assert second.ask("b", PROMPT) == 0
     assert second.ask("c", PROMPT) == BLOCK
-    second.finish("b")
-    second.finish("c")
 
 
 def test_private_store_counts_what_was_ordered(engines: Callable[..., ToyEngine]) -> None:
     engine = engines("memory://")
     engine.compute("a", PROMPT)
     assert engine.ask("b", PROMPT) == 3 * BLOCK
-    engine.finish("b")
 
 
 def test_finished_request_ends_its_load_and_nothing_is_written_later(engines: Callable[..., ToyEngine]) -> None:
@@ -410,8 +402,6 @@ def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Callab
     assert failed == set(pages[: 10 * BLOCK // PAGE_TOKENS])
     assert second.ask("c", long) == 0
     gate.set()
-    second.finish("b")
-    second.finish("c")
 
 
 def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Callable[..., ToyEngine]) -> None:
@@ -425,7 +415,6 @@ def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Callab
     # Neither speed of prefill is known nor a block lost: only that this request has waited.
     assert second.ask("b", PROMPT) == 0
     gate.set()
-    second.finish("b")
 
 
 def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Callable[..., ToyEngine]) -> None:
@@ -459,7 +448,6 @@ def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Cal
     orders = second.step(ScheduledRequest("b", longer, len(longer), lambda: pages))
     assert [order.block.start for order in orders.stores] == list(range(0, len(longer) // BLOCK * BLOCK, BLOCK))
     second.worker.ended([], is_idle=False)
-    second.finish("b")
 
 
 def test_layers_are_waited_for_one_by_one(engines: Callable[..., ToyEngine]) -> None:
@@ -474,7 +462,6 @@ def test_layers_are_waited_for_one_by_one(engines: Callable[..., ToyEngine]) -> 
         second.worker.wait_layer(layer)
         assert np.array_equal(held(second, pages)[layer, :, :BLOCK], block_of(PROMPT, 0)[layer])
     second.worker.wait_loads()
-    second.finish("b")
 
 
 def test_first_layer_does_not_wait_for_the_others(
@@ -505,7 +492,6 @@ def test_first_layer_does_not_wait_for_the_others(
     release.set()
     second.worker.wait_loads()
     assert np.array_equal(held(second, pages)[-1, :, :BLOCK], block_of(PROMPT, 0)[-1])
-    second.finish("b")
     for engine in (first, second):
         engine.scheduler.close()
         engine.worker.close()
@@ -521,7 +507,6 @@ def test_tokens_of_the_answer_are_stored_as_their_blocks_fill(engines: Callable[
         orders = engine.step(ScheduledRequest("a", PROMPT[:computed], computed, lambda: pages))
         stored += [(computed, order.block.start) for order in orders.stores]
     assert stored == [(BLOCK, 0), (2 * BLOCK, BLOCK)]
-    engine.finish("a")
 
 
 def test_tokens_not_known_yet_are_not_stored(engines: Callable[..., ToyEngine]) -> None:
@@ -529,7 +514,6 @@ def test_tokens_not_known_yet_are_not_stored(engines: Callable[..., ToyEngine]) 
     assert engine.ask("a", PROMPT[:BLOCK]) == 0
     orders = engine.scheduler.plan([ScheduledRequest("a", PROMPT[: BLOCK - 1], BLOCK, list)], 1)
     assert orders.stores == ()
-    engine.finish("a")
 
 
 @pytest.mark.parametrize("salt", [b"tenant", b"\0epoch x"])
@@ -537,7 +521,6 @@ def test_other_salt_finds_nothing(engines: Callable[..., ToyEngine], salt: bytes
     engine = engines()
     engine.compute("a", PROMPT)
     assert engine.ask("b", PROMPT, salt=salt) == 0
-    engine.finish("b")
 
 
 def test_reset_serves_nothing_that_was_stored_before(engines: Callable[..., ToyEngine]) -> None:
@@ -548,14 +531,12 @@ def test_reset_serves_nothing_that_was_stored_before(engines: Callable[..., ToyE
     engine.finish("b")
     engine.compute("c", PROMPT)
     assert engine.ask("d", PROMPT) == 3 * BLOCK
-    engine.finish("d")
 
 
 def test_store_of_another_number_of_shards_is_a_miss(engines: Callable[..., ToyEngine]) -> None:
     engines().compute("a", PROMPT)
     second = engines(shards=2)
     assert second.ask("b", PROMPT) == 0
-    second.finish("b")
 
 
 def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngine]) -> None:
@@ -566,7 +547,6 @@ def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngin
     lost = block_keys(namespaces(shards=2).of(b"")[1], PROMPT, BLOCK)[0]
     engine.scheduler.heard(WorkerReport(1, (), (lost,), ()))
     assert engine.ask("b", PROMPT) == 0
-    engine.finish("b")
 
 
 def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callable[..., ToyEngine]) -> None:
@@ -579,7 +559,6 @@ def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callabl
         answers.append(engine.scheduler.match("a", b"", PROMPT, 0))
     assert (answers[0], answers[-1]) == (None, 0)
     gate.set()
-    engine.finish("a")
 
 
 def test_hint_of_a_request_reaches_what_evicts(engines: Callable[..., ToyEngine]) -> None:
@@ -591,4 +570,3 @@ def test_hint_of_a_request_reaches_what_evicts(engines: Callable[..., ToyEngine]
         second.scheduler.match("b", b"", [9] * (BLOCK + 1), 0, options)
     assert len(second.step().advice) == 1
     wait_until(lambda: cache.stats().hints_heard == 1, "the hint")
-    second.finish("b")

@@ -70,7 +70,6 @@ def test_tail_of_a_prompt_is_restored_bit_for_bit_after_a_restart(
     first.worker.close()
     second = engine()
     hit, pages, failed = second.load("b", tokens)
-    second.finish("b")
     assert (hit, failed) == (restored, set())
     assert np.array_equal(held(second, pages)[:, :, :restored], expected(tokens, restored))
 
@@ -80,7 +79,6 @@ def test_without_the_option_whole_blocks_alone_are_restored(engine: Callable[...
     engine().compute("a", tokens[:22])
     second = engine(0)
     assert second.load("b", tokens)[0] == 16
-    second.finish("b")
 
 
 def test_tail_ends_where_another_prompt_differs(engine: Callable[..., TailEngine]) -> None:
@@ -88,7 +86,6 @@ def test_tail_ends_where_another_prompt_differs(engine: Callable[..., TailEngine
     engine().compute("a", tokens[:22])
     second = engine()
     hit, pages, _ = second.load("b", [*tokens[:19], 900, *tokens[20:]])
-    second.finish("b")
     assert hit == 18
     assert np.array_equal(held(second, pages)[:, :, :18], expected(tokens, 18))
 
@@ -111,7 +108,6 @@ def test_what_the_engine_has_by_itself_is_not_loaded_again(engine: Callable[...,
     engine().compute("a", tokens[:23])
     second = engine()
     hit, pages, failed = second.load("b", tokens, computed=20)
-    second.finish("b")
     assert (hit, failed) == (2, set())
     assert np.array_equal(held(second, pages)[:, :, 20:22], expected(tokens, 22)[:, :, 20:])
     assert not held(second, pages)[:, :, :20].any()
@@ -132,7 +128,6 @@ def test_lost_piece_has_its_page_computed_and_is_not_promised_again(engine: Call
     assert failed == set(pages[4:6])
     assert np.array_equal(held(second, pages)[:, :, :16], expected(tokens, 16))
     assert second.load("d", tokens)[0] == 18
-    second.finish("d")
 
 
 def test_rest_of_a_page_is_left_as_it_is(engine: Callable[..., TailEngine]) -> None:
@@ -146,7 +141,6 @@ def test_rest_of_a_page_is_left_as_it_is(engine: Callable[..., TailEngine]) -> N
     second.scheduler.allocated("b", pages, 18)
     second.step(tokens=0)
     assert not second.wait("b")
-    second.finish("b")
     assert np.array_equal(held(second, pages)[:, :, 19:20], own)
 
 
@@ -158,7 +152,6 @@ def test_prompt_stores_its_tail_once_and_answers_store_none(engine: Callable[...
     found = [
         one.step(ScheduledRequest("a", tokens[:stop], stop, lambda: pages)).stores for stop in (12, 20, 21, 23, 25, 30)
     ]
-    one.finish("a")
     kinds = [["tail" if order.is_tail else "block" for order in each] for each in found]
     assert kinds == [["block"], ["block", "tail", "tail"], [], [], ["block"], []]
 
@@ -170,7 +163,6 @@ def test_what_is_computed_on_top_of_rough_blocks_has_no_tail_either(engine: Call
     one.scheduler.heard(WorkerReport(0, (), (), (), rough=("a",)))
     pages = one.pages(30)
     assert one.step(ScheduledRequest("a", tokens[:20], 20, lambda: pages)).stores == ()
-    one.finish("a")
 
 
 def test_pieces_of_another_size_or_of_blocks_have_other_names() -> None:
