@@ -84,7 +84,7 @@ def in_line(layout: BlockLayout, cost: str = "layer") -> Profile:
 def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
     """A profile of what a tiny model makes of a prompt's tokens in many orders."""
     # Others need no torch.
-    from kvtide.engines.calibrate.judge import block_metas, capture_blocks
+    from kvtide_lab.judge.quality import block_metas, capture_blocks
 
     rng, ids = np.random.default_rng(1), prompt[0].numpy()
     pairs: list[tuple[BlockMeta, BlockBits]] = []

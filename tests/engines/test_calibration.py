@@ -12,11 +12,11 @@ from kvtide.codec.tide import Steps, TideCodec
 from kvtide.engines.calibrate import calibration as module
 from kvtide.engines.calibrate import split_texts
 from kvtide.engines.calibrate.calibration import TideCalibration
-from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.calibrate.texts import evaluation_texts, snippets
 from kvtide.engines.transformers import ModelContexts
 from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide_lab.judge.quality import QualityJudge
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")
 

@@ -24,12 +24,12 @@ from kvtide.codec.tide.grid import UNITS
 from kvtide.engines import read_profile
 from kvtide.engines.calibrate import TideCalibration, restored_kl, split_texts
 from kvtide.engines.calibrate.calibration import JUDGED_TOKENS
-from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide.engines.transformers import CachedModel, ModelContexts, attach
 from kvtide.errors import UnsupportedModel
 from kvtide.group import ALL_ROWS
 from kvtide.store import ProfileStore, profile_name
+from kvtide_lab.judge.quality import one_torch_thread
 
 BLOCK = 64
 # Of each text, what quality is judged on comes after whole blocks.

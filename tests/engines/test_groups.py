@@ -15,7 +15,6 @@ from tests.families import EXACT, LOSSY, REFUSED, SUPPORT, TIDE, families, model
 
 from kvtide.cli.explain import Explanation, MatchVerdict, explain_prompt
 from kvtide.config import Limits
-from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.transformers import CachedModel, Impress, attach
 from kvtide.engines.transformers.fingerprint import NamespaceSettings, groups_of
 from kvtide.engines.transformers.generation import cache_argument
@@ -23,6 +22,7 @@ from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind
 from kvtide.types import Namespace
 from kvtide.wire import parse_object
+from kvtide_lab.judge.quality import one_torch_thread
 
 BLOCK = 64
 ANSWER = 4

@@ -10,9 +10,8 @@ import torch
 
 from kvtide.codec.tide import COSTS, Moments, Steps, TideCodec, draft_profile
 from kvtide.engines.calibrate import TideCalibration, calibration, split_texts
-from kvtide.engines.calibrate.loss_shares import LossShares, finer_weights, loss_shares
-from kvtide.engines.calibrate.sensitivity import cache_sensitivity
-from kvtide.engines.calibrate.whole import WholeJudge, coded_prefixes
+from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes
+from kvtide.engines.calibrate.sensitivity import LossShares, cache_sensitivity, finer_weights, loss_shares
 from kvtide.engines.transformers import ModelContexts
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")

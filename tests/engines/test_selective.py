@@ -14,7 +14,6 @@ from transformers import DynamicCache
 from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import ImpressCodec, PackedCodec
-from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers import selective
 from kvtide.engines.transformers.attention import (
     PROBE_TOKENS,
@@ -33,6 +32,7 @@ from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import ObjectId
 from kvtide.wire import pack_object, parse_object
+from kvtide_lab.judge.quality import block_metas, capture_blocks
 from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Recency
 
 PREFIX = 96

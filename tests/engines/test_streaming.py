@@ -16,7 +16,6 @@ from kvtide.clock import Clock
 from kvtide.codec import Codec, LosslessCodec
 from kvtide.codec.published import ChunkwiseCodec
 from kvtide.config import Limits
-from kvtide.engines.calibrate.judge import capture_blocks
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
@@ -31,6 +30,7 @@ from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import pack_object
+from kvtide_lab.judge.quality import capture_blocks
 
 SPEED = PrefillSpeed(500.0)
 

@@ -16,10 +16,10 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits
 from kvtide.codec import Codec
-from kvtide.engines.calibrate.judge import block_metas
 from kvtide.engines.transformers import CachedModel
 from kvtide.engines.transformers.pages import block_bits
 from kvtide.errors import UnencodableBlock
+from kvtide_lab.judge.quality import block_metas
 
 TOLERANCE = 1e-3
 # What a codec may lose on a restored block, in times of what it loses on the true one.

@@ -26,12 +26,12 @@ from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
 from kvtide.codec.published.cachegen import CHUNKWISE_LEVELS, LEVELS
 from kvtide.codec.published.integers import CODERS
 from kvtide.codec.tide import THIRD, Steps, TideCodec
-from kvtide.engines.calibrate.judge import CacheVerdict, CodedContext, QualityJudge, one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide.errors import UnencodableBlock
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.figures import new_figure, table_of
+from kvtide_lab.judge.quality import CacheVerdict, CodedContext, QualityJudge, one_torch_thread
 from kvtide_lab.measuring import Show
 
 # Of cachegen's nine positions in a group: how many single deltas follow the anchors in the rows that are not whole.

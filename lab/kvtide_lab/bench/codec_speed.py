@@ -24,8 +24,8 @@ from kvtide.codec import Profile
 from kvtide.codec.entropy import EntropyTables, RansCoder, Runs, Streams, rans_paths
 from kvtide.codec.published.integers import PrefixCoder
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide_lab.figures import table_of
+from kvtide_lab.judge.quality import block_metas, capture_blocks
 
 TABLES = 128
 RUN_SYMBOLS = 256

@@ -21,12 +21,12 @@ from kvtide.block import BlockLayout
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.law import LossLaw, PositionLaw, Purpose
-from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.figures import shown, table_of
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
+from kvtide_lab.judge.quality import one_torch_thread
 from kvtide_lab.measuring import Show
 
 # An embedded copy of four levels: what each is of, and the refinements after its base.

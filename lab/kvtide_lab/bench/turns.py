@@ -19,13 +19,13 @@ from rich.console import Group
 from transformers import DynamicCache
 
 from kvtide.codec import Profile
-from kvtide.engines.calibrate.judge import one_torch_thread
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.watch import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.figures import table_of
+from kvtide_lab.judge.quality import one_torch_thread
 from kvtide_lab.measuring import Show
 
 # What a turn stores must be there in the next one; on a busy machine that takes a while.

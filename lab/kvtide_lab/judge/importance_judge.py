@@ -21,7 +21,6 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
-from kvtide.engines.calibrate.judge import block_metas, capture_blocks
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.engines.transformers.pages import RestoredRoom
 from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
@@ -31,6 +30,7 @@ from kvtide.store.repack import Repacker, UseStore
 from kvtide.tier import Tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.wire import object_bytes_max, pack_object, parse_object
+from kvtide_lab.judge.quality import block_metas, capture_blocks
 from kvtide_lab.wrapped import Paced
 
 ANSWER_TOKENS = 16

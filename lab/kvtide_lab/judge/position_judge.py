@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockLayout
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.calibrate.judge import block_metas
 from kvtide.engines.transformers import block_bits
+from kvtide_lab.judge.quality import block_metas
 
 # A prefill by pieces: all 8,192 tokens at once take gigabytes of scores.
 PREFILL_TOKENS = 1024

@@ -359,15 +359,15 @@ def _partial(output: Path | None, folder: Path, codec: str) -> Path:
 
 
 def _published(subject: _Subject, own: Sequence[str], codec: str, show: _Progress) -> Profile:
-    from kvtide.engines.calibrate import calibration_texts, capture_blocks
-    from kvtide.engines.transformers import model_layout
+    from kvtide.engines.calibrate import calibration_texts
+    from kvtide.engines.transformers import ModelContexts, model_layout
 
     layout = model_layout(subject.model, subject.block_tokens)
-    fitter = ProfileFitter(codec, subject.name, layout)
+    fitter, contexts = ProfileFitter(codec, subject.name, layout), ModelContexts(subject.model, subject.block_tokens)
     all_ids = subject.ids(own or [each.content for each in calibration_texts()])
     for number, ids in enumerate(all_ids):
         show("texts", number, len(all_ids))
-        blocks = capture_blocks(subject.model, ids, layout)
+        (blocks,) = contexts.capture(ids).blocks
         if not fitter.deviation.any():
             fitter.scale(blocks)
         for bits in blocks:

@@ -11,7 +11,6 @@ from tests.codec.tide_profiles import fitted_on
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines import installed_profiles
-from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.transformers.fingerprint import model_layout
 from kvtide.errors import UnencodableBlock
 from kvtide_lab.bench import codec_quality
@@ -32,6 +31,7 @@ from kvtide_lab.bench.codec_quality import (
     ratio_to_tide,
     run,
 )
+from kvtide_lab.judge.quality import QualityJudge
 
 LAYOUT = BlockLayout(layers=30, tokens=256, kv_heads=3, head_dim=64, dtype=KVDtype.FLOAT32)
 

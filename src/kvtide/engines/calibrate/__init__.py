@@ -1,7 +1,7 @@
 """Fitting profiles to a model: what moves in its cache, and what the model says of the outcome."""
 
 from kvtide.engines.calibrate.calibration import TideCalibration
-from kvtide.engines.calibrate.judge import capture_blocks, restored_kl
+from kvtide.engines.calibrate.judge import restored_kl
 from kvtide.engines.calibrate.texts import (
     TextSplit,
     calibration_texts,
@@ -15,7 +15,6 @@ __all__ = [
     "TextSplit",
     "TideCalibration",
     "calibration_texts",
-    "capture_blocks",
     "held_out_texts",
     "read_texts",
     "restored_kl",

@@ -31,18 +31,18 @@ from kvtide.codec.tide import (
     joint_power,
     joint_stages,
 )
-from kvtide.engines.calibrate.loss_shares import (
+from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes, upper_means
+from kvtide.engines.calibrate.sensitivity import (
     SHARE_TOKENS,
     SHARE_UNITS,
     SHARED_TEXTS,
     LossShares,
+    cache_sensitivity,
     context_tokens,
     finer_weights,
     loss_shares,
 )
-from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.calibrate.texts import TextSplit
-from kvtide.engines.calibrate.whole import WholeJudge, coded_prefixes, upper_means
 from kvtide.engines.transformers import ModelContexts
 
 # Texts whose gradients are taken, and whose blocks are counted, at most, spread over all: moments want many more.

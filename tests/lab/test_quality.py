@@ -7,8 +7,8 @@ import pytest
 
 from kvtide.codec import LosslessCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
-from kvtide.engines.calibrate.judge import QualityJudge
 from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide_lab.judge.quality import QualityJudge
 
 
 @pytest.fixture(scope="module")
