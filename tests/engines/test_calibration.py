@@ -15,7 +15,7 @@ from kvtide.engines.calibrate.calibration import TideCalibration
 from kvtide.engines.calibrate.sensitivity import cache_sensitivity
 from kvtide.engines.calibrate.texts import evaluation_texts, snippets
 from kvtide.engines.transformers import ModelContexts
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.judge.quality import QualityJudge
 
 pytestmark = pytest.mark.usefixtures("any_block_fits")

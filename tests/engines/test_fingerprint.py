@@ -10,9 +10,9 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.engines.transformers.fingerprint import groups_of, model_layout
+from kvtide.engines.transformers.fingerprint import ModelWatch, fingerprint_in, model_fingerprint
+from kvtide.engines.transformers.groups import groups_of, model_layout
 from kvtide.engines.transformers.smollm2 import load_model
-from kvtide.engines.transformers.watch import ModelWatch, fingerprint_in, model_fingerprint
 from kvtide.errors import UnsupportedModel
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -16,8 +16,8 @@ from tests.families import EXACT, LOSSY, REFUSED, SUPPORT, TIDE, families, model
 from kvtide.cli.explain import Explanation, MatchVerdict, explain_prompt
 from kvtide.config import Limits
 from kvtide.engines.transformers import CachedModel, Impress, attach
-from kvtide.engines.transformers.fingerprint import NamespaceSettings, groups_of
-from kvtide.engines.transformers.generation import cache_argument
+from kvtide.engines.transformers.fingerprint import NamespaceSettings
+from kvtide.engines.transformers.groups import cache_argument, groups_of
 from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind
 from kvtide.types import Namespace

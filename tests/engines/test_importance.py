@@ -11,8 +11,8 @@ import torch
 from tests.codec.tide_profiles import fitted_on
 
 from kvtide.engines.transformers import CachedModel, Impress, attach
-from kvtide.engines.transformers.attention import REPACK_USES, Learner
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.groups import model_layout
+from kvtide.engines.transformers.importance import REPACK_USES, Learner
 from kvtide.engines.transformers.selective import SparseSettings
 from kvtide.engines.ways import Refusals, RestoreWay, Ways
 from kvtide.importance import HeadsAgree, packing_orders

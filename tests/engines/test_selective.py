@@ -15,17 +15,19 @@ from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import ImpressCodec, PackedCodec
 from kvtide.engines.transformers import selective
-from kvtide.engines.transformers.attention import (
+from kvtide.engines.transformers.groups import RestoredRoom, model_layout
+from kvtide.engines.transformers.selective import (
     PROBE_TOKENS,
+    WEIGHED_TOKENS,
+    Rest,
+    SparsePrefix,
+    SparseSettings,
     WeightRoom,
     attention_mass,
     grouped_attention,
     kept_tokens,
     weighed_attention,
 )
-from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.pages import RestoredRoom
-from kvtide.engines.transformers.selective import WEIGHED_TOKENS, Rest, SparsePrefix, SparseSettings
 from kvtide.importance import AllHeads, FirstHeads, ProbeQuestion
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.tier.base import WrappedTier

@@ -17,7 +17,7 @@ from kvtide.codec import Codec, LosslessCodec
 from kvtide.codec.published import ChunkwiseCodec
 from kvtide.config import Limits
 from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.groups import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.keys import block_keys
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions

@@ -15,7 +15,7 @@ from tests.codec.tide_profiles import fitted_on
 
 from kvtide.codec import Profile
 from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.groups import model_layout
 from kvtide.store.cache import Cache
 
 # As the fixture's prompt.

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from kvtide.block import BlockBits
 from kvtide.codec import Codec
 from kvtide.engines.transformers import CachedModel
-from kvtide.engines.transformers.pages import block_bits
+from kvtide.engines.transformers.groups import block_bits
 from kvtide.errors import UnencodableBlock
 from kvtide_lab.judge.quality import block_metas
 

@@ -16,7 +16,7 @@ from tests.joints.changes import make_models
 from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
 from kvtide.engines.transformers import CachedModel, attach
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.groups import model_layout
 
 BLOCK_TOKENS = 8
 PROMPT_TOKENS_MAX = 220

@@ -7,7 +7,7 @@ import pytest
 
 from kvtide.codec import LosslessCodec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.judge.quality import QualityJudge
 
 

@@ -27,7 +27,7 @@ from kvtide.codec.published.cachegen import CHUNKWISE_LEVELS, LEVELS
 from kvtide.codec.published.integers import CODERS
 from kvtide.codec.tide import THIRD, Steps, TideCodec
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.transformers.watch import model_fingerprint
+from kvtide.engines.transformers.fingerprint import model_fingerprint
 from kvtide.errors import UnencodableBlock
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.figures import new_figure, table_of

@@ -22,7 +22,7 @@ from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.law import LossLaw, PositionLaw, Purpose
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.transformers.watch import model_fingerprint
+from kvtide.engines.transformers.fingerprint import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.figures import shown, table_of
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge

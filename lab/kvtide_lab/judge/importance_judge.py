@@ -21,8 +21,7 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
-from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.pages import RestoredRoom
+from kvtide.engines.transformers.groups import RestoredRoom, model_layout
 from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
 from kvtide.importance import Floats
 from kvtide.store.load.sparse import SparseLoad

@@ -11,7 +11,7 @@ from tests.codec.tide_profiles import fitted_on
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines import installed_profiles
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.groups import model_layout
 from kvtide.errors import UnencodableBlock
 from kvtide_lab.bench import codec_quality
 from kvtide_lab.bench.codec_quality import (

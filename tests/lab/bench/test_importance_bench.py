@@ -12,7 +12,7 @@ from kvtide.block import KVDtype
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.bench.importance import (
     QUICK,
     RATES,

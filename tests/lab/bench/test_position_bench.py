@@ -9,7 +9,7 @@ import torch
 from tests.codec.tide_profiles import fitted_on
 
 from kvtide.codec.tide.law import Purpose
-from kvtide.engines.transformers.fingerprint import model_layout
+from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.bench import position
 from kvtide_lab.bench.position import EXACT, PositionSize, PositionSubject, flats
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge

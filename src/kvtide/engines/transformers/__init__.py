@@ -1,13 +1,11 @@
 """Hugging Face transformers: `attach` gives a model a cache."""
 
-from kvtide.engines.transformers.attaching import attach
-from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel
+from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel, attach
 from kvtide.engines.transformers.contexts import Context, ModelContexts
-from kvtide.engines.transformers.fingerprint import model_layout
-from kvtide.engines.transformers.pages import RestoredRoom, block_bits
+from kvtide.engines.transformers.fingerprint import fingerprint_in, model_fingerprint
+from kvtide.engines.transformers.groups import RestoredRoom, block_bits, model_layout
 from kvtide.engines.transformers.selective import Impress
 from kvtide.engines.transformers.smollm2 import converted_folder, load_model, load_to_fork, load_tokenizer
-from kvtide.engines.transformers.watch import fingerprint_in, model_fingerprint
 
 __all__ = [
     "BLOCK_TOKENS",

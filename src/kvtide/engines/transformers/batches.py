@@ -12,9 +12,15 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock
-from kvtide.engines.transformers.generation import CallSettings, GenerateReport, recompute_s, watched
-from kvtide.engines.transformers.made import MadeCache, made_cache
-from kvtide.engines.transformers.pages import captured, fill_layers
+from kvtide.engines.transformers.generation import (
+    CallSettings,
+    GenerateReport,
+    MadeCache,
+    made_cache,
+    recompute_s,
+    watched,
+)
+from kvtide.engines.transformers.groups import captured, fill_layers
 from kvtide.store import Cache, PendingBlock
 from kvtide.store.load import Whole
 from kvtide.types import BlockKey

@@ -16,11 +16,11 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import ProfileShape
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import AllRows
-from kvtide.engines.transformers.fingerprint import groups_of
 from kvtide.engines.transformers.groups import (
     ModelGroup,
     RowsRoom,
     fill_states,
+    groups_of,
     halves_of,
     profile_shapes,
     read_rows,

@@ -1,84 +1,30 @@
-"""Says what a Hugging Face model's KV cache looks like and where its blocks belong, or why kvtide can't serve it."""
+"""A digest of everything that a live model's KV cache depends on, and a cheap look at each call for changes.
+
+Invariant: two models share a digest only if config, every weight, every buffer and every module's numbers are the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence, ValuesView
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
-from transformers import DynamicCache
+import xxhash
+from numpy.typing import NDArray
+from torch.nn.modules import module as torch_module
 
 from kvtide.block import BlockLayout
-from kvtide.engines.transformers.generation import cache_argument
-from kvtide.engines.transformers.groups import ModelGroup, is_plain, model_groups
-from kvtide.engines.transformers.watch import ModelWatch, foreign_code
+from kvtide.engines.transformers.groups import ModelGroup, groups_of, is_plain
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
 from kvtide.types import Namespace
-
-# Their rotary frequencies depend on the length of the sequence: keys from a short prompt are wrong in a long one.
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-
-
-def groups_of(model: Any, block_tokens: int) -> tuple[ModelGroup, ...]:
-    """Return the groups of the model's cache, found by running two tokens through it.
-
-    UnsupportedModel, with the reason, for a model whose cache can't be restored exactly, or depends on later tokens or
-    on the length of the prompt.
-    """
-    _refuse_by_config(model)
-    first, second = _probe(model, [0, 1]), _probe(model, [0, 2])
-    groups = model_groups(model, first, block_tokens)
-    for number in (number for each in groups if each.rows for number in each.group.layers):
-        one, other = first.layers[number].keys[:, :, :1], second.layers[number].keys[:, :, :1]
-        if not torch.allclose(one, other, rtol=1e-2, atol=1e-2):
-            raise UnsupportedModel("keys of a token change with later tokens: the model is not causal")
-    return groups
-
-
-def model_layout(model: Any, block_tokens: int) -> BlockLayout:
-    """Return the layout of a model's blocks. UnsupportedModel as in `groups_of`, and for a model of several groups."""
-    return plain_layout(groups_of(model, block_tokens))
-
-
-def plain_layout(groups: Sequence[ModelGroup]) -> BlockLayout:
-    """Return the layout of blocks. UnsupportedModel for several groups."""
-    if not is_plain(groups):
-        names = ", ".join(each.group.name for each in groups)
-        raise UnsupportedModel(f"importance and streams take models of one group, not {names}")
-    return groups[0].group.layout
-
-
-def _refuse_by_config(model: Any) -> None:
-    config = model.config.get_text_config(decoder=True)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModel("encoder-decoder models keep a cache that depends on the encoder's input")
-    if model.training:
-        raise UnsupportedModel("the model is in training mode, where dropout changes the cache; call model.eval()")
-    if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
-        raise UnsupportedModel("the model has adapters that can be switched at any time; merge them into the weights")
-    rope_type = _rope_types(getattr(config, "rope_parameters", None)) & _LENGTH_DEPENDENT_ROPE
-    if rope_type:
-        raise UnsupportedModel(f"rotary scaling {sorted(rope_type)} depends on the length of the prompt")
-
-
-def _rope_types(parameters: Any) -> set[str]:
-    if not isinstance(parameters, dict):
-        return set()
-    nested = [_rope_types(value) for value in parameters.values()]
-    return {str(parameters.get("rope_type", "default"))}.union(*nested)
-
-
-def _probe(model: Any, tokens: list[int]) -> Any:
-    cache = DynamicCache(config=model.config)
-    given: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
-    try:
-        with torch.inference_mode():
-            model(torch.tensor([tokens], device=model.device), **given)
-    except (ValueError, IndexError) as error:
-        raise UnsupportedModel(f"the model takes no usual cache: {error}") from error
-    return cache
 
 
 class NamespaceSettings(NamedTuple):
@@ -174,3 +120,228 @@ class ModelIdentity:
             return str(error)
         self.namespaces = self._settings.namespaces(self.fingerprint, self.groups)
         return None
+
+
+# Config entries that say where a model came from or how it is written down, not what it computes.
+_VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
+# These are computed in float32 whatever a model is loaded in.
+_ROPE_BUFFERS = {"inv_freq", "original_inv_freq"}
+_SCALARS = (bool, int, float, str, type(None))
+# Packages whose hooks and replaced `forward`s are taken to leave keys and values as they are.
+_TRUSTED_PACKAGES = {"accelerate", "torch", "transformers"}
+# Of each weight and buffer so many elements are looked at in a call, and others in the next, before they come again.
+SAMPLE_ELEMENTS = 16
+SAMPLE_ROUNDS = 16
+_GOLDEN_RATIO = 0.6180339887
+# After the last value, so that one more or less shows.
+_END = object()
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def model_fingerprint(model: Any) -> bytes:
+    """Return a digest of the model's config, weights, buffers and its modules' numbers. Reads all weights once.
+
+    UnsupportedModel if weights are not in memory.
+    """
+    return ModelWatch(model).fingerprint()
+
+
+def fingerprint_in(model: Any, dtype: str) -> bytes | None:
+    """Return the digest that a model loaded in float32 has when its folder is loaded in `dtype`.
+
+    None if that can't be told from it: where modules keep a dtype of their own, or have buffers beside RoPE's.
+    """
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    kept = model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict
+    if any(kept) or not buffers <= _ROPE_BUFFERS or model.config.sub_configs:
+        return None
+    return hashlib.sha256(_structure_digest(model) + _tensors_digest(model, getattr(torch, dtype))).digest()
+
+
+def _structure_digest(model: Any) -> bytes:
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _VOLATILE_CONFIG}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, module in model.named_modules():
+        # Attention scaling, epsilons and the like are plain attributes.
+        numbers = {key: value for key, value in vars(module).items() if _is_number(key, value)}
+        digest.update(f"{name} {type(module).__qualname__} {sorted(numbers.items())}\n".encode())
+    return digest.digest()
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return isinstance(value, _SCALARS) and not name.startswith("_") and name != "name_or_path"
+
+
+def _tensors_digest(model: Any, dtype: torch.dtype | None = None) -> bytes:
+    """Return a digest of all tensors; dtype: of the parameters, None for their own."""
+    digest = hashlib.sha256()
+    for name, own in sorted(_named_tensors(model), key=lambda item: item[0]):
+        tensor = own if dtype is None or not isinstance(own, torch.nn.Parameter) else own.detach().to(dtype)
+        if tensor.device.type == "meta":
+            raise UnsupportedModel(f"the weight {name} is not in memory (offloaded); give the cache a fingerprint=")
+        data = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_128_hexdigest(data)}\n".encode())
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            digest.update(f"{name} {value!r}\n".encode())
+    return digest.digest()
+
+
+def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, buffers (also those that are not saved) and tensors that are plain attributes."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}", value
+
+
+def foreign_code(model: Any) -> str | None:
+    """Name a hook or a replaced `forward` that may change keys and values, None if there is none."""
+    for code in [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]:
+        if not _is_trusted(code, _TRUSTED_PACKAGES):
+            return f"a hook on all modules, {_name_of(code)}"
+    for name, module in model.named_modules():
+        replaced = [vars(module)["forward"]] if "forward" in vars(module) else []
+        for code in [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *replaced]:
+            if not _is_trusted(code, _TRUSTED_PACKAGES):
+                return f"a hook on {name or 'the model'}, {_name_of(code)}"
+        code = type(module).forward
+        if not _is_trusted(code, {*_TRUSTED_PACKAGES, type(module).__module__.partition(".")[0]}):
+            return f"another forward of {type(module).__qualname__}, {_name_of(code)}"
+    return None
+
+
+def _is_trusted(code: Any, packages: Collection[str]) -> bool:
+    """Tell whether a function and all that it wraps are of these packages."""
+    while code is not None:
+        function = getattr(code, "__func__", code)
+        # Not `__module__`, which `functools.wraps` copies from what is wrapped.
+        home = function.__globals__["__name__"] if hasattr(function, "__globals__") else type(function).__module__
+        if not isinstance(code, functools.partial) and home.partition(".")[0] not in packages:
+            return False
+        code = code.func if isinstance(code, functools.partial) else getattr(function, "__wrapped__", None)
+    return True
+
+
+def _name_of(code: Callable[..., Any]) -> str:
+    return str(getattr(code, "__qualname__", None) or type(code).__qualname__)
+
+
+class _Sample(NamedTuple):
+    """A tensor in memory and elements of it: reads(positions) gives their bits."""
+
+    reads: Callable[[NDArray[np.int64]], NDArray[Any]]
+    positions: list[NDArray[np.int64]]
+    known: list[NDArray[Any]]
+
+
+class ModelWatch:
+    """Notices changes of a live model between two calls.
+
+    It sees: another value of an attribute, a buffer, a module, a weight or a config entry; hooks; writes in place that
+    torch counts. Writes that torch does not count (`.data`, numpy views, weights made in inference mode) show in
+    samples: SAMPLE_ELEMENTS of each weight and buffer at each call, others at the next. What changes a few elements
+    only may be missed: then say so with `renew`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._round = 0
+        self._digest: bytes | None = None
+        self._take()
+
+    def fingerprint(self) -> bytes:
+        """Return the model's digest as of the last look; see `model_fingerprint`."""
+        if self._digest is None:
+            self._digest = _tensors_digest(self._model)
+        return hashlib.sha256(_structure_digest(self._model) + self._digest).digest()
+
+    def renew(self) -> None:
+        """Take the model as it is now, whatever could be seen of it."""
+        self._digest = None
+        self._take()
+
+    def follow(self) -> bool:
+        """Look whether the model is another than at the last look, and take it as it is now."""
+        self._round = (self._round + 1) % SAMPLE_ROUNDS
+        is_written = self._is_written()
+        if not is_written and not self._is_rebuilt():
+            return False
+        before = self._tensors
+        self._take()
+        if is_written or [each[1:] for each in before] != [each[1:] for each in self._tensors]:
+            self._digest = None
+        return True
+
+    def _take(self) -> None:
+        # Views of the modules' own dicts, which show what is in them at any time.
+        self._views = [view for module in self._model.modules() for view in _views_of(module)]
+        self._views += [vars(config).values() for config in _configs(self._model)]
+        self._views += [torch_module._global_forward_hooks.values(), torch_module._global_forward_pre_hooks.values()]
+        self._types = tuple({type(module): None for module in self._model.modules()})
+        # Kept alive, so that no other object takes the place of one of them.
+        self._values = (*chain.from_iterable(self._views), _END)
+        self._forwards = tuple(each.forward for each in self._types)
+        tensors = {id(tensor): tensor for _, tensor in _named_tensors(self._model)}.values()
+        self._tensors = [(tensor, tensor.data_ptr(), _write_count(tensor)) for tensor in tensors]
+        self._samples = [_sample_of(tensor) for tensor in tensors if tensor.numel() and tensor.device.type != "meta"]
+
+    def _is_rebuilt(self) -> bool:
+        if any(each.forward is not forward for each, forward in zip(self._types, self._forwards, strict=True)):
+            return True
+        # A tenth of a microsecond a value: SmolLM2's modules have 12,000.
+        if all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._values)):
+            return False
+        try:
+            # Numbers may be other objects of the same value.
+            return (*chain.from_iterable(self._views), _END) != self._values
+        except (RuntimeError, ValueError):  # tensors and arrays can't be compared so
+            return True
+
+    def _is_written(self) -> bool:
+        if any(tensor.data_ptr() != ptr or _write_count(tensor) != count for tensor, ptr, count in self._tensors):
+            return True
+        position = self._round
+        return any(
+            sample.reads(sample.positions[position]).tobytes() != sample.known[position].tobytes()
+            for sample in self._samples
+        )
+
+
+def _views_of(module: torch.nn.Module) -> list[ValuesView[Any]]:
+    held = (module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)
+    return [vars(module).values(), *[each.values() for each in held]]
+
+
+def _configs(model: Any) -> list[Any]:
+    return [model.config, model.config.get_text_config(decoder=True)]
+
+
+def _write_count(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _sample_of(tensor: torch.Tensor) -> _Sample:
+    size = tensor.numel()
+    count = min(size, SAMPLE_ELEMENTS)
+    shifts = [(number * _GOLDEN_RATIO) % 1 for number in range(SAMPLE_ROUNDS)]
+    positions = [((np.arange(count) + shift) * size / count).astype(np.int64) for shift in shifts]
+    reads = _reader_of(tensor.detach())
+    return _Sample(reads, positions, [reads(each) for each in positions])
+
+
+def _reader_of(tensor: torch.Tensor) -> Callable[[NDArray[np.int64]], NDArray[Any]]:
+    width = tensor.element_size()
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and width in _INTEGERS:
+        # A view of the weight's memory: ten times as fast as torch for so few elements.
+        bits: NDArray[Any] = tensor.reshape(-1).view(_INTEGERS[width]).numpy()
+        return bits.take
+
+    def read(positions: NDArray[np.int64]) -> NDArray[Any]:
+        found = torch.take(tensor, torch.from_numpy(positions).to(tensor.device))
+        bits: NDArray[Any] = found.cpu().reshape(-1).view(torch.uint8).numpy()
+        return bits
+
+    return read

@@ -15,15 +15,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.engines.transformers.fingerprint import ModelIdentity
-from kvtide.engines.transformers.generation import (
-    GenerateReport,
-    cache_argument,
-    leaving_out,
-    note_prefill,
-    recompute_s,
-    watched,
-)
-from kvtide.engines.transformers.groups import ModelGroup, RowsRoom, fill_states, read_rows, read_states
+from kvtide.engines.transformers.generation import GenerateReport, leaving_out, note_prefill, recompute_s, watched
+from kvtide.engines.transformers.groups import ModelGroup, RowsRoom, cache_argument, fill_states, read_rows, read_states
 from kvtide.evict import Advice
 from kvtide.group import GroupKind, Hit, Parts, part_keys, state_cuts, state_every
 from kvtide.keys import LatestKeys, TokenIds

@@ -7,9 +7,10 @@ rest stays rough or is left out. Keys carry their rotation, so that positions ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -19,17 +20,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvtide.block import KVDtype
-from kvtide.engines.transformers.attention import (
-    PROBE_TOKENS,
-    WeightRoom,
-    attending,
-    attention_mass,
-    grouped_attention,
-    kept_tokens,
-    weighed_attention,
-)
 from kvtide.engines.transformers.groups import TORCH_DTYPES
 from kvtide.importance import (
     AllHeads,
@@ -45,6 +39,162 @@ from kvtide.importance import (
     top_tokens,
 )
 from kvtide.store.load.sparse import ChunkBits, SparseLoad
+
+# Of a long suffix the last tokens are asked: the answer goes on from them, and all would cost as much as attending.
+PROBE_TOKENS = 32
+
+
+@contextmanager
+def attending(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
+    """Have the model attend through a function with the arguments and masks of the usual one (sdpa)."""
+    usual = model.config._attn_implementation
+    # Functions are looked up by name in the whole process: each has a name of its own.
+    name = f"kvtide-{id(attend):x}"
+    AttentionMaskInterface.register(name, sdpa_mask)
+    ALL_ATTENTION_FUNCTIONS[name] = attend
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = usual
+        del ALL_ATTENTION_FUNCTIONS[name]
+        # There is no public way back, and names must not add up.
+        AttentionMaskInterface._global_mapping.pop(name)
+
+
+class ObservedPrefix:
+    """Attention of the last tokens of a prompt's first pass to its first ones, for learning. Answers are as without."""
+
+    def __init__(
+        self, tokens: int, guard: Guard | None = None, selector: Selector | None = None, ratio: float = 1.0
+    ) -> None:
+        """tokens: the first ones, all of the prompt maybe. guard: asked of a share that a selector's heads choose."""
+        self.tokens = tokens
+        # Importance of each token by layer.
+        self.importance: dict[int, Floats] = {}
+        self._guard = guard
+        self._selector = selector
+        self._ratio = ratio
+        self._scores: list[float] = []
+
+    @property
+    def is_refused(self) -> bool:
+        """Tell whether the guard trusts no selection of what was attended to."""
+        return self._guard is not None and bool(self._scores) and not self._guard.trusts(self._scores, self._ratio)
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **arguments: Any,
+    ) -> Any:
+        """Attend as usual; the first time of each layer note what the last tokens attend to."""
+        layer = int(module.layer_idx)
+        if layer not in self.importance:
+            asked, heads = query[0, :, -PROBE_TOKENS:].float(), list(range(query.shape[1]))
+            mass = attention_mass(asked, key[0].float(), heads, self.tokens, float(arguments["scaling"]))
+            self.importance[layer] = mass.mean(axis=0)
+            if self._guard is not None:
+                chosen = heads if self._selector is None else self._selector.heads(len(heads), key.shape[1])
+                finding = ProbeFinding(mass[chosen], max(1, round(self._ratio * self.tokens)), kept_tokens(self.tokens))
+                self._scores.append(self._guard.score(finding))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> Any:
+    """Do what the usual function does without a copy of keys and values for each head of a group.
+
+    The heads of a group become more queries of one head: copies of 4,096 tokens take longer than a short suffix's sums.
+    """
+    _, heads, suffix, head_dim = query.shape
+    group = heads // key.shape[1]
+    is_plain = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[0] == 1
+    if group == 1 or not is_plain or any(arguments.get(name) is not None for name in ("softcap", "position_bias")):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    assert attention_mask is not None
+    packed = query.reshape(1, heads // group, group * suffix, head_dim)
+    mask = attention_mask.repeat(1, 1, group, 1)
+    scaling = arguments["scaling"]
+    found = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    return found.reshape(1, heads, suffix, -1).transpose(1, 2).contiguous(), None
+
+
+class WeightRoom:
+    """Memory for the weights of one layer after the other: 3 MiB of fresh memory take as long as filling them."""
+
+    def __init__(self) -> None:
+        self._room: torch.Tensor | None = None
+
+    def of(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return room for a tensor, with anything in it; what was returned before is no longer valid."""
+        size = math.prod(shape)
+        if self._room is None or self._room.numel() < size:
+            self._room = like.new_empty(size)
+        return self._room[:size].view(shape)
+
+
+def weighed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, scaling: float, room: WeightRoom
+) -> tuple[torch.Tensor, Floats]:
+    """Do what `grouped_attention` does, and find what `attention_mass` does of the same weights.
+
+    query: (1, heads, suffix, head_dim), a short suffix, of which each token sees the prefix and those before it.
+    """
+    _, heads, suffix, head_dim = query.shape
+    kv_heads, rows = key.shape[1], heads // key.shape[1] * suffix
+    packed = query.reshape(kv_heads, rows, head_dim) * scaling
+    weights = room.of(query, (kv_heads, rows, key.shape[2]))
+    torch.bmm(packed, key[0].transpose(1, 2), out=weights)
+    by_head = weights.view(heads, suffix, -1)
+    hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
+    by_head[:, :, tokens:].masked_fill_(hidden, -torch.inf)
+    torch.softmax(weights, -1, out=weights)
+    output = torch.bmm(weights, value[0]).view(1, heads, suffix, -1).transpose(1, 2).contiguous()
+    mass: Floats = (by_head[:, -PROBE_TOKENS:, :tokens].mean(dim=1) * tokens).cpu().numpy()
+    return output, mass
+
+
+def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
+    """Return what `importance.attention_mass` does, by the engine's own threads.
+
+    numpy's would be a second team, whose waiting costs seconds beside busy neighbours (2 s a prompt at load 11).
+    query: (heads, asked, head_dim), the last ones, of the suffix or of the tokens themselves; key: (kv_heads, tokens
+    and suffix, head_dim).
+    """
+    asked, group = query.shape[1], len(query) // len(key)
+    own = max(asked, key.shape[1] - tokens)
+    if heads == list(range(len(query))):
+        # The heads of a group are more queries of one: keys are not copied for each.
+        chosen = query.reshape(len(key), group * asked, -1) * scaling
+        logits = torch.bmm(chosen, key.transpose(1, 2)).view(len(query), asked, -1)
+    else:
+        logits = torch.bmm(query[heads] * scaling, key[[head // group for head in heads]].transpose(1, 2))
+    hidden = torch.ones(asked, own, dtype=torch.bool, device=key.device).triu(1 + own - asked)
+    logits[:, :, -own:].masked_fill_(hidden, -torch.inf)
+    mass: Floats = (logits.softmax(-1)[:, :, :tokens].mean(dim=1) * tokens).cpu().numpy()
+    return mass
+
+
+# Always attended to: the first tokens draw attention from all others, the last ones are what the suffix goes on from.
+FIRST_TOKENS = 4
+LAST_TOKENS = 32
+
+
+def kept_tokens(prefix: int) -> NDArray[np.int64]:
+    """Return the tokens that are always attended to."""
+    first = np.arange(min(FIRST_TOKENS, prefix))
+    return np.unique(np.concatenate([first, np.arange(max(0, prefix - LAST_TOKENS), prefix)]))
+
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
-from kvtide.engines.transformers.pages import RestoredRoom
+from kvtide.engines.transformers.groups import RestoredRoom
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
 from kvtide.plan.policies import ImportanceFirst, policy_named

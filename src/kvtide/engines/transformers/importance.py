@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock
-from kvtide.engines.transformers.attention import Learner, ObservedPrefix, attending
-from kvtide.engines.transformers.pages import RestoredRoom
-from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
+from kvtide.codec import CodecRegistry
+from kvtide.codec.packed import PackedBase
+from kvtide.engines.transformers.groups import RestoredRoom
+from kvtide.engines.transformers.selective import (
+    ObservedPrefix,
+    SelectedLayers,
+    SparsePrefix,
+    SparseSettings,
+    attending,
+)
 from kvtide.engines.ways import Refusals, RestoreWay, Ways
-from kvtide.importance import Orders
+from kvtide.importance import WRITER_BYTES, Floats, Orders, packing_orders
 from kvtide.store import Cache
 from kvtide.store.load.sparse import Sparse, SparseLoad
+from kvtide.store.repack import Repacker, UseStore
+from kvtide.tier.breaker import caller_deadline_s, until
 from kvtide.types import ObjectId
 
 # Tokens of an answer after a selected prefix before it is copied for each.
@@ -119,3 +132,92 @@ def observing(
     with attending(model, observed.attend):
         yield observed
     cache.guarded("learn", partial(learner.note, cache, metas, observed.importance, ()), False)
+
+
+# Records of uses are small and read side by side.
+WEIGHT_THREADS = 4
+# What packing blocks again may read and write, of what was used; it adds up over so many uses at most.
+REPACK_SHARE = 0.05
+REPACK_USES = 10
+
+
+class Learner:
+    """Notes uses and acts on them. Owns a thread between the first use and `close`."""
+
+    def __init__(self, registry: CodecRegistry, clock: Clock) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._uses: UseStore | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._task: Future[None] | None = None
+        self._repack_bytes = 0.0
+        self.replaced = 0
+
+    def important_tokens(self, object_id: ObjectId) -> float:
+        """Return what `ScoreRanking` wants to know of a block."""
+        return self._uses.important_tokens(object_id) if self._uses else 1.0
+
+    def weights(self, cache: Cache, metas: Sequence[BlockMeta]) -> NDArray[np.float64]:
+        """Return how much each block mattered to past prompts of all engines, 1 for an even share or no use.
+
+        Waits no longer than the caller (`tier.breaker.until`).
+        """
+        deadline_s = caller_deadline_s()
+
+        def weight(meta: BlockMeta) -> float:
+            with until(deadline_s):
+                scores = UseStore(cache.tiers, bytes(WRITER_BYTES), self._clock).scores(meta)
+            return 1.0 if scores is None else float(scores.mean())
+
+        with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="kvtide-weigh") as pool:
+            return np.array(list(pool.map(weight, metas)))
+
+    def orders(self, metas: Sequence[BlockMeta], importance: Mapping[int, Floats]) -> list[Orders]:
+        """Return in which orders to store blocks: by a prompt over them, and by past uses that this process knows."""
+        by_block = np.split(_by_layer(importance), len(metas), axis=1)
+        uses = self._uses
+        return [
+            packing_orders(part if uses is None else uses.blended(meta, part))
+            for meta, part in zip(metas, by_block, strict=True)
+        ]
+
+    def note(
+        self, cache: Cache, metas: Sequence[BlockMeta], importance: Mapping[int, Floats], bases: Sequence[PackedBase]
+    ) -> bool:
+        """Learn from one prompt over some blocks. False if left out: the last one is being worked on.
+
+        importance: (tokens of all blocks) of each layer. bases: how they are packed, none for those of other codecs.
+        """
+        if self._task is not None and not self._task.done():
+            return False
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="kvtide-learn")
+        learn = partial(self._learn, cache, metas, bases, _by_layer(importance))
+        self._task = self._pool.submit(cache.guarded, "learn", learn, None)
+        return True
+
+    def _learn(self, cache: Cache, metas: Sequence[BlockMeta], bases: Sequence[PackedBase], importance: Floats) -> None:
+        uses = self._uses = self._uses or UseStore(cache.tiers, secrets.token_bytes(WRITER_BYTES), self._clock)
+        for meta, part in zip(metas, np.split(importance, len(metas), axis=1), strict=True):
+            uses.note(meta, part)
+            uses.save(meta)
+        gained = REPACK_SHARE * sum(meta.layout.raw_bytes for meta in metas)
+        self._repack_bytes = min(self._repack_bytes + gained, REPACK_USES * gained)
+        if bases:
+            done = Repacker(cache.tiers, self._registry, uses).run(metas, bases, self._repack_bytes)
+            self._repack_bytes -= done.moved_bytes
+            self.replaced += done.replaced
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until what was noted is done, at most so long. TimeoutError."""
+        if self._task is not None:
+            self._task.result(timeout_s)
+
+    def close(self) -> None:
+        """End after what is under way. Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _by_layer(importance: Mapping[int, Floats]) -> Floats:
+    return np.stack([importance[layer] for layer in sorted(importance)])
