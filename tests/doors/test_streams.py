@@ -278,7 +278,7 @@ def test_what_past_prompts_attended_to_is_refined_first(world: World, slow_engin
         # Several engines': the record of a tiny model's block alone is shorter than any object.
         for writer in range(3):
             found = uses(cached, writer)
-            for number, meta in enumerate(cached._metas(PROMPT[0, :RESTORED].numpy())):
+            for number, meta in enumerate(cached.prefixes.metas(PROMPT[0, :RESTORED].numpy())[0]):
                 mattered = np.full((meta.layout.layers, BLOCK), 100.0 if number == 2 else 0.01, np.float32)
                 found.note(meta, mattered)
                 assert found.save(meta)
@@ -294,7 +294,7 @@ def test_streams_by_importance_learn_from_what_prompts_attend_to(world: World) -
     with world.attached(PLENTY_BYTES_PER_S, policy="importance-first", quality=1.0) as cached:
         asked(cached)
         cached.learned(20)
-        metas = cached._metas(PROMPT[0, :RESTORED].numpy())
+        metas = cached.prefixes.metas(PROMPT[0, :RESTORED].numpy())[0]
         scores = [uses(cached).scores(meta) for meta in metas]
     assert all(
         each is not None and each.shape == (meta.layout.layers, BLOCK) for each, meta in zip(scores, metas, strict=True)

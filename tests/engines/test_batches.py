@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
-from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, RestoredRoom, attach, model_layout
 
 BLOCK, PAD = 16, 0
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}
@@ -79,6 +81,15 @@ def test_one_padded_row_restores_too(tiny_model: Any, tmp_path: Path) -> None:
     assert hit(said(tiny_model, tmp_path, batch)) == 64
     batch["attention_mask"] = (torch.arange(85) >= 5).long()[None]
     assert hit(said(tiny_model, tmp_path, batch)) == 64
+
+
+def test_padding_is_nothing_whatever_was_in_memory(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", lambda shape, dtype: np.full(shape, np.iinfo(dtype).max, dtype))
+        room = RestoredRoom(model_layout(tiny_model, BLOCK), BLOCK, pads=[5])
+    past = DynamicCache(config=tiny_model.config)
+    room.fill(past, BLOCK, tiny_model.device)
+    assert all(not tensor[:, :, :5].any() for layer in past.layers for tensor in (layer.keys, layer.values))
 
 
 def test_row_without_a_stored_prefix_leaves_the_others_their_padding_alone(tiny_model: Any, tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ SOFT = 0.15
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let loads take longer than computing, which takes such small layers a hundredth of a second."""
-    for module in ("grouped", "cached"):
-        monkeypatch.setattr(f"kvtide.engines.transformers.{module}.recompute_s", lambda judge, tokens: None)
+    monkeypatch.setattr("kvtide.engines.transformers.prefixes.recompute_s", lambda judge, tokens: None)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -101,7 +100,7 @@ def codecs_by_group(cached: CachedModel, prompt: torch.Tensor) -> Counter[tuple[
     cached.generate(prompt, max_new_tokens=1, do_sample=False)
     assert cached.flush(60)
     found = Counter[tuple[str, str]]()
-    for (group, _), metas in zip(cached.groups, cached._grouped._metas(prompt[0, :-1].numpy()), strict=True):
+    for (group, _), metas in zip(cached.groups, cached.prefixes.metas(prompt[0, :-1].numpy()), strict=True):
         found.update((group.name, codec) for codec, _ in codec_ids_of(cached.cache.tiers, metas))
     return found
 

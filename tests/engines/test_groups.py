@@ -38,8 +38,7 @@ model_of = functools.cache(model_of_family)
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let loads take longer than computing, which takes such small layers a hundredth of a second."""
-    for module in ("grouped", "cached"):
-        monkeypatch.setattr(f"kvtide.engines.transformers.{module}.recompute_s", lambda judge, tokens: None)
+    monkeypatch.setattr("kvtide.engines.transformers.prefixes.recompute_s", lambda judge, tokens: None)
 
 
 @pytest.fixture(autouse=True)
@@ -121,14 +120,14 @@ def test_where_prompts_branch_a_state_is_kept_for_the_third(family: str, tmp_pat
 
 def test_states_are_kept_often_at_the_end_and_where_another_prompt_left(tmp_path: Path) -> None:
     with attach(model_of("lfm2"), tmp_path, block_tokens=BLOCK) as cached:
-        cuts = cached._grouped.cuts
+        cuts = cached.prefixes.cuts
         assert cuts(BLOCK, 0, 0) == []
         assert cuts(2 * BLOCK + 1, 0, 0) == [2 * BLOCK]
         assert cuts(9 * BLOCK + 1, BLOCK, 5) == [5 * BLOCK, 9 * BLOCK]
         assert cuts(9 * BLOCK, 8 * BLOCK, 8) == []
         assert cuts(2 * 4096 + 1, 0, 0) == [4096, 2 * 4096]
     with attach(model_of("gemma3"), tmp_path, block_tokens=BLOCK) as cached:
-        assert cached._grouped.cuts(9 * BLOCK, 0, 5) == []
+        assert cached.prefixes.cuts(9 * BLOCK, 0, 5) == []
 
 
 def test_states_are_kept_as_often_as_one_says(tmp_path: Path) -> None:
@@ -180,7 +179,7 @@ def test_a_part_that_is_gone_or_damaged_costs_the_hit_and_no_answer(kind: GroupK
     group = next(i for i, each in enumerate(groups_of(family, BLOCK)) if each.group.kind is kind)
     with attach(family, tmp_path, block_tokens=BLOCK) as cached:
         name = cached._identity.groups[group].group.name
-        meta = cached._grouped._metas(prompt[0, :-1].numpy())[group][3]
+        meta = cached.prefixes.metas(prompt[0, :-1].numpy())[group][3]
         assert cached.cache.tiers.delete(meta.id, "removed")
         cached.cache.index.remove(meta.id.key)
         explained = explained_groups(cached, prompt)
@@ -202,7 +201,7 @@ def test_a_load_that_breaks_off_leaves_an_empty_cache(tmp_path: Path, monkeypatc
 
     with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK) as cached:
         with monkeypatch.context() as patch:
-            patch.setattr("kvtide.engines.transformers.grouped.fill_states", broken)
+            patch.setattr("kvtide.engines.transformers.groups.StateRoom.fill", broken)
             assert assert_as_plain(cached, prompt) == 0
         assert assert_as_plain(cached, prompt) == 256
 
@@ -392,8 +391,8 @@ def test_faulty_reads_of_a_group_never_give_a_wrong_tensor(
         while faulty.faults < FAULTS * fault_factor:
             found = tensors_of(cached.restored(prompt))
             outcomes[bool(found)] += 1
-            if kind == "all tokens":
-                # A plain model keeps what is before the block that did not come.
+            if kind in ("all tokens", "latents"):
+                # Full attention keeps what is before the block that did not come.
                 pairs = zip(found, good[: len(found)], strict=True)
                 assert all(torch.equal(one, other[:, :, : one.shape[2]]) for one, other in pairs)
             else:

@@ -70,7 +70,7 @@ def stored_by(cached: CachedModel) -> list[str]:
     """Answer, and return the codec of each stored block."""
     cached.generate(JUDGED, max_new_tokens=2, do_sample=False)
     assert cached.flush(60)
-    metas = cached._metas(JUDGED[0].numpy())
+    metas = cached.prefixes.metas(JUDGED[0].numpy())[0]
     return [codec for codec, _ in codec_ids_of(cached.cache.tiers, metas)]
 
 
@@ -116,7 +116,9 @@ def test_command_in_the_log_makes_the_profile(tmp_path: Path, caplog: pytest.Log
     with attach(model, store, **options) as cached:
         cached.generate(tail, max_new_tokens=2, do_sample=False)
         assert cached.flush(60)
-        assert {codec for codec, _ in codec_ids_of(cached.cache.tiers, cached._metas(tail[0].numpy()))} == {"tide-1"}
+        assert {codec for codec, _ in codec_ids_of(cached.cache.tiers, cached.prefixes.metas(tail[0].numpy())[0])} == {
+            "tide-1"
+        }
 
 
 @pytest.mark.parametrize("calibrated", ["Llama"], indirect=True)
@@ -149,7 +151,7 @@ def test_profile_of_one_tenant_is_no_others(calibrated: tuple[Path, Path], tmp_p
     with attach(model, store, tenant_salt=b"mine", **options) as cached:
         cached.generate(JUDGED.flip(1), max_new_tokens=2, do_sample=False)
         assert cached.flush(60)
-        metas = cached._metas(JUDGED.flip(1)[0].numpy())
+        metas = cached.prefixes.metas(JUDGED.flip(1)[0].numpy())[0]
         assert set(codec_ids_of(cached.cache.tiers, metas)) == {("tide-1", own.digest)}
 
 
@@ -184,7 +186,7 @@ def test_child_calibrates_while_the_model_answers(tmp_path: Path, monkeypatch: p
         cached.cache.profiles.look()
         cached.generate(JUDGED.flip(1), max_new_tokens=2, do_sample=False)
         assert cached.flush(60)
-        metas = cached._metas(JUDGED.flip(1)[0].numpy())
+        metas = cached.prefixes.metas(JUDGED.flip(1)[0].numpy())[0]
         assert {codec for codec, _ in codec_ids_of(cached.cache.tiers, metas)} == {"tide-1"}
     with attach(model, store, **options) as cached:
         assert cached.calibration is None

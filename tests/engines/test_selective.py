@@ -15,7 +15,7 @@ from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import ImpressCodec, PackedCodec
 from kvtide.engines.transformers import selective
-from kvtide.engines.transformers.groups import RestoredRoom, model_layout
+from kvtide.engines.transformers.groups import RestoredRoom, filled_cache, model_layout
 from kvtide.engines.transformers.selective import (
     PROBE_TOKENS,
     WEIGHED_TOKENS,
@@ -56,12 +56,7 @@ class Prefix:
             self.tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile))
 
     def past(self, blocks: list[Any]) -> DynamicCache:
-        pages = RestoredRoom(model_layout(self.model, 16), len(blocks))
-        for position, bits in enumerate(blocks):
-            pages.write(position, bits)
-        past = DynamicCache(config=self.model.config)
-        pages.fill(past, len(blocks), self.model.device)
-        return past
+        return filled_cache(self.model, model_layout(self.model, 16), blocks)
 
     def said(self, blocks: list[Any], selection: SparsePrefix | None = None) -> torch.Tensor:
         past = self.past(blocks)
@@ -327,11 +322,11 @@ def test_a_long_suffix_is_asked_by_its_last_tokens() -> None:
 
 def test_a_cache_with_room_grows_as_the_usual_one(prefix: Prefix) -> None:
     layout = model_layout(prefix.model, 16)
-    pages = RestoredRoom(layout, len(prefix.blocks), spare_tokens=3)
+    pages = RestoredRoom(layout, PREFIX, spare_tokens=3)
     for position, bits in enumerate(prefix.blocks):
         pages.write(position, bits)
     roomy = DynamicCache(config=prefix.model.config)
-    pages.fill(roomy, len(prefix.blocks), prefix.model.device)
+    pages.fill(roomy, PREFIX, prefix.model.device)
     usual = prefix.past(prefix.blocks)
     with torch.inference_mode():
         for token in prefix.ids[PREFIX:]:

@@ -20,9 +20,8 @@ from transformers import DynamicCache
 
 from kvtide.codec import Profile
 from kvtide.engines.calibrate.texts import Text
-from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.fingerprint import model_fingerprint
-from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.figures import table_of
 from kvtide_lab.judge.quality import one_torch_thread

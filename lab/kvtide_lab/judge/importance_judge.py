@@ -21,7 +21,7 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
-from kvtide.engines.transformers.groups import RestoredRoom, model_layout
+from kvtide.engines.transformers import RestoredRoom, filled_cache, model_layout
 from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
 from kvtide.importance import Floats
 from kvtide.store.load.sparse import SparseLoad
@@ -166,17 +166,14 @@ class ImportanceJudge:
 
     def past(self, blocks: Sequence[BlockBits]) -> DynamicCache:
         """Return the engine's cache with these blocks."""
-        pages = RestoredRoom(self.layout, len(blocks))
-        for position, bits in enumerate(blocks):
-            pages.write(position, bits)
-        return self._filled(pages, len(blocks))
+        return filled_cache(self._model, self.layout, blocks)
 
     def _pages(self, blocks: int) -> RestoredRoom:
-        return RestoredRoom(self.layout, blocks, SPARE_TOKENS)
+        return RestoredRoom(self.layout, blocks * self.layout.tokens, spare_tokens=SPARE_TOKENS)
 
     def _filled(self, pages: RestoredRoom, blocks: int) -> DynamicCache:
         past = DynamicCache(config=self._model.config)
-        pages.fill(past, blocks, self._model.device)
+        pages.fill(past, blocks * self.layout.tokens, self._model.device)
         return past
 
     def _first(self, past: DynamicCache, question: Question, selection: SparsePrefix | None = None) -> torch.Tensor:
@@ -206,7 +203,7 @@ class ImportanceJudge:
         device = self._device(self._tier())
         for meta, bits in zip(prefix.metas, prefix.blocks, strict=True):
             device.put_from(meta.id, pack_object(meta, RawCodec.codec_id, RawCodec().encode(meta, bits)))
-        pages = RestoredRoom(self.layout, len(prefix.metas))
+        pages = RestoredRoom(self.layout, len(prefix.metas) * self.layout.tokens)
         started_s = self._clock.monotonic_s()
         with ThreadPoolExecutor(WHOLE_THREADS) as pool:
             done = [pool.submit(self._load_raw, device, *each, pages) for each in enumerate(prefix.metas)]

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
-from kvtide.engines.transformers import RestoredRoom, block_bits
+from kvtide.engines.transformers import block_bits, filled_cache
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import pack_object, parse_object
@@ -176,12 +176,7 @@ class QualityJudge:
         return next((i for i, (a, b) in enumerate(zip(said, found.greedy, strict=False)) if a != b), len(found.greedy))
 
     def _past(self, blocks: list[BlockBits]) -> DynamicCache:
-        pages = RestoredRoom(self.layout, len(blocks))
-        for position, bits in enumerate(blocks):
-            pages.write(position, bits)
-        past = DynamicCache(config=self._model.config)
-        pages.fill(past, len(blocks), self._model.device)
-        return past
+        return filled_cache(self._model, self.layout, blocks)
 
     def _say(self, blocks: list[BlockBits], ids: Sequence[int]) -> torch.Tensor:
         """Return the logits of each of `ids` but the last, following these blocks: (tokens - 1, vocabulary)."""

@@ -3,7 +3,7 @@
 from kvtide.engines.transformers.cached import BLOCK_TOKENS, CachedModel, attach
 from kvtide.engines.transformers.contexts import Context, ModelContexts
 from kvtide.engines.transformers.fingerprint import fingerprint_in, model_fingerprint
-from kvtide.engines.transformers.groups import RestoredRoom, block_bits, model_layout
+from kvtide.engines.transformers.groups import RestoredRoom, block_bits, filled_cache, model_layout
 from kvtide.engines.transformers.selective import Impress
 from kvtide.engines.transformers.smollm2 import converted_folder, load_model, load_to_fork, load_tokenizer
 
@@ -17,6 +17,7 @@ __all__ = [
     "attach",
     "block_bits",
     "converted_folder",
+    "filled_cache",
     "fingerprint_in",
     "load_model",
     "load_to_fork",

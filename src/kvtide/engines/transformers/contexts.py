@@ -18,12 +18,12 @@ from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import AllRows
 from kvtide.engines.transformers.groups import (
     ModelGroup,
-    RowsRoom,
-    fill_states,
+    RestoredRoom,
+    StateRoom,
+    block_bits,
     groups_of,
     halves_of,
     profile_shapes,
-    read_rows,
     read_states,
 )
 from kvtide.errors import UnsupportedModel
@@ -87,19 +87,21 @@ class ModelContexts:
         with torch.no_grad():
             self.model(torch.tensor([ids]), past_key_values=past, use_cache=True, logits_to_keep=1)
         metas = [_metas(ids, each) for each in self._rows]
-        blocks = [[read_rows(past, each, meta) for meta in mine] for each, mine in zip(self._rows, metas, strict=True)]
+        blocks = [[block_bits(past, meta, each) for meta in mine] for each, mine in zip(self._rows, metas, strict=True)]
         return Context(metas, blocks, [read_states(past, each) for each in self._states])
 
     def restored(self, context: Context, blocks: Sequence[Sequence[BlockBits]] | None = None) -> DynamicCache:
         """Return a cache of a context, or of these blocks in place of its own, by group; states are the context's."""
         past, device = DynamicCache(config=self.model.config), self.model.device
         for each, mine in zip(self._rows, context.blocks if blocks is None else blocks, strict=True):
-            room = RowsRoom(each, len(mine))
+            room = RestoredRoom(each.group.layout, context.tokens, group=each)
             for position, bits in enumerate(mine):
                 room.write(position, bits)
             room.fill(past, context.tokens, device)
         for each, states in zip(self._states, context.states, strict=True):
-            fill_states(past, each, states, device)
+            kept = StateRoom(each)
+            kept.write(0, states)
+            kept.fill(past, context.tokens, device)
         return past
 
     def ask_gradients(self, past: DynamicCache) -> list[list[torch.Tensor]]:
@@ -124,8 +126,9 @@ class ModelContexts:
     def halves(self, group: int, keys: torch.Tensor, values: torch.Tensor) -> NDArray[np.float32]:
         """Return tensors of a layer of a group of rows as a block has them: (2, tokens, kv_heads, head_dim)."""
         parts = (tensor[0].float().transpose(0, 1).contiguous().numpy() for tensor in (keys, values))
-        found: NDArray[np.float32] = halves_of(self._rows[group], *parts)
-        return found
+        rows = self._rows[group].rows
+        assert rows is not None
+        return np.stack(halves_of(rows, *parts))
 
 
 def _metas(ids: Sequence[int], group: ModelGroup) -> list[BlockMeta]:

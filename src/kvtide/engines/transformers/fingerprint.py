@@ -20,7 +20,6 @@ import xxhash
 from numpy.typing import NDArray
 from torch.nn.modules import module as torch_module
 
-from kvtide.block import BlockLayout
 from kvtide.engines.transformers.groups import ModelGroup, groups_of, is_plain
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
@@ -77,24 +76,21 @@ class ModelIdentity:
         # The user's, until the model changes.
         self.given_fingerprint = settings.fingerprint
         self.fingerprint = b""
-        self.groups = groups_of(model, settings.block_tokens)
+        self._take_groups()
+        # Of each group's parts; none, and an empty one, before the model has a name. Prompts are named in the first.
         self.namespaces: tuple[Namespace, ...] = ()
+        self.namespace = Namespace(b"")
         self.refusal = self._identify()
 
-    @property
-    def is_plain(self) -> bool:
-        """Tell whether the model has blocks and not several parts of each."""
-        return is_plain(self.groups)
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Return the layout of the first group's parts: of blocks, where it is the only one."""
-        return self.groups[0].group.layout
-
-    @property
-    def namespace(self) -> Namespace:
-        """Return the namespace in which prompts are named: the first group's. Empty before the model has a name."""
-        return self.namespaces[0] if self.namespaces else Namespace(b"")
+    def _take_groups(self) -> None:
+        self.groups = groups = groups_of(self._model, self._settings.block_tokens)
+        # How many blocks before a hit's end each group's parts must be there, 0 for all.
+        self.reaches = tuple(each.group.reach_blocks(self._settings.block_tokens) for each in groups)
+        # Whether the model has blocks and not several parts of each, or keeps no rows of tokens at all.
+        self.is_plain = is_plain(groups)
+        self.is_of_states = all(each.states for each in groups)
+        # Of blocks, where the first group is the only one.
+        self.layout = groups[0].group.layout
 
     def follow(self) -> str | None:
         """Look whether the model has changed and return the `refusal`; see `ModelWatch` for what is seen."""
@@ -114,11 +110,12 @@ class ModelIdentity:
         if code is not None:
             return f"{code}, may change the cache and can't be named; give a fingerprint= that covers it"
         try:
-            self.groups = groups_of(self._model, self._settings.block_tokens)
+            self._take_groups()
             self.fingerprint = self.given_fingerprint or self._watch.fingerprint()
         except UnsupportedModel as error:
             return str(error)
         self.namespaces = self._settings.namespaces(self.fingerprint, self.groups)
+        self.namespace = self.namespaces[0]
         return None
 
 
@@ -301,13 +298,13 @@ class ModelWatch:
             return True
 
     def _is_written(self) -> bool:
-        if any(tensor.data_ptr() != ptr or _write_count(tensor) != count for tensor, ptr, count in self._tensors):
-            return True
-        position = self._round
-        return any(
-            sample.reads(sample.positions[position]).tobytes() != sample.known[position].tobytes()
-            for sample in self._samples
-        )
+        for tensor, pointer, count in self._tensors:
+            if tensor.data_ptr() != pointer or _write_count(tensor) != count:
+                return True
+        for sample in self._samples:
+            if sample.reads(sample.positions[self._round]).tobytes() != sample.known[self._round].tobytes():
+                return True
+        return False
 
 
 def _views_of(module: torch.nn.Module) -> list[ValuesView[Any]]:

@@ -22,7 +22,6 @@ from transformers.generation import GenerationMode
 
 from kvtide.clock import Clock
 from kvtide.engines.transformers.selective import SelectedLayers
-from kvtide.plan import Judge
 from kvtide.store.load.streamed import StreamedReport
 
 # What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
@@ -62,18 +61,6 @@ class GenerateReport(NamedTuple):
     ended_by: str | None = None
 
 
-def recompute_s(judge: Judge, tokens: int) -> float | None:
-    """Return what computing takes: a longer load is of no use. None, which is the cache's own bound, if unknown."""
-    speed = judge.prefill()
-    return None if speed is None else speed.seconds(0, tokens)
-
-
-def note_prefill(judge: Judge, start: int, stop: int, seconds: float) -> None:
-    """Tell the judge what a pass took, unless it is too short to say much."""
-    if stop - start >= PREFILL_SAMPLE_TOKENS_MIN:
-        judge.note_prefill(start, stop, seconds)
-
-
 class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
     """Notes when the first token is there; never stops anything."""
 
@@ -107,58 +94,50 @@ def leaving_out(model: Any, tokens: int) -> Iterator[None]:
 
 
 def watched(
-    clock: Clock, input_ids: torch.Tensor, past: Any, arguments: dict[str, Any], argument: str = "past_key_values"
+    clock: Clock, mask: torch.Tensor, past: Any, arguments: dict[str, Any], argument: str
 ) -> tuple[FirstToken, dict[str, Any]]:
     """Return what notes the first token of a call that begins with a cache, and the call's arguments."""
     first_token = FirstToken(clock)
     criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
-    arguments = {**arguments, argument: past, "stopping_criteria": criteria, "cache_implementation": None}
-    if arguments.get("attention_mask") is None:
-        arguments["attention_mask"] = torch.ones_like(input_ids)
-    return first_token, arguments
+    own = {argument: past, "stopping_criteria": criteria, "cache_implementation": None, "attention_mask": mask}
+    return first_token, {**arguments, **own}
 
 
 class CallSettings(NamedTuple):
     """A call of `generate` as transformers takes it.
 
     settings: the model's with the call's own. others: names of the arguments that are none of them. mask: (rows,
-    tokens), 1 for tokens: the given one or what transformers makes.
+    tokens), 1 for tokens: the given one or what transformers makes. is_single: of one sequence without padding. ends:
+    the tokens that end an answer. special_cache: the kind of cache it wants, where that is not the usual one.
     """
 
     settings: GenerationConfig
     others: frozenset[str]
     mask: torch.Tensor
+    is_single: bool
+    ends: list[int | None]
+    special_cache: str | None
 
     @classmethod
     def of(cls, model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Self:
         """Return what a call's arguments say."""
-        given = arguments.get("generation_config")
+        given, said = arguments.get("generation_config"), dict[str, Any]()
         # What a given configuration leaves open, the model's own says.
-        each = [model.generation_config.to_dict(), {} if given is None else given.to_dict()]
-        settings = GenerationConfig.from_dict({name: value for one in each for name, value in _said(one)})
+        for config in (model.generation_config, given):
+            for name, value in config.to_dict().items() if config is not None else ():
+                if value is not None:
+                    said[name] = value
+        settings = GenerationConfig.from_dict(said)
         # None overrides a configuration, and says nothing where it is no field of one.
-        others = {name for name in settings.update(**arguments) if arguments[name] is not None}
-        mask: torch.Tensor | None = arguments.get("attention_mask")
-        call = cls(settings, frozenset(others), torch.ones_like(input_ids) if mask is None else mask.long())
-        pad = settings.pad_token_id
-        is_padded = mask is None and pad is not None and pad not in call.ends
-        return call._replace(mask=(input_ids != pad).long()) if is_padded else call
-
-    @property
-    def special_cache(self) -> str | None:
-        """Return the kind of cache it wants, where that is not the usual one."""
-        how: str | None = self.settings.cache_implementation
-        return None if how == "dynamic" else how
-
-    @property
-    def ends(self) -> list[int | None]:
-        """Return the tokens that end an answer."""
-        eos = self.settings.eos_token_id
-        return eos if isinstance(eos, list) else [eos]
-
-
-def _said(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in settings.items() if value is not None)
+        others = frozenset(name for name in settings.update(**arguments) if arguments[name] is not None)
+        eos, pad, mask = settings.eos_token_id, settings.pad_token_id, arguments.get("attention_mask")
+        ends = eos if isinstance(eos, list) else [eos]
+        is_padded = mask is None and pad is not None and pad not in ends
+        if mask is None:
+            mask = (input_ids != pad) if is_padded else torch.ones_like(input_ids)
+        is_single = len(input_ids) == 1 and bool(mask.all())
+        how = settings.cache_implementation
+        return cls(settings, others, mask.long(), is_single, ends, None if how == "dynamic" else how)
 
 
 def bypass_reason(model: Any, input_ids: torch.Tensor, call: CallSettings) -> str | None:
@@ -180,12 +159,21 @@ def bypass_reason(model: Any, input_ids: torch.Tensor, call: CallSettings) -> st
         return "a quantised cache of padded sequences, or prefilled in chunks, has scales of its own"
     if (settings.num_return_sequences or 1) != 1:
         return f"num_return_sequences={settings.num_return_sequences}"
-    wanted = [name for name in _OF_ALL_TOKENS if getattr(settings, name)]
-    if wanted:
-        return f"{wanted[0]} wants every token of the prompt to run"
+    for name in _OF_ALL_TOKENS:
+        if getattr(settings, name):
+            return f"{name} wants every token of the prompt to run"
     # Left padding: once a row has begun, it goes on.
     is_left = mask.shape == input_ids.shape and bool(mask[:, -1].all()) and bool((mask[:, 1:] >= mask[:, :-1]).all())
     return None if is_left else "the attention mask hides tokens"
+
+
+def misfit_reason(call: CallSettings, is_plain: bool, has_importance: bool) -> str | None:
+    """Return why the cache can't help with a call on its model, plain or of several groups, with its settings."""
+    if call.special_cache and (not is_plain or (has_importance and call.is_single)):
+        return f"cache_implementation={call.special_cache}, of a model with several groups or with importance"
+    if not call.is_single and not is_plain:
+        return "several or padded sequences, of a model with several groups of layers"
+    return None
 
 
 # What transformers generates where nobody says how much.
@@ -197,12 +185,6 @@ class MadeCache(NamedTuple):
 
     past: Any
     rows: Any
-
-    def settled(self) -> Any:
-        """Return the rows, once all that the call began to move between devices is there."""
-        if self.rows.offloading:
-            torch.cuda.synchronize()
-        return self.rows
 
 
 def made_cache(model: Any, past: DynamicCache, tokens: int, call: CallSettings) -> MadeCache:

@@ -23,7 +23,6 @@ from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtyp
 from kvtide.codec import ProfileShape
 from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind, LayerGroup
-from kvtide.store import BlockSource
 from kvtide.tier.buffers import aligned_buffer
 
 TORCH_DTYPES = {
@@ -45,6 +44,8 @@ _STATES_GO_ON = {
     *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "nemotron_h"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
+# Their rotary frequencies depend on the length of the sequence: keys from a short prompt are wrong in a long one.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # A state's bytes are rounded up to whole rows of so many elements.
 _STATE_ROW = 64
 
@@ -56,6 +57,11 @@ class TokenRows(NamedTuple):
     value: tuple[int, int]
     dtype: torch.dtype
     window: int
+
+    @property
+    def is_latent(self) -> bool:
+        """Tell whether keys and values are one row of which attention makes both."""
+        return self.key != self.value
 
 
 class StateTensor(NamedTuple):
@@ -81,207 +87,6 @@ class ModelGroup(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Return the type of the tensors."""
         return TORCH_DTYPES[self.group.layout.dtype]
-
-
-def model_groups(model: Any, cache: DynamicCache, block_tokens: int) -> tuple[ModelGroup, ...]:
-    """Return the groups of a model from a cache in which it has left two tokens, those of tokens first.
-
-    UnsupportedModel, with the reason, for layers that can't be restored exactly.
-    """
-    config = model.config.get_text_config(decoder=True)
-    kind, across = config.model_type, getattr(config, "cross_attention_layers", None) or ()
-    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-    if has_states and kind not in _STATES_GO_ON:
-        raise UnsupportedModel(f"the states of {kind} models are not known to go on exactly from one pass to the next")
-    rows: dict[TokenRows, list[int]] = {}
-    states: dict[torch.dtype, dict[int, tuple[StateTensor, ...]]] = {}
-    for number, layer in enumerate(cache.layers):
-        # Of layers without a cache there is a stand-in.
-        if not isinstance(layer, DynamicLayer | LinearAttentionCacheLayerMixin):
-            continue
-        # What attends to an image keeps nothing of a text; calls with images run without kvtide's cache.
-        if number in across and isinstance(layer, DynamicLayer) and not layer.is_initialized:
-            continue
-        if type(layer) not in _LAYER_TYPES:
-            raise UnsupportedModel(f"layer {number} keeps a {type(layer).__name__}, which can't be restored")
-        if isinstance(layer, DynamicLayer):
-            rows.setdefault(_rows_of(layer, number), []).append(number)
-        if isinstance(layer, LinearAttentionLayer):
-            for dtype, tensors in _states_of(layer).items():
-                states.setdefault(dtype, {})[number] = tensors
-    if not rows and not states:
-        raise UnsupportedModel("the model's config does not say how many layers its cache has")
-    found = [
-        _row_group(each, layers, block_tokens)._replace(is_whole=len(layers) == len(cache.layers))
-        for each, layers in rows.items()
-    ]
-    return (*found, *(_state_group(dtype, layers) for dtype, layers in states.items()))
-
-
-def is_plain(groups: Sequence[ModelGroup]) -> bool:
-    """Tell whether all of a model is keys and values of one shape, of all tokens."""
-    first = groups[0]
-    return len(groups) == 1 and first.is_whole and first.group.kind is GroupKind.KV and not first.group.reach_tokens
-
-
-def profile_shapes(groups: Sequence[ModelGroup]) -> list[ProfileShape]:
-    """Return of which blocks a model needs profiles: of a plain model's, else of each group of rows'."""
-    if is_plain(groups):
-        return [ProfileShape(groups[0].group.layout)]
-    return [ProfileShape(each.group.layout, each.group.text) for each in groups if each.rows]
-
-
-def _rows_of(layer: DynamicLayer, number: int) -> TokenRows:
-    if layer.get_seq_length() == 0:
-        raise UnsupportedModel(f"layer {number} keeps no keys: it shares another's cache, or has no usual one")
-    shapes = [tuple(tensor.shape) for tensor in (layer.keys, layer.values)]
-    if any(len(shape) != 4 or (shape[0], shape[2]) != (1, 2) for shape in shapes):
-        raise UnsupportedModel(f"expected (1, heads, 2, dims) after two tokens, got {shapes}")
-    if layer.keys.dtype != layer.values.dtype or layer.keys.dtype not in _KVTIDE_DTYPES:
-        types = f"{layer.keys.dtype} and {layer.values.dtype}"
-        raise UnsupportedModel(f"KV dtype must be float32, float16 or bfloat16, got {types}")
-    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0
-    (_, key_heads, _, key_dims), (_, value_heads, _, value_dims) = shapes
-    return TokenRows((key_heads, key_dims), (value_heads, value_dims), layer.keys.dtype, window)
-
-
-def _row_group(rows: TokenRows, layers: list[int], block_tokens: int) -> ModelGroup:
-    is_latent = rows.key != rows.value
-    elements = math.prod(rows.key) + math.prod(rows.value)
-    heads, dims = (1, elements // 2) if is_latent else rows.key
-    if elements % 2 or dims > HEAD_DIM_MAX:
-        raise UnsupportedModel(f"keys of {rows.key} and values of {rows.value} can't be kept as rows of equal halves")
-    # What is rotated comes first in a latent row, which the name tells from an order that once was.
-    kept = f"latent {rows.value[1]}+{rows.key[1]}" if is_latent else f"attention {heads}x{dims}"
-    name = f"{kept}{f' window {rows.window}' if rows.window else ''}"
-    layout = BlockLayout(len(layers), block_tokens, heads, dims, _KVTIDE_DTYPES[rows.dtype])
-    kind = GroupKind.LATENT if is_latent else GroupKind.KV
-    return ModelGroup(LayerGroup(name, kind, tuple(layers), layout, max(0, rows.window - 1)), rows)
-
-
-def _states_of(layer: LinearAttentionLayer) -> dict[torch.dtype, tuple[StateTensor, ...]]:
-    found: dict[torch.dtype, tuple[StateTensor, ...]] = {}
-    for name in ("conv_states", "recurrent_states"):
-        for number, tensor in getattr(layer, name).items():
-            if tensor is None:
-                continue
-            if tensor.shape[0] != 1 or tensor.dtype not in _KVTIDE_DTYPES:
-                raise UnsupportedModel(f"{name} of {tuple(tensor.shape)} and {tensor.dtype} can't be kept")
-            state = StateTensor(name, number, tuple(tensor.shape))
-            found[tensor.dtype] = (*found.get(tensor.dtype, ()), state)
-    return found
-
-
-def _state_group(dtype: torch.dtype, layers: dict[int, tuple[StateTensor, ...]]) -> ModelGroup:
-    elements = max(sum(math.prod(tensor.shape) for tensor in tensors) for tensors in layers.values())
-    half = -(-elements // (2 * _STATE_ROW)) * _STATE_ROW
-    layout = BlockLayout(len(layers), 1, half // _STATE_ROW, _STATE_ROW, _KVTIDE_DTYPES[dtype])
-    group = LayerGroup(f"state {layout.dtype.value}", GroupKind.STATE, tuple(layers), layout)
-    return ModelGroup(group, None, tuple(layers.values()))
-
-
-def read_rows(past: DynamicCache, group: ModelGroup, meta: BlockMeta) -> BlockBits:
-    """Return a copy of one part of a group of tokens. ValueError if the cache holds another shape or not all of it."""
-    layout, rows = meta.layout, group.rows
-    assert rows is not None
-    torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]
-    bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
-    for position, number in enumerate(group.group.layers):
-        layer = past.layers[number]
-        # What is before has left the window.
-        start = meta.start - (layer.get_seq_length() - layer.keys.shape[-2])
-        parts = []
-        for tensor, (heads, dims) in ((layer.keys, rows.key), (layer.values, rows.value)):
-            part = tensor.detach()[0, :, max(0, start) : start + layout.tokens]
-            if start < 0 or tuple(part.shape) != (heads, layout.tokens, dims) or part.dtype != rows.dtype:
-                raise ValueError(f"layer {number} has {part.dtype} of {tuple(part.shape)} from token {meta.start} on")
-            parts.append(part.cpu().contiguous().view(torch_bits).numpy().view(numpy_bits).transpose(1, 0, 2))
-        bits[position] = halves_of(group, parts[0], parts[1])
-    return bits
-
-
-def halves_of(group: ModelGroup, keys: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
-    """Return both halves of a layer's rows as a block has them: (2, tokens, kv_heads, head_dim).
-
-    keys, values: (tokens, heads, dims). Of latents, values, then keys make one row, of which each half is half.
-    """
-    if group.group.kind is GroupKind.KV:
-        return np.stack([keys, values])
-    row = np.concatenate([part.reshape(len(part), -1) for part in (values, keys)], axis=1)
-    return np.stack(np.split(row, 2, axis=1))[:, :, None]
-
-
-class RowsRoom:
-    """Room for the parts of a group of tokens that are being loaded."""
-
-    def __init__(self, group: ModelGroup, parts: int) -> None:
-        self._group, layout = group, group.group.layout
-        self._room = np.empty(
-            (layout.layers, 2, parts * layout.tokens, layout.kv_heads, layout.head_dim), layout.bits_dtype
-        )
-
-    def write(self, position: int, bits: BlockBits) -> None:
-        """Copy a part in; a BlockSink."""
-        tokens = self._group.group.layout.tokens
-        self._room[:, :, position * tokens : (position + 1) * tokens] = bits
-
-    def fill(self, past: DynamicCache, stop: int, device: torch.device) -> None:
-        """Make the layers hold what was loaded, whose last token is the one before `stop`."""
-        rows = self._group.rows
-        assert rows is not None
-        signed = self._room.view(f"<i{self._room.itemsize}")
-        for position, number in enumerate(self._group.group.layers):
-            pair = torch.from_numpy(signed[position]).view(self._group.dtype)
-            if self._group.group.kind is GroupKind.KV:
-                tensors = list(pair)
-            else:
-                row, values = torch.cat([pair[0, :, 0], pair[1, :, 0]], dim=1), math.prod(rows.value)
-                tensors = [row[:, values:].unflatten(1, rows.key), row[:, :values].unflatten(1, rows.value)]
-            layer = past.layers[number]
-            keep = min(rows.window - 1, tensors[0].shape[0]) if rows.window else tensors[0].shape[0]
-            keys, values = (
-                each[each.shape[0] - keep :].transpose(0, 1)[None].contiguous().to(device) for each in tensors
-            )
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-            if rows.window:
-                layer.cumulative_length = stop
-
-
-def read_states(past: DynamicCache, group: ModelGroup) -> BlockBits:
-    """Return a copy of a group's states as they are now. ValueError if one has another shape than the probe's."""
-    layout = group.group.layout
-    torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]
-    bits: BlockBits = np.zeros(layout.shape, layout.bits_dtype)
-    for position, (number, tensors) in enumerate(zip(group.group.layers, group.states, strict=True)):
-        flat, start = bits[position].reshape(-1), 0
-        for each in tensors:
-            tensor = getattr(past.layers[number], each.name)[each.number]
-            if tensor is None or tuple(tensor.shape) != each.shape or tensor.dtype != group.dtype:
-                raise ValueError(f"layer {number} has no {each.name} of {each.shape} in {group.dtype}")
-            stop = start + tensor.numel()
-            flat[start:stop] = tensor.detach().cpu().contiguous().view(torch_bits).numpy().view(numpy_bits).reshape(-1)
-            start = stop
-    return bits
-
-
-def fill_states(past: DynamicCache, group: ModelGroup, bits: BlockBits, device: torch.device) -> None:
-    """Make the layers of an empty cache hold the states that `read_states` has read."""
-    layers = bits.view(f"<i{bits.itemsize}").reshape(len(group.states), -1)
-    for flat, number, tensors in zip(layers, group.group.layers, group.states, strict=True):
-        start, layer = 0, past.layers[number]
-        for each in tensors:
-            stop = start + math.prod(each.shape)
-            tensor = torch.from_numpy(flat[start:stop].copy()).view(group.dtype).view(each.shape).to(device)
-            start = stop
-            named: dict[str, Any] = {each.name: tensor, "state_idx": each.number}
-            layer.lazy_initialization(**named)
-            getattr(layer, each.name)[each.number].copy_(tensor)
-            layer.has_previous_state[each.number] = True
-
-
-# Their rotary frequencies depend on the length of the sequence: keys from a short prompt are wrong in a long one.
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def groups_of(model: Any, block_tokens: int) -> tuple[ModelGroup, ...]:
@@ -349,47 +154,176 @@ def cache_argument(model: Any) -> str:
     return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
 
 
-class RestoredRoom:
-    """Room for the restored blocks of all layers, in the shape that the engine wants."""
+def model_groups(model: Any, cache: DynamicCache, block_tokens: int) -> tuple[ModelGroup, ...]:
+    """Return the groups of a model from a cache in which it has left two tokens, those of tokens first.
 
-    def __init__(self, layout: BlockLayout, blocks: int, spare_tokens: int = 0) -> None:
-        """spare_tokens: room for what comes after the blocks, which then need not be copied for it."""
+    UnsupportedModel, with the reason, for layers that can't be restored exactly.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kind, across = config.model_type, getattr(config, "cross_attention_layers", None) or ()
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    if has_states and kind not in _STATES_GO_ON:
+        raise UnsupportedModel(f"the states of {kind} models are not known to go on exactly from one pass to the next")
+    rows: dict[TokenRows, list[int]] = {}
+    states: dict[torch.dtype, dict[int, tuple[StateTensor, ...]]] = {}
+    for number, layer in enumerate(cache.layers):
+        # Of layers without a cache there is a stand-in.
+        if not isinstance(layer, DynamicLayer | LinearAttentionCacheLayerMixin):
+            continue
+        # What attends to an image keeps nothing of a text; calls with images run without kvtide's cache.
+        if number in across and isinstance(layer, DynamicLayer) and not layer.is_initialized:
+            continue
+        if type(layer) not in _LAYER_TYPES:
+            raise UnsupportedModel(f"layer {number} keeps a {type(layer).__name__}, which can't be restored")
+        if isinstance(layer, DynamicLayer):
+            rows.setdefault(_rows_of(layer, number), []).append(number)
+        if isinstance(layer, LinearAttentionLayer):
+            for dtype, tensors in _states_of(layer).items():
+                states.setdefault(dtype, {})[number] = tensors
+    if not rows and not states:
+        raise UnsupportedModel("the model's config does not say how many layers its cache has")
+    found = [
+        _row_group(each, layers, block_tokens)._replace(is_whole=len(layers) == len(cache.layers))
+        for each, layers in rows.items()
+    ]
+    return (*found, *(_state_group(dtype, layers) for dtype, layers in states.items()))
+
+
+def is_plain(groups: Sequence[ModelGroup]) -> bool:
+    """Tell whether all of a model is keys and values of one shape, of all tokens."""
+    first = groups[0]
+    return len(groups) == 1 and first.is_whole and first.group.kind is GroupKind.KV and not first.group.reach_tokens
+
+
+def profile_shapes(groups: Sequence[ModelGroup]) -> list[ProfileShape]:
+    """Return of which blocks a model needs profiles: of a plain model's, else of each group of rows'."""
+    if is_plain(groups):
+        return [ProfileShape(groups[0].group.layout)]
+    return [ProfileShape(each.group.layout, each.group.text) for each in groups if each.rows]
+
+
+def _rows_of(layer: DynamicLayer, number: int) -> TokenRows:
+    if layer.get_seq_length() == 0:
+        raise UnsupportedModel(f"layer {number} keeps no keys: it shares another's cache, or has no usual one")
+    shapes = [tuple(tensor.shape) for tensor in (layer.keys, layer.values)]
+    if any(len(shape) != 4 or (shape[0], shape[2]) != (1, 2) for shape in shapes):
+        raise UnsupportedModel(f"expected (1, heads, 2, dims) after two tokens, got {shapes}")
+    if layer.keys.dtype != layer.values.dtype or layer.keys.dtype not in _KVTIDE_DTYPES:
+        types = f"{layer.keys.dtype} and {layer.values.dtype}"
+        raise UnsupportedModel(f"KV dtype must be float32, float16 or bfloat16, got {types}")
+    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0
+    (_, key_heads, _, key_dims), (_, value_heads, _, value_dims) = shapes
+    return TokenRows((key_heads, key_dims), (value_heads, value_dims), layer.keys.dtype, window)
+
+
+def _row_group(rows: TokenRows, layers: list[int], block_tokens: int) -> ModelGroup:
+    elements = math.prod(rows.key) + math.prod(rows.value)
+    heads, dims = (1, elements // 2) if rows.is_latent else rows.key
+    if elements % 2 or dims > HEAD_DIM_MAX:
+        raise UnsupportedModel(f"keys of {rows.key} and values of {rows.value} can't be kept as rows of equal halves")
+    # What is rotated comes first in a latent row, which the name tells from an order that once was.
+    kept = f"latent {rows.value[1]}+{rows.key[1]}" if rows.is_latent else f"attention {heads}x{dims}"
+    name = f"{kept}{f' window {rows.window}' if rows.window else ''}"
+    layout = BlockLayout(len(layers), block_tokens, heads, dims, _KVTIDE_DTYPES[rows.dtype])
+    kind = GroupKind.LATENT if rows.is_latent else GroupKind.KV
+    return ModelGroup(LayerGroup(name, kind, tuple(layers), layout, max(0, rows.window - 1)), rows)
+
+
+def _states_of(layer: LinearAttentionLayer) -> dict[torch.dtype, tuple[StateTensor, ...]]:
+    found: dict[torch.dtype, tuple[StateTensor, ...]] = {}
+    for name in ("conv_states", "recurrent_states"):
+        for number, tensor in getattr(layer, name).items():
+            if tensor is None:
+                continue
+            if tensor.shape[0] != 1 or tensor.dtype not in _KVTIDE_DTYPES:
+                raise UnsupportedModel(f"{name} of {tuple(tensor.shape)} and {tensor.dtype} can't be kept")
+            state = StateTensor(name, number, tuple(tensor.shape))
+            found[tensor.dtype] = (*found.get(tensor.dtype, ()), state)
+    return found
+
+
+def _state_group(dtype: torch.dtype, layers: dict[int, tuple[StateTensor, ...]]) -> ModelGroup:
+    elements = max(sum(math.prod(tensor.shape) for tensor in tensors) for tensors in layers.values())
+    half = -(-elements // (2 * _STATE_ROW)) * _STATE_ROW
+    layout = BlockLayout(len(layers), 1, half // _STATE_ROW, _STATE_ROW, _KVTIDE_DTYPES[dtype])
+    group = LayerGroup(f"state {layout.dtype.value}", GroupKind.STATE, tuple(layers), layout)
+    return ModelGroup(group, None, tuple(layers.values()))
+
+
+class RestoredRoom:
+    """Room for the restored rows of layers, in the shape that the engine wants."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        tokens: int,
+        pads: Sequence[int] = (0,),
+        group: ModelGroup | None = None,
+        before: int = 0,
+        spare_tokens: int = 0,
+    ) -> None:
+        """pads: columns of padding before each sequence. group: whose layers they are; None for all, of plain rows.
+
+        before: tokens that a window has left. spare_tokens: room behind, so that nothing is copied for what comes.
+        """
         self._layout = layout
+        self._pads = pads
+        self._group = group
+        self._before = before
         self._spare_tokens = spare_tokens
-        tokens = blocks * layout.tokens + spare_tokens
-        shape = (layout.layers, 2, 1, layout.kv_heads, tokens, layout.head_dim)
+        shape = (layout.layers, 2, len(pads), layout.kv_heads, tokens + spare_tokens, layout.head_dim)
         # numpy asks for huge pages, torch does not: touching 90 MiB of fresh memory takes 16 ms instead of 65.
         self._room = np.empty(shape, dtype=layout.bits_dtype)
+        # It is attended to with a weight of 0, which makes no number of what may be in fresh memory.
+        self._room[..., : max(pads), :] = 0
 
-    def write(self, position: int, bits: BlockBits) -> None:
-        """Copy a block in; a BlockSink."""
+    def write(self, position: int, bits: BlockBits, sequences: Sequence[int] = (0,)) -> None:
+        """Copy a block into sequences that have it, as far as there is room; a BlockSink."""
         # By numpy: torch would start a team of threads for each loading thread.
-        tokens = self._layout.tokens
-        self._room[:, :, 0, :, position * tokens : (position + 1) * tokens] = bits.transpose(0, 1, 3, 2, 4)
+        size = self._layout.tokens
+        for sequence in sequences:
+            part = self._room[:, :, sequence, :, self._pads[sequence] + position * size :][:, :, :, :size]
+            part[:] = bits[:, :, : part.shape[3]].transpose(0, 1, 3, 2, 4)
 
-    def fill(self, past: DynamicCache, blocks: int, device: torch.device) -> None:
-        """Make the leading blocks the contents of the engine's empty cache.
+    def fill(self, past: DynamicCache, stop: int, device: torch.device) -> None:
+        """Make what is before `stop` tokens the contents of an empty cache's layers.
 
-        Without `update`, which would copy them all once more (90 MiB and 40 ms of 2,048 tokens of SmolLM2).
+        Without `update`, which would copy all once more (90 MiB and 40 ms of 2,048 tokens of SmolLM2).
         """
-        if blocks == 0:
+        tokens = stop - self._before
+        if tokens == 0:
             return
-        tokens = blocks * self._layout.tokens
-        fill_layers(past, self._room[..., : tokens + self._spare_tokens, :], self._layout, device, self._spare_tokens)
+        room = self._room[..., : tokens + self._spare_tokens, :]
+        pages = torch.from_numpy(room.view(f"<i{room.itemsize}")).view(TORCH_DTYPES[self._layout.dtype]).to(device)
+        if self._spare_tokens:
+            past.layers = [_Roomy(keys, values) for keys, values in pages]
+        group = self._group
+        rows, numbers = (None, range(len(pages))) if group is None else (group.rows, group.group.layers)
+        window = 0 if rows is None else rows.window
+        first = max(0, tokens - window + 1) if window else 0
+        for number, pair in zip(numbers, pages[..., :tokens, :], strict=True):
+            keys, values = pair if rows is None or not rows.is_latent else _both_of(rows, pair)
+            layer = past.layers[number]
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys[..., first:, :], values[..., first:, :]
+            if window:
+                layer.cumulative_length = stop
 
 
-def fill_layers(
-    past: DynamicCache, room: BlockBits, layout: BlockLayout, device: torch.device, spare_tokens: int = 0
-) -> None:
-    """Make (layers, 2, rows, heads, tokens, dims) but for the last `spare_tokens` the contents of an empty cache."""
-    signed = room.view(f"<i{room.itemsize}")
-    pages = torch.from_numpy(signed).view(TORCH_DTYPES[layout.dtype]).to(device)
-    if spare_tokens:
-        past.layers = [_Roomy(keys, values) for keys, values in pages]
-    tokens = room.shape[-2] - spare_tokens
-    for layer, (keys, values) in zip(past.layers, pages[..., :tokens, :], strict=True):
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+def _both_of(rows: TokenRows, pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of latent rows, whose halves `halves_of` made."""
+    row, split = torch.cat([pair[0], pair[1]], dim=-1)[:, 0], math.prod(rows.value)
+    keys, values = row[..., split:].unflatten(-1, rows.key), row[..., :split].unflatten(-1, rows.value)
+    return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def filled_cache(model: Any, layout: BlockLayout, blocks: Sequence[BlockBits]) -> DynamicCache:
+    """Return an engine's cache of a plain model's leading blocks."""
+    past, room = DynamicCache(config=model.config), RestoredRoom(layout, len(blocks) * layout.tokens)
+    for position, bits in enumerate(blocks):
+        room.write(position, bits)
+    room.fill(past, len(blocks) * layout.tokens, model.device)
+    return past
 
 
 class _Roomy(DynamicLayer):  # type: ignore[misc]
@@ -416,27 +350,85 @@ class _Roomy(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
 
-def block_bits(past: DynamicCache, meta: BlockMeta, row: int = 0, pad: int = 0) -> BlockBits:
+def block_bits(
+    past: DynamicCache, meta: BlockMeta, group: ModelGroup | None = None, row: int = 0, pad: int = 0
+) -> BlockBits:
     """Return a copy of one block of a row of a cache, which begins after `pad` columns: the inverse of RestoredRoom.
 
-    The row holds at least `meta.start` + a block of tokens. ValueError if its layers are of another dtype or shape.
+    group: whose part it is; None for a plain model's block. ValueError if the cache has other rows, or not all of them.
     """
-    layout = meta.layout
+    layout, rows = meta.layout, None if group is None else group.rows
     torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]
     # Mapped, and not from the heap, in which blocks would leave holes.
     bits: BlockBits = np.ndarray(layout.shape, layout.bits_dtype, aligned_buffer(layout.raw_bytes))
-    start = pad + meta.start
-    for layer, pages in enumerate(past.layers):
-        for which, tensor in enumerate((pages.keys, pages.values)):
-            if tensor.dtype is not TORCH_DTYPES[layout.dtype]:
-                raise ValueError(f"layer {layer} is of {tensor.dtype}, expected {layout.dtype.value}")
-            part = tensor.detach()[row, :, start : start + layout.tokens].cpu().view(torch_bits)
+    plain = (layout.kv_heads, layout.head_dim)
+    shapes = (plain, plain) if rows is None else (rows.key, rows.value)
+    for place, number in enumerate(range(layout.layers) if group is None else group.group.layers):
+        layer, halves = past.layers[number], []
+        # What is before has left the window.
+        left = layer.get_seq_length() - layer.keys.shape[-2] if rows is not None and rows.window else 0
+        start = pad + meta.start - left
+        for tensor, (heads, dims) in zip((layer.keys, layer.values), shapes, strict=True):
+            part = tensor.detach()[row, :, max(0, start) : start + layout.tokens]
+            is_right = tuple(part.shape) == (heads, layout.tokens, dims) and part.dtype is TORCH_DTYPES[layout.dtype]
+            if start < 0 or not is_right:
+                raise ValueError(f"layer {number} has {part.dtype} of {tuple(part.shape)} from token {meta.start} on")
             # By numpy: beside busy neighbours torch's threads take twenty times as long for so little.
-            bits[layer, which] = part.numpy().view(numpy_bits).transpose(1, 0, 2)
+            halves.append(part.cpu().view(torch_bits).numpy().view(numpy_bits).transpose(1, 0, 2))
+        bits[place, 0], bits[place, 1] = halves if rows is None else halves_of(rows, *halves)
     return bits
 
 
-def captured(past: DynamicCache, meta: BlockMeta, row: int = 0, pad: int = 0) -> BlockSource:
-    """Copy a block out of a cache, which is the caller's to change once `generate` has returned."""
-    bits = block_bits(past, meta, row, pad)
-    return lambda: bits
+def halves_of(rows: TokenRows, keys: NDArray[Any], values: NDArray[Any]) -> Sequence[NDArray[Any]]:
+    """Return both halves of a layer's rows as a block has them, each (tokens, kv_heads, head_dim).
+
+    keys, values: (tokens, heads, dims). Of latents, values, then keys make one row, of which each half is half.
+    """
+    if not rows.is_latent:
+        return keys, values
+    row = np.concatenate([part.reshape(len(part), -1) for part in (values, keys)], axis=1)
+    return [half[:, None] for half in np.split(row, 2, axis=1)]
+
+
+def read_states(past: DynamicCache, group: ModelGroup) -> BlockBits:
+    """Return a copy of a group's states as they are now. ValueError if one has another shape than the probe's."""
+    layout = group.group.layout
+    torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]
+    bits: BlockBits = np.zeros(layout.shape, layout.bits_dtype)
+    for position, (number, tensors) in enumerate(zip(group.group.layers, group.states, strict=True)):
+        flat, start = bits[position].reshape(-1), 0
+        for each in tensors:
+            tensor = getattr(past.layers[number], each.name)[each.number]
+            if tensor is None or tuple(tensor.shape) != each.shape or tensor.dtype != group.dtype:
+                raise ValueError(f"layer {number} has no {each.name} of {each.shape} in {group.dtype}")
+            stop = start + tensor.numel()
+            flat[start:stop] = tensor.detach().cpu().contiguous().view(torch_bits).numpy().view(numpy_bits).reshape(-1)
+            start = stop
+    return bits
+
+
+class StateRoom:
+    """Room for the restored states of a group's layers."""
+
+    def __init__(self, group: ModelGroup) -> None:
+        self._group = group
+        self._bits: BlockBits = np.empty(group.group.layout.shape, group.group.layout.bits_dtype)
+
+    def write(self, position: int, bits: BlockBits, sequences: object = None) -> None:
+        """Copy states in; a BlockSink."""
+        self._bits[:] = bits
+
+    def fill(self, past: DynamicCache, stop: int, device: torch.device) -> None:
+        """Make an empty cache's layers hold the states, as `read_states` has read them."""
+        group = self._group
+        layers = self._bits.view(f"<i{self._bits.itemsize}").reshape(len(group.states), -1)
+        for flat, number, tensors in zip(layers, group.group.layers, group.states, strict=True):
+            start, layer = 0, past.layers[number]
+            for each in tensors:
+                part = flat[start : start + math.prod(each.shape)]
+                start += len(part)
+                tensor = torch.from_numpy(part.copy()).view(group.dtype).view(each.shape).to(device)
+                named: dict[str, Any] = {each.name: tensor, "state_idx": each.number}
+                layer.lazy_initialization(**named)
+                getattr(layer, each.name)[each.number].copy_(tensor)
+                layer.has_previous_state[each.number] = True

@@ -69,13 +69,13 @@ class ImportanceLoads:
         if self.ways.choose(is_near, now_s) is RestoreWay.WHOLE:
             return None
         layout = metas[0].layout
-        pages = RestoredRoom(layout, len(metas), spare_tokens + ANSWER_ROOM)
+        pages = RestoredRoom(layout, len(metas) * layout.tokens, spare_tokens=spare_tokens + ANSWER_ROOM)
         sparse = Sparse(pages.write, self._settings.tokens_ahead(layout.tokens))
         self._cache.load(metas, sparse)
         if sparse.opened is None:
             return None
         past = DynamicCache(config=model.config)
-        pages.fill(past, sparse.opened.blocks, model.device)
+        pages.fill(past, sparse.opened.tokens, model.device)
         return OpenedPrefix(sparse, sparse.opened, past)
 
     def answer(

@@ -51,7 +51,8 @@ class ProfileSeeker:
         self._has_folder = bool(self._folder) and Path(self._folder).is_dir()
         self._store = store
         self._codec = codec
-        self._sought = b""
+        # The fingerprint of the model that was looked for last.
+        self.sought = b""
         self._calibrates = calibrate is not None
         self._child: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
@@ -67,10 +68,12 @@ class ProfileSeeker:
 
     def seek(self, identity: ModelIdentity) -> None:
         """Look, unless that was done for this model. Raises nothing."""
-        codec, is_known = self._codec, identity.refusal is not None or self._sought == identity.fingerprint
-        if is_known or not isinstance(codec, AwaitingCodec):
+        codec = self._codec
+        if identity.refusal is not None or self.sought == identity.fingerprint:
             return
-        self._sought = identity.fingerprint
+        self.sought = identity.fingerprint
+        if not isinstance(codec, AwaitingCodec):
+            return
         own = identity.given_fingerprint or (b"" if self._has_folder else identity.fingerprint)
         salt = identity.tenant_salt
         command = calibrate_command(self._folder, self._store, codec.profile_kind, own, bool(salt))
@@ -106,7 +109,7 @@ class ProfileSeeker:
 
     def close(self) -> None:
         """End the calibration in the background if it still runs, and say so if it failed. Idempotent."""
-        self._sought, found = b"", self.calibration
+        self.sought, found = b"", self.calibration
         if found is None or self._child is None or self._output is None:
             return
         if found.has_succeeded is None:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
-from kvtide.engines.transformers.groups import RestoredRoom
+from kvtide.engines.transformers.groups import filled_cache
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
 from kvtide.plan.policies import ImportanceFirst, policy_named
@@ -42,6 +42,12 @@ class StreamSettings(NamedTuple):
         policy_named(self.policy)
         return self
 
+    def asked(self, start_within_s: float | None, quality: float | None) -> StreamSettings:
+        """Return these settings with what a call says of its own. ValueError for a bad one."""
+        own = {"start_within_s": start_within_s, "quality": quality}
+        given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        return self._replace(**given).checked()
+
     @property
     def is_by_importance(self) -> bool:
         """Tell whether loads go by what past prompts attended to."""
@@ -71,13 +77,6 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         if not self.is_wanted():
             raise _StoppedError
         return super().update(keys, values, layer, *rest, **more)
-
-
-def asked(usual: StreamSettings | None, start_within_s: float | None, quality: float | None) -> StreamSettings | None:
-    """Return how a call's prefix is streamed. ValueError for a bad setting."""
-    own = {"start_within_s": start_within_s, "quality": quality}
-    given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
-    return (usual or StreamSettings())._replace(**given).checked() if given else usual
 
 
 class StreamedPrefill:
@@ -137,13 +136,8 @@ class StreamedPrefill:
 
     def _filled(self) -> _WatchedCache:
         if self._waiting:
-            blocks = len(self._waiting)
-            pages = RestoredRoom(self._layout, blocks)
-            for position, bits in enumerate(self._waiting):
-                pages.write(position, bits)
+            loaded = filled_cache(self._model, self._layout, self._waiting)
             self._waiting.clear()
-            loaded = DynamicCache(config=self._model.config)
-            pages.fill(loaded, blocks, self._model.device)
             for number, layer in enumerate(loaded.layers):
                 self._past.update(layer.keys, layer.values, number)
         return self._past

@@ -1,0 +1,289 @@
+"""Prefixes of a call's sequences: their parts found in a cache, loaded from it, and queued to be stored.
+
+Several sequences, padded on the left, restore the columns that all of them can have. Of a model whose layers keep
+windows or states all that a hit needs comes, or nothing is restored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import product
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from kvtide.block import BlockBits, BlockMeta
+from kvtide.clock import Clock
+from kvtide.engines.transformers.fingerprint import ModelIdentity
+from kvtide.engines.transformers.groups import (
+    RestoredRoom,
+    StateRoom,
+    block_bits,
+    cache_argument,
+    read_states,
+)
+from kvtide.evict import Advice
+from kvtide.group import GroupKind, Hit, Parts, part_keys, state_cuts, state_every
+from kvtide.importance import Orders
+from kvtide.keys import LatestKeys, TokenIds
+from kvtide.plan import Judge
+from kvtide.store import BlockSource, Cache, PendingBlock
+from kvtide.store.load import MissReason, Whole
+from kvtide.types import BlockKey, ObjectId
+
+
+class Row(NamedTuple):
+    """One sequence of a call: columns of padding before it, its tokens, and the parts of their full blocks, by group.
+
+    The last token has no part: it always runs, as its logits are the answer's first token. hit: None until looked up.
+    """
+
+    pad: int
+    tokens: np.ndarray[Any, Any]
+    metas: list[list[BlockMeta]]
+    hit: Hit | None = None
+
+
+class RestoredColumns(NamedTuple):
+    """An engine's cache with the leading columns of a call's rows, and the stored bytes that were read for it."""
+
+    past: DynamicCache
+    columns: int = 0
+    stored_bytes: int = 0
+
+
+def recompute_s(judge: Judge, tokens: int) -> float | None:
+    """Return what computing takes: a longer load is of no use. None, which is the cache's own bound, if unknown."""
+    speed = judge.prefill()
+    return None if speed is None else speed.seconds(0, tokens)
+
+
+class Prefixes:
+    """Prefixes of one live model in a cache. `identity` names its groups of layers; a plain model has one."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Cache,
+        clock: Clock,
+        identity: ModelIdentity,
+        block_tokens: int,
+        state_every_tokens: int | None = None,
+    ) -> None:
+        """state_every_tokens: a state is kept so often. ValueError if there are none, or for a bad number."""
+        self._model = model
+        self._cache = cache
+        self._clock = clock
+        self._identity = identity
+        self._block_tokens = block_tokens
+        self._keys = LatestKeys(block_tokens)
+        # The name by which the model takes its cache.
+        self.argument = cache_argument(model)
+        rows, states = (
+            [each.group.layout for each in identity.groups if bool(each.states) is want] for want in (False, True)
+        )
+        if state_every_tokens is not None and (state_every_tokens < 1 or not states):
+            raise ValueError(
+                f"state_every_tokens must be positive, and the model keep states, got {state_every_tokens}"
+            )
+        # Often enough that a prompt that branches has one near.
+        self._state_every_tokens = state_every_tokens or state_every(
+            sum(layout.raw_bytes for layout in states), sum(layout.raw_bytes for layout in rows) / block_tokens
+        )
+
+    def metas(self, tokens: TokenIds, is_latest: bool = False) -> list[list[BlockMeta]]:
+        """Return the parts of all full blocks of tokens, by group; a plain model's are its blocks."""
+        identity, size, found = self._identity, self._block_tokens, []
+        keys = self._keys.of(identity.namespace, tokens)
+        model = str(self._model.config._name_or_path).rstrip("/").rpartition("/")[2]
+        for (group, *_), namespace in zip(identity.groups, identity.namespaces, strict=True):
+            own = keys if identity.is_plain else part_keys(namespace, keys)
+            label = f"{model} {group.layout.dtype.value if identity.is_plain else group.name}"
+            # A state stands alone, at its block's last token.
+            is_state, parent, mine = group.kind is GroupKind.STATE, BlockKey(namespace), list[BlockMeta]()
+            for start, key in zip(range(size - 1 if is_state else 0, len(keys) * size, size), own, strict=True):
+                object_id = self._cache.tiers.named(ObjectId(namespace, key), is_latest)
+                mine.append(BlockMeta(object_id, parent, start, group.layout, label))
+                parent = parent if is_state else key
+            found.append(mine)
+        return found
+
+    def row(self, columns: np.ndarray[Any, Any], pad: int = 0, is_latest: bool = False) -> Row:
+        """Return the sequence that is behind `pad` columns."""
+        tokens = columns[pad:]
+        return Row(pad, tokens, self.metas(tokens[:-1], is_latest))
+
+    def find(self, row: Row, hint: Advice | None = None) -> Row:
+        """Look up how much of a sequence can be restored."""
+        if self._identity.is_plain:
+            return row._replace(hit=Hit(self._cache.match([meta.id for meta in row.metas[0]], hint)))
+        groups, reaches = self._identity.groups, self._identity.reaches
+        parts = [
+            Parts([meta.id for meta in metas], reach, bool(each.states))
+            for each, metas, reach in zip(groups, row.metas, reaches, strict=True)
+        ]
+        return row._replace(hit=self._cache.match_parts(parts, hint))
+
+    def needed(self, row: Row, tokens: int) -> list[list[BlockMeta]]:
+        """Return the parts, by group, that restoring so many tokens takes."""
+        blocks = max(0, -(-tokens // self._block_tokens))
+        return [
+            metas[max(0, blocks - (reach or blocks)) : blocks]
+            for metas, reach in zip(row.metas, self._identity.reaches, strict=True)
+        ]
+
+    def is_near(self, row: Row, tokens: int) -> bool:
+        """Tell whether what restoring so many tokens takes begins in the fastest tier."""
+        return tokens > 0 and self._cache.is_near([metas[0].id for metas in self.needed(row, tokens)])
+
+    def restore(self, rows: Sequence[Row], began_s: float) -> RestoredColumns:
+        """Return a cache with the columns that all rows can have, if loading is worth it, as far as they came."""
+        cache, size, namespace = self._cache, self._block_tokens, self._identity.namespace
+        stop = rows[0].pad + len(rows[0].tokens) - 1
+        for row in rows:
+            hit_tokens = size * row.hit.blocks if row.hit is not None else 0
+            cache.decisions.add_absent((len(row.tokens) - 1) // size * size - hit_tokens, namespace)
+            stop = min(stop, row.pad + hit_tokens)
+        # Rows that begin alike are loaded once.
+        alike, tokens, begins = dict[BlockKey, list[int]](), 0, list[ObjectId]()
+        for number, row in enumerate(rows):
+            if row.pad < stop:
+                same = alike.setdefault(row.metas[0][(stop - row.pad - 1) // size].id.key, [])
+                if not same:
+                    tokens += stop - row.pad
+                    begins += [metas[0].id for metas in self.needed(row, stop - row.pad)]
+                same.append(number)
+        is_near = cache.is_near(begins)
+        if alike and cache.is_worth(tokens, is_near, namespace):
+            load = partial(self._load, rows, [*alike.values()], stop, tokens, None if is_near else began_s)
+            found = cache.guarded("restore", load, None)
+            if found is not None:
+                return found
+        return RestoredColumns(DynamicCache(config=self._model.config))
+
+    def _load(
+        self, rows: Sequence[Row], alike: Sequence[Sequence[int]], stop: int, tokens: int, since_s: float | None
+    ) -> RestoredColumns | None:
+        """Load the columns before `stop`. None if a part did not come without which the others are of no use.
+
+        alike: numbers of the rows that begin alike. since_s: when it began; None where it tells nothing of the link.
+        """
+        identity, size, clock = self._identity, self._block_tokens, self._clock
+        give_up_s = recompute_s(self._cache.judge, tokens)
+        until_s = None if give_up_s is None else clock.monotonic_s() + give_up_s
+        pads, rooms = [row.pad for row in rows], list[RestoredRoom | StateRoom]()
+        for each, reach in zip(identity.groups, identity.reaches, strict=True):
+            before, layout = max(0, stop - reach * size) if reach else 0, each.group.layout
+            rooms.append(RestoredRoom(layout, stop - before, pads, each, before) if each.rows else StateRoom(each))
+        columns, stored_bytes, wanted, came, reason = stop, 0, 0, 0, None
+        for group, same in product(range(len(rooms)), alike):
+            metas = self.needed(rows[same[0]], columns - pads[same[0]])[group]
+            left_s = None if until_s is None else max(0.0, until_s - clock.monotonic_s())
+            report = self._cache.load(metas, Whole(partial(rooms[group].write, sequences=same)), left_s)
+            stored_bytes, wanted, came = stored_bytes + report.stored_bytes, wanted + len(metas), came + report.blocks
+            if report.blocks < len(metas):
+                reason = report.reason
+                columns = min([columns, *(pads[number] + report.blocks * size for number in same)])
+                if any(identity.reaches):
+                    break
+        if since_s is not None and reason in (None, MissReason.DEADLINE):
+            # A load that was given up is extrapolated.
+            now_s = clock.monotonic_s()
+            self._cache.judge.note_load(tokens, (now_s - since_s) * wanted / max(1, came), now_s)
+        if columns < stop and any(identity.reaches):
+            return None
+        past = DynamicCache(config=self._model.config)
+        for room in rooms:
+            room.fill(past, columns, self._model.device)
+        return RestoredColumns(past, columns, stored_bytes)
+
+    def cuts(self, tokens: int, restored: int, known: int) -> list[int]:
+        """Return the tokens, after those restored, at which states are to be kept.
+
+        Often, at the prompt's last block, and after the `known` leading blocks, with which another prompt began.
+        """
+        if not any(each.states for each in self._identity.groups):
+            return []
+        size = self._block_tokens
+        cuts = state_cuts(restored // size, (tokens - 1) // size, known, max(1, self._state_every_tokens // size))
+        return [size * block for block in cuts]
+
+    def run_to_cuts(
+        self, input_ids: torch.Tensor, past: DynamicCache, restored: int, row: Row
+    ) -> tuple[int, list[PendingBlock]]:
+        """Run the prompt as far as states are to be kept; return the tokens that the cache has then, and the states.
+
+        What leaves a window from now on is kept until the end of the call, to be stored then.
+        """
+        for layer in past.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.activate_past_recording()
+        states, nothing = list[PendingBlock](), list[PendingBlock]()
+        for cut in self.cuts(len(row.tokens), restored, row.hit.known if row.hit is not None else 0):
+            # Not in inference mode: what `generate` goes on with is changed in place.
+            given = {self.argument: past, "use_cache": True, "logits_to_keep": 1}
+            with torch.no_grad():
+                self._model(input_ids[:, restored:cut], **given)
+            restored = cut
+            states += self._cache.guarded("keep states", partial(self._states, past, row, cut), nothing)
+        return restored, states
+
+    def _states(self, past: DynamicCache, row: Row, tokens: int) -> list[PendingBlock]:
+        """Return the states of a cache that has just taken so many tokens, a whole number of blocks."""
+        block = tokens // self._block_tokens
+        return [
+            # It saves the whole prefix.
+            PendingBlock(metas[block - 1], partial(_held, read_states(past, each)), float(block), is_exact=True)
+            for each, metas in zip(self._identity.groups, row.metas, strict=True)
+            if each.states
+        ]
+
+    def store(
+        self,
+        past: Any,
+        tokens: Sequence[np.ndarray[Any, Any]],
+        rows: Sequence[Row],
+        loaded: Sequence[Collection[int]],
+        states: Sequence[PendingBlock] = (),
+        orders: Mapping[ObjectId, Orders] = MappingProxyType({}),
+    ) -> int:
+        """Queue the full blocks of each row's tokens, but for those that were loaded, and states.
+
+        Return how many blocks wait now, of the group that has the fewest.
+        """
+        named, queued = [self.metas(own) for own in tokens], list[int]()
+        for group, each in enumerate(self._identity.groups):
+            fresh: dict[BlockKey, PendingBlock] = {}
+            for number, (row, parts, known) in enumerate(zip(rows, named, loaded, strict=True)):
+                for block, meta in enumerate(() if each.states else parts[group]):
+                    if block not in known and meta.id.key not in fresh:
+                        capture, order = partial(_captured, past, meta, each, number, row.pad), orders.get(meta.id)
+                        pending = PendingBlock(meta, capture, self._cost(meta), orders=order, group=group)
+                        fresh[meta.id.key] = pending
+            if not each.states:
+                queued.append(self._cache.store([*fresh.values()]))
+        kept = self._cache.store(states) if states else 0
+        return min(queued, default=kept)
+
+    def _cost(self, meta: BlockMeta) -> float | None:
+        """Return what recomputing a block takes beside a prompt's first one, None while that was not measured."""
+        speed = self._cache.judge.prefill()
+        if speed is None or math.isinf(speed.double_at):
+            return None
+        tokens = meta.layout.tokens
+        return speed.seconds(meta.start, meta.start + tokens) / speed.seconds(0, tokens)
+
+
+def _captured(past: DynamicCache, *which: Any) -> BlockSource:
+    """Copy a block out of a cache, which is the caller's to change once `generate` has returned."""
+    return _held(block_bits(past, *which))
+
+
+def _held(bits: BlockBits) -> BlockSource:
+    return lambda: bits
