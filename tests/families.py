@@ -41,104 +41,63 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.0,
 }
-_GATED_DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-}
 _MAMBA2: dict[str, Any] = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 64,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 64,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 64,
+    **{"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_chunk_size": 64},
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_TIED = {"tie_word_embeddings": True}
+
+
+def _layers(kind: str, count: int, times: int = 1, full: str = "full_attention") -> dict[str, list[str]]:
+    """Return the types of layers: `count` of a kind and one of full attention, so many times."""
+    return {"layer_types": [*[kind] * count, full] * times}
+
+
+def _windows(count: int, times: int = 1) -> dict[str, Any]:
+    return {"sliding_window": WINDOW, **_layers("sliding_attention", count, times)}
+
+
 # Class of the configuration, and what differs from the common shape.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
-    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS),
+    "mixtral": ("MixtralConfig", {**_LOCAL_EXPERTS, "sliding_window": None}),
     "gpt2": ("GPT2Config", {}),
     # Five windows for each layer of full attention.
-    "gemma3": (
-        "Gemma3TextConfig",
-        {
-            "num_hidden_layers": 6,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 64,
-            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-        },
-    ),
+    "gemma3": ("Gemma3TextConfig", {**_windows(5), "num_hidden_layers": 6, "query_pre_attn_scalar": 64}),
     # A window in every second layer.
-    "gemma2": (
-        "Gemma2Config",
-        {
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 64,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "olmo3": (
-        "Olmo3Config",
-        {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-    ),
+    "gemma2": ("Gemma2Config", {**_windows(1, 2), **_TIED, "query_pre_attn_scalar": 64}),
+    "olmo3": ("Olmo3Config", _windows(3)),
     # No full attention anywhere.
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
     # Windows of one page, and sinks.
-    "gpt_oss": (
-        "GptOssConfig",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 128,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-    ),
+    "gpt_oss": ("GptOssConfig", {**_windows(1, 2), **_LOCAL_EXPERTS, "sliding_window": 128}),
     # States of Mamba 2, and attention.
     "nemotron_h": (
         "NemotronHConfig",
         {
-            "hybrid_override_pattern": "M-M*",
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 64,
-            "n_groups": 1,
-            "ssm_state_size": 64,
-            "conv_kernel": 4,
-            "chunk_size": 64,
+            **{"hybrid_override_pattern": "M-M*", "mamba_num_heads": 4, "mamba_head_dim": 64, "n_groups": 1},
+            **{"ssm_state_size": 64, "conv_kernel": 4, "chunk_size": 64},
         },
     ),
     # Two shapes of keys, one of them in windows.
     "gemma4": (
         "Gemma4TextConfig",
         {
-            "sliding_window": WINDOW,
-            "global_head_dim": 128,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": VOCABULARY,
-            "num_kv_shared_layers": 0,
-            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-            "tie_word_embeddings": True,
+            **{"global_head_dim": 128, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY},
+            **{**_windows(3), **_TIED, "num_kv_shared_layers": 0},
         },
     ),
     # Attention within chunks of 256 tokens, and in one layer of four to all of them.
     "llama4": (
         "Llama4TextConfig",
         {
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size_mlp": 256,
-            "attention_chunk_size": WINDOW,
-            "no_rope_layers": [1, 1, 1, 0],
-            "use_qk_norm": True,
-            "attn_temperature_tuning": True,
+            **{"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+            **{"intermediate_size_mlp": 256, "attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1, 0]},
+            **{"use_qk_norm": True, "attn_temperature_tuning": True},
         },
     ),
     # One latent row a token.
@@ -147,11 +106,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
         {
-            **_GATED_DELTA,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
+            **{"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64},
+            **{"linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 64},
+            **{**_layers("linear_attention", 3), **_EXPERTS},
         },
     ),
     # States and latents.
@@ -160,10 +117,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_LATENT,
             "linear_attn_config": {
-                "kda_layers": [1, 2, 3],
-                "full_attn_layers": [4],
-                "num_heads": 4,
-                "head_dim": 128,
+                **{"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4, "head_dim": 128},
                 "short_conv_kernel_size": 4,
             },
             "num_experts": 4,
@@ -173,30 +127,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2Config",
         {
-            "head_dim": 32,
-            "block_multiple_of": 32,
-            "conv_L_cache": 3,
+            **{"head_dim": 32, "block_multiple_of": 32, "conv_L_cache": 3, **_TIED},
             "layer_types": ["conv", "conv", "full_attention", "conv"],
-            "tie_word_embeddings": True,
         },
     ),
     "granite4": (
         "GraniteMoeHybridConfig",
         {
-            **_MAMBA2,
-            "head_dim": 32,
-            "layer_types": ["mamba", "mamba", "mamba", "attention"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 128,
-            "position_embedding_type": "nope",
+            **{**_MAMBA2, **_LOCAL_EXPERTS, **_layers("mamba", 3, full="attention"), "head_dim": 32},
+            **{"shared_intermediate_size": 128, "position_embedding_type": "nope"},
         },
     ),
     # Keys, values and states in each layer.
-    "falcon_h1": (
-        "FalconH1Config",
-        {**_MAMBA2, "mamba_d_ssm": 256, "mamba_rms_norm": False, "num_hidden_layers": 2},
-    ),
+    "falcon_h1": ("FalconH1Config", {**_MAMBA2, "mamba_d_ssm": 256, "mamba_rms_norm": False, "num_hidden_layers": 2}),
     # States alone.
     "mamba2": (
         "Mamba2Config",
@@ -207,26 +150,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "JambaConfig",
         {
-            "head_dim": 32,
-            "attn_layer_period": 4,
-            "attn_layer_offset": 3,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "mamba_d_state": 16,
+            **{"head_dim": 32, "attn_layer_period": 4, "attn_layer_offset": 3, "expert_layer_period": 2},
+            **{"expert_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 16},
             "mamba_dt_rank": 8,
         },
     ),
     "mamba": ("MambaConfig", {"state_size": 16, "initializer_range": 0.3}),
     "minimax": (
         "MiniMaxConfig",
-        {
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "block_size": 64,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        },
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 64, **_layers("linear_attention", 3)},
     ),
 }
 

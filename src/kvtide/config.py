@@ -61,11 +61,6 @@ def cache_home() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvtide"
 
 
-def environment_with(name: str, value: str) -> dict[str, str]:
-    """Return the environment of a child process: this one's and a variable."""
-    return {**os.environ, name: value}
-
-
 def environment_variable(name: str) -> str | None:
     """Return a variable that the user names, None if it is not set."""
     return os.environ.get(name)

@@ -44,8 +44,6 @@ tide for windows, latents, several shapes and beside states
     tests/engines/test_group_profiles.py::test_calibrating_into_the_store_is_all_that_groups_need
 blocks held to their profile's promise | tide:5e-3 | docs/codec.md: What the profile promises | a made-up profile | OURS
     tests/store/test_profiles.py::test_block_that_breaks_the_promise_is_stored_losslessly_and_the_next_ones_are_checked
-calibration beside a running model | calibrate="background" | @profiles | @tiny | OURS
-    tests/engines/test_profiles.py::test_child_calibrates_while_the_model_answers
 CacheGen's codec and its levels | codec="cachegen:2" | @hf | @tiny | CACHEGEN
 groups of five tokens, bins by layer number | codec="cachegen-snippet" | @hf | @tiny | CACHEGEN
 prefix coder | codec="cachegen:2:prefix" | @hf | @tiny | ASCEND
@@ -63,8 +61,6 @@ several sequences in a call | attach | @hf | @tiny | OURS
     tests/engines/test_batches.py::test_padded_rows_restore_up_to_the_column_that_all_reach
 static caches | cache_implementation="static" | @hf | @tiny | OURS
     tests/engines/test_batches.py::test_static_cache_is_filled_as_it_is_made
-quantised caches of transformers | cache_implementation="quantized" | @models | @tiny | OURS
-    tests/engines/test_made.py::test_a_quantised_cache_goes_on_as_if_all_had_run_at_once
 offloaded caches of transformers | cache_implementation="offloaded" | @models
     a model with random weights, stand-ins of CUDA's streams | OURS
     tests/engines/test_made.py::test_an_offloaded_cache_is_filled_as_it_is_made

@@ -13,7 +13,6 @@ from kvtide.engines.calibrate import calibration as module
 from kvtide.engines.calibrate import split_texts
 from kvtide.engines.calibrate.calibration import TideCalibration
 from kvtide.engines.calibrate.sensitivity import cache_sensitivity
-from kvtide.engines.calibrate.texts import evaluation_texts, snippets
 from kvtide.engines.transformers import ModelContexts
 from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.judge.quality import QualityJudge
@@ -165,12 +164,3 @@ def test_values_matter_more_than_keys_to_a_random_model(tiny_model: Any) -> None
     assert np.isfinite(found).all() and (found > 0).all()
     # Values matter directly, keys through the attention's softmax: of random weights the former matter more.
     assert found[:, 1].mean() > found[:, 0].mean()
-
-
-def test_snippets_are_many_of_many_kinds_and_none_is_judged_on() -> None:
-    found = snippets(200)
-    assert len(found) == 200 and len({each.kind for each in found}) >= 3
-    assert found == snippets(200) and found[:50] == snippets(50)
-    assert len({each.content for each in found}) == 200
-    judged = {each.content for each in evaluation_texts()}
-    assert not any(each.content[:1000] in content for each in found for content in judged)

@@ -37,46 +37,10 @@ def test_plain_families_are_served(family: str) -> None:
     assert model_layout(model_of(config), 16).layers == 2
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "message"),
-    [
-        ("Mamba", {}, "state"),
-        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-    ],
-)
-def test_what_cannot_be_restored_exactly_is_refused_with_its_reason(
-    family: str, settings: dict[str, Any], message: str
-) -> None:
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, "pad_token_id": 0, **settings})
-    with pytest.raises(UnsupportedModel, match=message):
-        groups_of(model_of(config), 16)
-
-
-@pytest.mark.parametrize(("family", "settings"), [("Gemma2", {"head_dim": 8}), ("Mistral", {})])
-def test_a_layout_is_that_of_a_model_of_one_group_alone(family: str, settings: dict[str, Any]) -> None:
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(
-        **{**GROUPED, "pad_token_id": 0, "sliding_window": 16, **settings}
-    )
-    with pytest.raises(UnsupportedModel, match="of one group"):
-        model_layout(model_of(config), 16)
-
-
-def test_encoder_decoder_is_refused() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
-    with pytest.raises(UnsupportedModel, match="encoder"):
-        groups_of(T5ForConditionalGeneration(config).eval(), 16)
-
-
-def test_training_mode_is_refused(tiny_model: Any) -> None:
-    model = copy.deepcopy(tiny_model).train()
-    with pytest.raises(UnsupportedModel, match="eval"):
-        groups_of(model, 16)
+def test_rotations_that_depend_on_the_length_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(UnsupportedModel, match="dynamic"):
+        groups_of(model_of(LlamaConfig(**SMALL, rope_parameters=rope)), 16)
 
 
 def test_model_that_sees_later_tokens_is_refused(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

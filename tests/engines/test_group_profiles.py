@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from kvtide.engines.transformers import CachedModel, ModelContexts, attach
 from kvtide.errors import UnsupportedModel
 from kvtide.group import ALL_ROWS
 from kvtide.store import ProfileStore, profile_name
-from kvtide_lab.judge.quality import one_torch_thread
 
 BLOCK = 64
 # Of each text, what quality is judged on comes after whole blocks.
@@ -50,19 +48,7 @@ TOGETHER = CASES.keys() - {"gemma4", "deepseek_v3"}
 OVER_MAX = 1.5
 # Queries of random weights that are normalised look at one token: the smallest change moves it to another.
 SOFT = 0.15
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loads take longer than computing, which takes such small layers a hundredth of a second."""
-    monkeypatch.setattr("kvtide.engines.transformers.prefixes.recompute_s", lambda judge, tokens: None)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small layers wait longer for a second thread than they compute, on a busy machine a hundred times."""
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("unhurried", "one_thread")
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind
 from kvtide.types import Namespace
 from kvtide.wire import parse_object
-from kvtide_lab.judge.quality import one_torch_thread
 
 BLOCK = 64
 ANSWER = 4
@@ -33,19 +31,7 @@ FAMILIES = families("transformers", EXACT, TIDE, LOSSY)
 WITH_STATES = [family for family in FAMILIES if "states" in SUPPORT[family].keeps]
 KINDS = {"windows": "kv", "rows": "kv", "chunks": "kv", "latents": "latent", "states": "state"}
 model_of = functools.cache(model_of_family)
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loads take longer than computing, which takes such small layers a hundredth of a second."""
-    monkeypatch.setattr("kvtide.engines.transformers.prefixes.recompute_s", lambda judge, tokens: None)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small layers wait longer for a second thread than they compute, on a busy machine a hundred times."""
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("unhurried", "one_thread")
 
 
 class Said(NamedTuple):
@@ -228,17 +214,6 @@ def test_states_stay_exact_beside_a_lossy_codec(tmp_path: Path) -> None:
     assert states != rows
 
 
-def test_tide_keeps_groups_losslessly_until_there_are_profiles(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    prompt = prompt_of(300)
-    filled("qwen3_next", tmp_path, prompt, codec="tide")
-    with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK, codec="tide") as cached:
-        assert assert_as_plain(cached, prompt) == 256
-    said = [record.getMessage() for record in caplog.records if "profile" in record.getMessage()]
-    assert said and all("losslessly until the store has a profile of this model: kvtide calibrate" in s for s in said)
-
-
 def test_states_alone_leave_no_hook_and_answer_as_the_model_does_with_what_a_call_says(tmp_path: Path) -> None:
     prompt, model = prompt_of(300), model_of("mamba2")
     filled("mamba2", tmp_path, prompt)
@@ -278,24 +253,14 @@ def test_models_whose_states_do_not_go_on_are_refused_with_the_reason(family: st
         attach(model_of(family), tmp_path)
 
 
+# Of several groups, of windows alone, of latents, of states alone.
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "deepseek_v3", "mamba2"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"importance": 0.25},
-        {"start_within_s": 0.5},
-        {"policy": "two-ended"},
-    ],
+    "options", [{"importance": 0.25}, {"importance": Impress(0.25)}, {"start_within_s": 0.5}, {"policy": "two-ended"}]
 )
-def test_what_takes_models_of_one_group_says_so(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="models of one group, not attention"):
-        attach(model_of("gemma3"), tmp_path, **options)
-
-
-@pytest.mark.parametrize("family", families("transformers", EXACT, TIDE))
-def test_importance_refuses_what_has_several_groups_or_reaches_less_far(family: str, tmp_path: Path) -> None:
-    for importance in (0.25, Impress(0.25)):
-        with pytest.raises(UnsupportedModel):
-            attach(model_of(family), tmp_path, importance=importance)
+def test_what_takes_models_of_one_group_says_so(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="models of one group, not"):
+        attach(model_of(family), tmp_path, **options)
 
 
 @pytest.mark.parametrize("family", families("transformers", LOSSY))

@@ -68,25 +68,20 @@ def test_a_first_prompt_says_in_which_order_its_blocks_are_stored(
         assert np.array_equal(base.orders, packing_orders(scores)) and not base.repacks
 
 
-def test_with_all_tokens_the_answer_is_exact(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    fill(tiny_model, tmp_path, prompt, None)
-    with attached(tiny_model, tmp_path, 1.0) as cached:
-        for _ in range(4):
+@pytest.mark.parametrize(
+    ("stored", "loaded", "hit_tokens"),
+    # With all tokens, off on blocks that are exact, and off on blocks that are taken for parts.
+    [(None, 1.0, 96), (1.0, None, 96), (0.25, None, 0)],
+)
+def test_whole_loads_are_exact_and_parts_are_never_served_as_such(
+    stored: float | None, loaded: float | None, hit_tokens: int, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    fill(tiny_model, tmp_path, prompt, stored)
+    with attached(tiny_model, tmp_path, loaded) as cached:
+        for hits in (hit_tokens, 96):
             assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
-            assert (cached.last.hit_tokens, cached.last.selected) == (96, None)
-
-
-def test_off_it_is_the_exact_path(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    fill(tiny_model, tmp_path, prompt, 1.0)
-    with attached(tiny_model, tmp_path, None) as cached:
-        assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
-        assert (cached.last.hit_tokens, cached.last.selected) == (96, None)
-
-
-def test_blocks_of_a_part_are_never_served_as_exact(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    with attached(tiny_model, store, None) as cached:
-        assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
-        assert cached.last.hit_tokens == 0
+            assert (cached.last.hit_tokens, cached.last.selected) == (hits, None)
+            assert cached.flush(10)
 
 
 def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(
@@ -125,12 +120,15 @@ def test_importance_waits_for_a_profile(tiny_model: Any, prompt: torch.Tensor, t
             assert cached.cache.stats().blocks_without_profile == (0 if hit_tokens else 6)
 
 
-def test_a_refused_selection_gives_the_exact_answer(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    """The guard refuses a prefix of 96 tokens, which is too short to tell."""
+@pytest.mark.parametrize("tokens", [100, 97])
+def test_a_refused_selection_gives_the_exact_answer(
+    tokens: int, tiny_model: Any, prompt: torch.Tensor, store: Path
+) -> None:
+    """The guard refuses a prefix of 96 tokens, which is too short to tell; a last token alone is guarded too."""
     with attached(tiny_model, store) as cached:
-        output = cached.generate(prompt, **GREEDY)
+        output = cached.generate(prompt[:, :tokens], **GREEDY)
     assert cached.last.selected.is_fallback
-    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
+    assert torch.equal(output, tiny_model.generate(prompt[:, :tokens], **GREEDY))
 
 
 def test_nothing_is_learnt_from_a_pass_that_ended_early(
@@ -150,13 +148,6 @@ def test_a_refused_prefix_is_loaded_whole_the_next_time(tiny_model: Any, prompt:
         for is_selected in (True, False):
             cached.generate(prompt, **GREEDY)
             assert cached.last.hit_tokens == 96 and (cached.last.selected is not None) is is_selected
-
-
-def test_a_last_token_alone_is_guarded_too(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    with attached(tiny_model, store) as cached:
-        output = cached.generate(prompt[:, :97], **GREEDY)
-    assert cached.last.selected.is_fallback
-    assert torch.equal(output, tiny_model.generate(prompt[:, :97], **GREEDY))
 
 
 @pytest.mark.parametrize(

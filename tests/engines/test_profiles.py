@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.store.test_profiles import codec_ids_of
 from transformers import AutoModelForCausalLM
 
 from kvtide.codec import Profile
-from kvtide.engines import calibrate_command, calibrate_words, option_bytes, read_profile
+from kvtide.engines import calibrate_command, option_bytes, read_profile
 from kvtide.engines.calibrate import restored_kl
 from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide.engines.transformers import CachedModel, attach, model_layout
@@ -160,53 +159,9 @@ def test_command_names_fingerprints_and_no_passwords() -> None:
     expected = "kvtide calibrate MODEL_FOLDER --store http://…@host:1 --codec tide-deep --fingerprint hex:0001"
     expected += " --tenant-salt TENANT_SALT"
     assert shlex.split(command) == expected.split()
-    for fingerprint in (b"mine", b"a b", b"hex:1", b"\xff", b""):
-        words = calibrate_words("/", "s", "tide-layer", fingerprint)
-        assert option_bytes(words[-1] if fingerprint else "") == fingerprint
-
-
-def test_child_calibrates_while_the_model_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.store.profiles.LOOK_S", 0.2)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    model, store = loaded(saved("Llama", tmp_path / "model")), str(tmp_path / "store")
-    options: dict[str, Any] = {"codec": "tide-light", "block_tokens": BLOCK, "calibrate": "background"}
-    with attach(model, store, **options) as cached:
-        # Ended at once: what it reached is for the next one.
-        assert cached.calibration is not None and cached.calibration.has_succeeded is None
-    assert cached.calibration is None
-    with attach(model, store, **options) as cached:
-        assert set(stored_by(cached)) == {"lossless-2"}
-        for _ in range(3000):
-            status = cached.calibration
-            assert status is not None
-            if status.has_succeeded is not None:
-                break
-            time.sleep(0.1)
-        assert status.has_succeeded, status.said
-        cached.cache.profiles.look()
-        cached.generate(JUDGED.flip(1), max_new_tokens=2, do_sample=False)
-        assert cached.flush(60)
-        metas = cached.prefixes.metas(JUDGED.flip(1)[0].numpy())[0]
-        assert {codec for codec, _ in codec_ids_of(cached.cache.tiers, metas)} == {"tide-1"}
-    with attach(model, store, **options) as cached:
-        assert cached.calibration is None
-
-
-@pytest.mark.parametrize(
-    ("store", "options", "reason"),
-    [
-        ("memory://", {"codec": "tide"}, "memory://"),
-        ("./store", {"codec": "tide"}, "the model's folder"),
-        ("./store", {"codec": "lossless"}, "calibrate makes what tide"),
-        ("./store", {"codec": "tide", "calibrate": "now"}, "'background' or None"),
-    ],
-)
-def test_calibration_that_can_not_be_is_refused(
-    store: str, options: dict[str, Any], reason: str, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=reason):
-        attach(tiny_model, store, **{"calibrate": "background", **options})
+    for fingerprint in (b"mine", b"a b", b"hex:1", b"\xff"):
+        words = shlex.split(calibrate_command("/", "s", "tide-layer", fingerprint, is_salted=False))
+        assert option_bytes(words[-1]) == fingerprint
 
 
 def test_memory_bound_of_calibration_holds(tmp_path: Path) -> None:

@@ -176,26 +176,14 @@ def test_part_of_an_object_that_is_used_whole_is_not_used(tiny_model: Any, promp
     assert (streamed.report.tokens, engine.past.get_seq_length()) == (64, 64)
 
 
-def test_computing_that_is_stopped_leaves_nothing_behind(stored: Stored) -> None:
+@pytest.mark.parametrize(("start", "answers"), [(0, [False]), (32, [True, True, False])])
+def test_computing_that_is_stopped_leaves_nothing_behind(stored: Stored, start: int, answers: list[bool]) -> None:
     engine = StreamedPrefill(stored.model, stored.ids, stored.layout)
-    assert engine.compute(0, 32, lambda: True)
-    asked: list[int] = []
-
-    def is_wanted() -> bool:
-        asked.append(1)
-        return len(asked) < 3
-
-    assert not engine.compute(32, 64, is_wanted)
-    assert [layer.keys.shape[2] for layer in engine.past.layers] == [32, 32, 32]
-    assert engine.compute(32, 96, lambda: True)
-    assert torch.equal(stored.answer(engine), stored.plain_answer())
-
-
-def test_stopped_at_the_first_layer_of_all(stored: Stored) -> None:
-    engine = StreamedPrefill(stored.model, stored.ids, stored.layout)
-    assert not engine.compute(0, 32, lambda: False)
-    assert engine.past.get_seq_length() == 0
-    assert engine.compute(0, 96, lambda: True)
+    assert not start or engine.compute(0, start, lambda: True)
+    assert not engine.compute(start, 64, iter(answers).__next__)
+    assert engine.past.get_seq_length() == start
+    assert not start or [layer.keys.shape[2] for layer in engine.past.layers] == [start] * 3
+    assert engine.compute(start, 96, lambda: True)
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
@@ -233,34 +221,23 @@ def stored_elsewhere(stored: Stored, folder: Path) -> MadeSource:
     return MadeSource(objects)
 
 
-def test_generate_streams_what_is_not_here(
-    stored: Stored, tmp_path: Path, attached: Callable[..., CachedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtide.engines.transformers.cached.StreamedPrefill", EndlessPrefill)
-    source = stored_elsewhere(stored, tmp_path / "far")
-    with attached(source) as cached:
-        answer = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
-    assert torch.equal(answer, stored.plain_answer())
-    assert cached.last is not None and cached.last.streamed is not None
-    # Slow as computing is here, what is stored elsewhere comes over the link.
-    assert cached.last.streamed.fetch is not None and cached.last.streamed.stored_tokens > 0
-    assert cached.last.hit_tokens == 96
-
-
-def test_what_was_streamed_is_here_for_the_next_call(
+def test_generate_streams_what_is_not_here_which_is_here_for_the_next_call(
     stored: Stored, tmp_path: Path, attached: Callable[..., CachedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtide.engines.transformers.cached.StreamedPrefill", EndlessPrefill)
     source = stored_elsewhere(stored, tmp_path / "far")
     with attached(source) as cached:
         first = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        # Slow as computing is here, what is stored elsewhere comes over the link.
+        assert cached.last is not None and cached.last.streamed is not None and cached.last.hit_tokens == 96
+        assert cached.last.streamed.fetch is not None and cached.last.streamed.stored_tokens > 0
         assert cached.cache.backfill.flush(10)
         assert cached.cache.flush(10)
         source.objects.clear()
         second = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
         decided = parse_decisions(cached.cache.stats().decisions)
-    assert torch.equal(first, second)
-    assert cached.last is not None and cached.last.streamed is None
+    assert torch.equal(first, stored.plain_answer()) and torch.equal(second, first)
+    assert cached.last.streamed is None
     assert cached.last.hit_tokens == 96
     assert decided[Decided(Choice.LOAD, Why.IN_TIME)] == 96
 
@@ -344,10 +321,3 @@ def test_error_of_the_engine_ends_the_load_that_was_begun_beside_it(stored: Stor
     served = source.served_bytes
     time.sleep(0.3)
     assert source.served_bytes == served
-
-
-def test_load_begins_beside_the_pass_that_is_under_way(stored: Stored) -> None:
-    source = MadeSource(stored.objects, bytes_per_s=1e6)
-    engine, report, _ = stored.load(source, LoadRequest(PrefillSpeed(16.0), 0.0), prefill=EndlessPrefill)
-    assert (report.tokens, report.computed_tokens) == (96, 0)
-    assert torch.equal(stored.answer(engine), stored.plain_answer())

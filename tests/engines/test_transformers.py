@@ -117,15 +117,12 @@ def test_looking_up_and_restoring_follow_the_model_as_generate_does(
         assert (cached.restored(prompt).get_seq_length(), cached.hit_tokens(prompt)) == (0, 0)
 
 
-def test_other_tenant_misses(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"tenant_salt": b"other"}, {"block_tokens": 32}])
+def test_other_tenant_or_block_size_misses(
+    other: dict[str, Any], tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
     answer(tiny_model, tmp_path, prompt)
-    with attach(tiny_model, str(tmp_path), block_tokens=16, tenant_salt=b"other") as cached:
-        assert cached.hit_tokens(prompt) == 0
-
-
-def test_other_block_size_on_one_store_misses(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    answer(tiny_model, tmp_path, prompt)
-    with attach(tiny_model, str(tmp_path), block_tokens=32) as cached:
+    with attach(tiny_model, str(tmp_path), **{"block_tokens": 16, **other}) as cached:
         assert cached.hit_tokens(prompt) == 0
 
 

@@ -21,7 +21,6 @@ from kvtide.tier import shown_url
 
 __all__ = [
     "calibrate_command",
-    "calibrate_words",
     "device_part",
     "installed_profiles",
     "option_bytes",
@@ -78,17 +77,15 @@ def read_profile(path: Path) -> Profile:
 
 
 def calibrate_command(folder: str, store: str, kind: str, fingerprint: bytes, is_salted: bool) -> str:
-    """Return the command line of `calibrate_words`, without secrets: neither the URL's nor the salt."""
-    model = folder if folder and Path(folder).is_dir() else "MODEL_FOLDER"
-    salt = ["--tenant-salt", "TENANT_SALT"] if is_salted else []
-    return shlex.join(["kvtide", *calibrate_words(model, shown_url(store), kind, fingerprint), *salt])
+    """Return the command that puts a profile into a store, for the engine that was given this fingerprint, or none.
 
-
-def calibrate_words(folder: str, store: str, kind: str, fingerprint: bytes) -> list[str]:
-    """Return the command that puts a profile into a store, for the engine that was given this fingerprint, or none."""
-    words = ["calibrate", folder, "--store", store]
+    Without secrets: neither the URL's nor the salt.
+    """
+    words = ["kvtide", "calibrate", folder if folder and Path(folder).is_dir() else "MODEL_FOLDER"]
+    words += ["--store", shown_url(store)]
     words += ["--codec", kind] if kind != DEFAULT_PROFILE_KIND else []
-    return [*words, "--fingerprint", option_text(fingerprint)] if fingerprint else words
+    words += ["--fingerprint", option_text(fingerprint)] if fingerprint else []
+    return shlex.join([*words, *(["--tenant-salt", "TENANT_SALT"] if is_salted else [])])
 
 
 def option_text(data: bytes) -> str:

@@ -1,7 +1,6 @@
 """Chunks of an engine's bytes under the engine's own names: for hosts that hand over bytes and not tokens.
 
-A chunk's bytes are kept, not understood: keys and values may lie in it in any order, so that it takes a lossless codec.
-`WriteGate` keeps late writers out of memory that is the engine's again.
+Keys and values may lie in a chunk in any order, so that it takes a lossless codec.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ def chunk_layout(chunk_bytes: int, layers: int, tokens: int, dtype: KVDtype = _U
 
 
 class WriteGate:
-    """Lets writers in until it is closed; closing waits for those inside. `changed` guards what writers share.
-
-    Who was given a place to write may come back after the place is somebody else's.
-    """
+    """Keeps late writers out of memory that is the engine's again. `changed` guards what writers share."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -50,7 +46,7 @@ class WriteGate:
 
     @contextmanager
     def enter(self) -> Iterator[bool]:
-        """Count as a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
+        """Be a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
         with self.changed:
             is_in = not self.is_closed
             self._writers += is_in
@@ -71,7 +67,7 @@ class WriteGate:
 
 
 class ChunkStore:
-    """Chunks of one size by name. Faults are misses.
+    """Chunks of one size by name; faults are misses.
 
     `fingerprint` and `text` must differ wherever the same name may mean other bytes. ValueError for a lossy codec, and
     for options of engines whose pages kvtide fills.
@@ -93,8 +89,8 @@ class ChunkStore:
         """Open the cache; its judge knows what the engine computes, from the settings or another engine's record."""
         self.cache.open()
         self.cache.recall()
-        if self._settings.prefill_tokens_per_s:
-            self.cache.judge.note_prefill(0, 1024, 1024 / self._settings.prefill_tokens_per_s)
+        if tokens_per_s := self._settings.prefill_tokens_per_s:
+            self.cache.judge.note_prefill(0, 1024, 1024 / tokens_per_s)
 
     def _meta(self, name: bytes) -> BlockMeta:
         key = BlockKey(hashlib.sha256(self._namespace + name).digest())
@@ -103,11 +99,11 @@ class ChunkStore:
         return BlockMeta(object_id, BlockKey(self._namespace), 0, self.layout)
 
     def contains(self, name: bytes) -> bool:
-        """True if the store seems to have the chunk."""
+        """Tell whether the store seems to have the chunk."""
         return bool(self.cache.match([self._meta(name).id]))
 
     def leading(self, names: Sequence[bytes]) -> int:
-        """Return how many leading chunks the store seems to have, 0 where computing is expected to be faster."""
+        """Return how many leading chunks the store seems to have, 0 where the judge says that computing is faster."""
         ids = [self._meta(name).id for name in names]
         count = self.cache.match_parts([Parts(ids, is_sparse=True)]).blocks if ids else 0
         is_near = self.cache.is_near(ids[:count])
@@ -128,7 +124,7 @@ class ChunkStore:
     def load(self, names: Sequence[bytes], write: Callable[[int, memoryview], None]) -> int:
         """Load chunks and hand each, with its position, to `write`; return how many leading ones came whole.
 
-        `write` may be called from several threads at once and for chunks that don't count, never after the return.
+        `write` may be called from several threads at once, also for chunks that don't count; never after the return.
         """
         gate = WriteGate()
 

@@ -28,7 +28,7 @@ def test_curve_is_judged_on_five_kinds_of_texts_that_are_used_for_nothing_else()
 
 def test_two_hundred_snippets_are_of_many_kinds_and_none_is_judged_on() -> None:
     found, judged = snippets(200), "".join(text.content for text in evaluation_texts())
-    assert len({text.content for text in found}) == 200
+    assert len({text.content for text in found}) == 200 and found[:50] == snippets(50)
     assert len({text.kind for text in found}) >= 5
     assert not any(text.content[:2000] in judged for text in found)
 

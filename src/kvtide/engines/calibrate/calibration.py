@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -92,11 +92,8 @@ class CalibrationReport(msgspec.Struct, frozen=True):
     texts_wanted: int
 
 
-class _Curves(NamedTuple):
-    """The curves of rounded levels, and of levels along a trellis, as profiles have them."""
-
-    rounded: NDArray[np.float32]
-    trellis: NDArray[np.float32]
+# Of rounded levels, and of levels along a trellis, as profiles have them.
+_Curves = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 class _Job(NamedTuple):
@@ -149,10 +146,10 @@ class TideCalibration:
             drafts = self._drafts([state | {"finer": each} for state, each in zip(moments, finer, strict=True)])
         counts = self._counts(drafts, done, progress)
         placeholder = drafts[0].arrays["curve"]
-        middle = self._finished(drafts, counts, _Curves(placeholder, placeholder))
+        middle = self._finished(drafts, counts, (placeholder, placeholder))
         by_levels, ratio = self._curve(middle, done, progress)
         rising = by_levels[-1]
-        curves = _Curves(*(_curve_array(points) for points in (by_levels[0], by_levels[-1])))
+        curves = _curve_array(by_levels[0]), _curve_array(rising)
         profiles = [*self._finished(drafts, counts, curves), *self._joined(drafts, counts, curves)]
         if profiles[0].group:
             together = hashlib.sha256(b"".join(each.digest for each in profiles)).digest()
@@ -195,10 +192,7 @@ class TideCalibration:
         moments = [Moments(shape.layout, COSTS[self._job.cost]) for shape in self._job.shapes]
         state = _joined([each.state for each in moments])
         sensed = set(_spread(range(len(fitted)), SENSED_TEXTS))
-        _restore(done, "moments", state)
-        for position in range(_texts_done(done, "moments"), len(fitted)):
-            progress("moments", position, len(fitted))
-            ids = fitted[position]
+        for position, ids in self._each("moments", fitted, state, done, progress):
             context = self._contexts.capture(ids[: self._context(ids)])
             for group, rotary, *blocks in zip(moments, self._rotaries, context.metas, context.blocks, strict=True):
                 for meta, bits in zip(*blocks, strict=True):
@@ -212,22 +206,30 @@ class TideCalibration:
             else:
                 for group in moments:
                     group.add_text()
-            self._write(done, "moments", state, position + 1, len(fitted))
-        progress("moments", len(fitted), len(fitted))
         return [each.state for each in moments]
+
+    def _each(
+        self, stage: str, texts: Sequence[list[int]], state: State, done: State, progress: Progress
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield a stage's texts that were not done yet, from its state as it was; keep the state after each."""
+        for name in state:
+            if f"{stage}.{name}" in done:
+                state[name][...] = done[f"{stage}.{name}"]
+        for position in range(int(done.get(f"{stage}.texts_done", 0)), len(texts)):
+            progress(stage, position, len(texts))
+            yield position, texts[position]
+            self._write(done, stage, state, position + 1, len(texts))
+        progress(stage, len(texts), len(texts))
 
     def _shares(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[LossShares]:
         """Measure what heads' errors are to the model, with blocks that drafts encode, on texts far apart."""
         empty = [np.zeros((each.layout.layers, 2, each.layout.kv_heads)) for each in self._job.shapes]
         shares = [LossShares(each, each.copy()) for each in empty]
         state = _joined([{"kl": each.kl, "error": each.error} for each in shares])
-        _restore(done, "shares", state)
         codecs = [TideCodec(draft).with_steps(Steps(SHARE_UNITS, 0)) for draft in drafts]
         weights = [codec.model.weight for codec in codecs if codec.model is not None]
         chosen = _spread(self._texts.fitted, SHARED_TEXTS)
-        for position in range(_texts_done(done, "shares"), len(chosen)):
-            progress("shares", position, len(chosen))
-            ids = chosen[position]
+        for _, ids in self._each("shares", chosen, state, done, progress):
             tokens = context_tokens(ids, self._job.block_tokens)
             context, behind = self._contexts.capture(ids[:tokens]), ids[tokens:][: SHARE_TOKENS + 1]
             (coded,) = coded_prefixes(codecs, context)
@@ -235,25 +237,18 @@ class TideCalibration:
             for sums, each in zip(shares, found, strict=True):
                 sums.kl[...] += each.kl
                 sums.error[...] += each.error
-            self._write(done, "shares", state, position + 1, len(chosen))
-        progress("shares", len(chosen), len(chosen))
         return shares
 
     def _counts(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[State]:
         chosen = _spread(self._texts.fitted, COUNTED_TEXTS)
         counts = [TideCounts(draft) for draft in drafts]
         state = _joined([each.state for each in counts])
-        _restore(done, "counts", state)
-        for position in range(_texts_done(done, "counts"), len(chosen)):
-            progress("counts", position, len(chosen))
-            ids = chosen[position]
+        for position, ids in self._each("counts", chosen, state, done, progress):
             context = self._contexts.capture(ids[: self._context(ids)])
             for group, *blocks in zip(counts, context.metas, context.blocks, strict=True):
                 # Every other block, in turns: neighbours have much in common.
                 for number, (meta, bits) in list(enumerate(zip(*blocks, strict=True)))[position % 2 :: 2]:
                     group.add(meta, bits, position + number)
-            self._write(done, "counts", state, position + 1, len(chosen))
-        progress("counts", len(chosen), len(chosen))
         return [each.state for each in counts]
 
     def _curve(
@@ -269,16 +264,12 @@ class TideCalibration:
         all_units = [*_curve_units(), *(_TRELLIS_UNITS if has_trellis else ())]
         rows, rounded = len(all_units), len(_curve_units())
         state: State = {"sums": np.zeros((rows, 3)), "squares": np.zeros(rows), "fitted": np.zeros(2)}
-        _restore(done, "curve", state)
-        for position in range(_texts_done(done, "curve"), len(judged)):
-            progress("curve", position, len(judged))
-            found = self._judged(codecs, judged[position])
+        for position, ids in self._each("curve", judged, state, done, progress):
+            found = self._judged(codecs, ids)
             state["sums"] += found
             state["squares"] += found[:, 1] ** 2
             if held_out and position < min(_COMPARED_TEXTS, len(fitted)):
                 state["fitted"] += self._coarsest(codecs, fitted[position])
-            self._write(done, "curve", state, position + 1, len(judged))
-        progress("curve", len(judged), len(judged))
         sums, kls = state["sums"], upper_means(state["sums"][:, 1], state["squares"], len(judged))
         points = [
             CurvePoint(units, float(bits / blocks), kl)
@@ -294,14 +285,12 @@ class TideCalibration:
         tokens = self._context(ids)
         judge, rows = WholeJudge(self._contexts, ids[: tokens + JUDGED_TOKENS + 1], tokens), []
         blocks = tokens // self._job.block_tokens
-        for units in _CURVE_UNITS:
-            at_steps = [codec.with_steps(Steps(units, _CURVE_REFINEMENTS)) for codec in codecs]
-            for coded in coded_prefixes(at_steps, judge.context):
+        all_steps = [Steps(units, _CURVE_REFINEMENTS) for units in _CURVE_UNITS]
+        if codecs[0].steps.is_trellis:
+            all_steps += [Steps(units, 0, is_trellis=True) for units in _TRELLIS_UNITS]
+        for steps in all_steps:
+            for coded in coded_prefixes([codec.with_steps(steps) for codec in codecs], judge.context):
                 rows.append((coded.bits_per_element * blocks, judge.kl(coded.decoded), blocks))
-        for units in _TRELLIS_UNITS if codecs[0].steps.is_trellis else ():
-            at_steps = [codec.with_steps(Steps(units, 0, is_trellis=True)) for codec in codecs]
-            (coded,) = coded_prefixes(at_steps, judge.context)
-            rows.append((coded.bits_per_element * blocks, judge.kl(coded.decoded), blocks))
         return np.array(rows, dtype=np.float64)
 
     def _coarsest(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
@@ -357,16 +346,6 @@ def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
 def _joined(states: Sequence[State]) -> State:
     """Return the arrays of all groups, which stay theirs."""
     return {f"{group}.{name}": array for group, state in enumerate(states) for name, array in state.items()}
-
-
-def _texts_done(done: State, stage: str) -> int:
-    return int(done.get(f"{stage}.texts_done", 0))
-
-
-def _restore(done: State, stage: str, state: State) -> None:
-    for name in state:
-        if f"{stage}.{name}" in done:
-            state[name][...] = done[f"{stage}.{name}"]
 
 
 def _rising(points: Sequence[CurvePoint]) -> list[CurvePoint]:

@@ -76,8 +76,8 @@ _SNIPPETS = (
     ("javascript", "site/**/*.js"),
     ("c header", "site/numpy/_core/include/**/*.h"),
 )
-# Of six texts or more, one in three is not fitted on but judged on, up to six of them; of many, one in six, up to
-# twelve: texts of a kind differ by factors, so that what two of them lose says little of others.
+# Of six texts or more one in three is judged on, up to six; of many one in six, up to twelve: texts of a kind differ by
+# factors, so that two of them say little of others.
 _TEXTS_TO_SPLIT, _HELD_OUT_FEW, _HELD_OUT_MANY = 6, 6, 12
 SNIPPET_CHARACTERS = 6000
 # Kinds of the pieces that a profile's curve is judged on, one of each, the first that there are: the last five lie on

@@ -6,11 +6,11 @@ Invariant: the answer is that of `model.generate`; whatever the cache can't help
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import DynamicCache
@@ -19,12 +19,12 @@ from kvtide.block import BlockLayout
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, Profile
 from kvtide.config import Limits
+from kvtide.engines import calibrate_command
 from kvtide.engines.transformers.fingerprint import ModelIdentity, NamespaceSettings
 from kvtide.engines.transformers.generation import (
     PREFILL_SAMPLE_TOKENS_MIN,
     CallSettings,
     GenerateReport,
-    MadeCache,
     bypass_reason,
     leaving_out,
     made_cache,
@@ -34,7 +34,6 @@ from kvtide.engines.transformers.generation import (
 from kvtide.engines.transformers.groups import ModelGroup, groups_of, is_plain, plain_layout, profile_shapes
 from kvtide.engines.transformers.importance import ImportanceLoads, Learner, OpenedPrefix, observing
 from kvtide.engines.transformers.prefixes import Prefixes, Row
-from kvtide.engines.transformers.profiles import CalibrationStatus, ProfileSeeker
 from kvtide.engines.transformers.selective import Impress, ObservedPrefix, SparseSettings, check_ratio
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
 from kvtide.engines.ways import RestoreWay
@@ -43,7 +42,7 @@ from kvtide.group import LayerGroup
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
 from kvtide.plan.policies import policy_named
-from kvtide.store import Cache, PendingBlock, cache_for
+from kvtide.store import Cache, PendingBlock, cache_for, profile_name
 from kvtide.store.load.streamed import Streamed
 from kvtide.types import Namespace
 
@@ -76,14 +75,15 @@ class CachedModel:
         cache: Cache,
         clock: Clock,
         settings: NamespaceSettings,
-        seeker: ProfileSeeker,
+        seek_profile: Callable[[ModelIdentity], None] | None = None,
         streaming: StreamSettings | None = None,
         importance: ImportanceLoads | None = None,
         learner: Learner | None = None,
         state_every_tokens: int | None = None,
     ) -> None:
-        """streaming: how what is not in the fastest tier is streamed. importance: loads only what matters exactly.
+        """seek_profile: has the cache look for the profile of a model; called at the start, and when the model changed.
 
+        streaming: how what is not in the fastest tier is streamed. importance: loads only what matters exactly.
         learner: learns from prompts what either of them goes by. ValueError for `state_every_tokens` that can't be.
         """
         self.model = model
@@ -97,12 +97,9 @@ class CachedModel:
         self._learner = learner
         self._importance = importance
         self._bypass_logged: set[str] = set()
-        self._seeker = seeker
-
-    @property
-    def calibration(self) -> CalibrationStatus | None:
-        """Return how far a calibration in the background is, None without one."""
-        return self._seeker.calibration
+        self._seek_profile = seek_profile
+        # The fingerprint of the model whose profile was looked for.
+        self._sought = b""
 
     @property
     def layout(self) -> BlockLayout:
@@ -124,13 +121,13 @@ class CachedModel:
         self.cache.open()
         if self._streaming is not None:
             self.cache.recall()
-        self._seeker.seek(self._identity)
+        self._look_for_profile()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for helper in (self._learner, self._seeker):
-            if helper is not None:
-                helper.close()
+        if self._learner is not None:
+            self._learner.close()
+        self._sought = b""
         self.cache.close()
 
     def flush(self, timeout_s: float) -> bool:
@@ -212,9 +209,14 @@ class CachedModel:
     def _follow(self) -> str | None:
         """Follow changes of the model, and look for the profile of what it is now. Return why it can't be served."""
         refusal = self._identity.follow()
-        if self._seeker.sought != self._identity.fingerprint:
-            self._seeker.seek(self._identity)
+        if self._sought != self._identity.fingerprint:
+            self._look_for_profile()
         return refusal
+
+    def _look_for_profile(self) -> None:
+        if self._seek_profile is not None and self._identity.refusal is None:
+            self._seek_profile(self._identity)
+        self._sought = self._identity.fingerprint
 
     def _note_bypass(self, reason: str, prompt_tokens: int) -> None:
         self.last = GenerateReport(prompt_tokens, 0, 0.0, 0, 0, reason)
@@ -285,12 +287,14 @@ class CachedModel:
     ) -> Any:
         """Answer from what was restored on, learn from it, queue what is new."""
         row, report, importance = begun.rows[0], begun.report, self._importance if call.is_single else None
-        made = made_cache(self.model, begun.past, input_ids.shape[1], call)
+        past: Any = begun.past
+        if call.special_cache is not None:
+            past = made_cache(self.model, past, input_ids.shape[1], call)
         started_s, ran, observed = self._clock.monotonic_s(), 0, None
         states: Sequence[PendingBlock] = ()
         if not self._identity.is_plain:
-            ran, states = self.prefixes.run_to_cuts(input_ids, begun.past, begun.columns, row)
-        first_token, arguments = watched(self._clock, call.mask, made.past, arguments, self.prefixes.argument)
+            ran, states = self.prefixes.run_to_cuts(input_ids, past, begun.columns, row)
+        first_token, arguments = watched(self._clock, call.mask, past, arguments, self.prefixes.argument)
         if begun.opened is None or importance is None:
             # Models of states alone don't tell `generate` how many tokens their cache has.
             cut = leaving_out(self.model, ran) if self._identity.is_of_states else nullcontext()
@@ -310,7 +314,7 @@ class CachedModel:
             is_near = self.prefixes.is_near(row, min(1, len(row.metas[0])))
             importance.ways.note(way, is_near, report.hit_tokens, first_token.seen_s - began_s, now_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        store = partial(self._store, sequences, call, made, begun, states, observed)
+        store = partial(self._store, sequences, call, past, begun, states, observed)
         self.last = report._replace(blocks_queued=self.cache.guarded("queue blocks", store, 0))
         return output
 
@@ -326,16 +330,16 @@ class CachedModel:
         self,
         sequences: torch.Tensor,
         call: CallSettings,
-        made: MadeCache,
+        past: Any,
         begun: _Begun,
         states: Sequence[PendingBlock],
         observed: ObservedPrefix | None,
     ) -> int:
         """Queue what is new of each row, up to the end of its own answer; return how many blocks wait now."""
-        if made.rows.offloading:
+        if past.offloading:
             # All that the call began to move between devices is to be there.
             torch.cuda.synchronize()
-        past, size = made.rows, self._block_tokens
+        size = self._block_tokens
         # The last token of an answer was never run, so the cache ends before it.
         last = 0 if self._identity.is_of_states else int(past.get_seq_length())
         tokens, loaded = [], list[Collection[int]]()
@@ -371,7 +375,6 @@ def attach(
     policy: str | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     state_every_tokens: int | None = None,
-    calibrate: Literal["background"] | None = None,
 ) -> CachedModel:
     """Put a cache beside a Hugging Face causal language model.
 
@@ -379,7 +382,6 @@ def attach(
     default), `tide[:quality[:refinements]]`, `tide-light`, `tide-deep`, `cachegen[:level[:coder]]`, …; lossy ones take
     the first of the `profiles` that fits, or one a group of layers. Without `profiles` tide takes what `kvtide
     calibrate` left in the store for this model, and stores losslessly until then; others keep tables in payloads.
-    calibrate: `background` has a child process make that profile.
     importance: the share of a restored prefix's tokens, from 0 to 1, to load exactly, those that the rest of the prompt
     attends to; the others stay rough (decision 0013). The codec is then `packed`, which needs a profile as tide does.
     `Impress(ratio)`: the paper's way, without a profile, leaves the others out.
@@ -404,11 +406,23 @@ def attach(
     ranking = ScoreRanking(learner.important_tokens) if settings and steps.is_scored else None
     cache = cache_for(store, made, registry, limits, clock, ranking, quality=part_quality)
     named = NamespaceSettings(block_tokens, tenant_salt, fingerprint, made.is_lossless and part_quality is None)
-    seeker = ProfileSeeker(cache, model, str(store), None if profiles else made, calibrate)
+    seek = None
+    if isinstance(made, AwaitingCodec) and not profiles:
+        seek = partial(_seek_profile, cache, model, str(store), made.profile_kind)
     loads = ImportanceLoads(cache, clock, settings, learner, steps.is_reordered) if settings else None
     learns = settings is not None or (streaming is not None and streaming.is_by_importance)
     taught = learner if learns else None
-    return CachedModel(model, cache, clock, named, seeker, streaming, loads, taught, state_every_tokens)
+    return CachedModel(model, cache, clock, named, seek, streaming, loads, taught, state_every_tokens)
+
+
+def _seek_profile(cache: Cache, model: Any, store: str, kind: str, identity: ModelIdentity) -> None:
+    """Look in the store for the profile of a model as it is now; say which command makes it if there is none."""
+    folder, salt = str(model.config._name_or_path), identity.tenant_salt
+    # Without a folder nobody else can know whose profile it is.
+    has_folder = bool(folder) and Path(folder).is_dir()
+    own = identity.given_fingerprint or (b"" if has_folder else identity.fingerprint)
+    command = calibrate_command(folder, store, kind, own, bool(salt))
+    cache.profiles.seek(profile_name(identity.fingerprint, salt), command)
 
 
 def _settings(importance: float | Impress | SparseSettings | None) -> SparseSettings | None:

@@ -59,7 +59,7 @@ class ModelContexts:
         self.shapes: list[ProfileShape] = profile_shapes(groups)
 
     def rotaries(self) -> list[Rotary | None]:
-        """Return how the keys of each group of rows turn. UnsupportedModel where that is not known."""
+        """Return how the keys of each group of rows turn. UnsupportedModel where that is unknown."""
         config = self.model.config.to_dict()
         return [_rotary(each, config) for each in self._rows]
 
@@ -92,16 +92,14 @@ class ModelContexts:
 
     def restored(self, context: Context, blocks: Sequence[Sequence[BlockBits]] | None = None) -> DynamicCache:
         """Return a cache of a context, or of these blocks in place of its own, by group; states are the context's."""
-        past, device = DynamicCache(config=self.model.config), self.model.device
-        for each, mine in zip(self._rows, context.blocks if blocks is None else blocks, strict=True):
-            room = RestoredRoom(each.group.layout, context.tokens, group=each)
+        past = DynamicCache(config=self.model.config)
+        parts = [*(context.blocks if blocks is None else blocks), *([states] for states in context.states)]
+        for each, mine in zip([*self._rows, *self._states], parts, strict=True):
+            tokens = context.tokens
+            room = RestoredRoom(each.group.layout, tokens, group=each) if each.rows else StateRoom(each)
             for position, bits in enumerate(mine):
                 room.write(position, bits)
-            room.fill(past, context.tokens, device)
-        for each, states in zip(self._states, context.states, strict=True):
-            kept = StateRoom(each)
-            kept.write(0, states)
-            kept.fill(past, context.tokens, device)
+            room.fill(past, tokens, self.model.device)
         return past
 
     def ask_gradients(self, past: DynamicCache) -> list[list[torch.Tensor]]:
@@ -111,16 +109,14 @@ class ModelContexts:
         """
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
-        found: list[list[torch.Tensor]] = []
+        found = []
         for each in self._rows:
-            mine: list[torch.Tensor] = []
-            for number in each.group.layers:
-                layer = past.layers[number]
+            found.append(list[torch.Tensor]())
+            for layer in (past.layers[number] for number in each.group.layers):
                 layer.keys, layer.values = (
                     tensor.detach().clone().requires_grad_(True) for tensor in (layer.keys, layer.values)
                 )
-                mine += [layer.keys, layer.values]
-            found.append(mine)
+                found[-1] += [layer.keys, layer.values]
         return found
 
     def halves(self, group: int, keys: torch.Tensor, values: torch.Tensor) -> NDArray[np.float32]:

@@ -52,7 +52,7 @@ class ImportanceLoads:
     def __init__(
         self, cache: Cache, clock: Clock, settings: SparseSettings, learner: Learner, is_reordered: bool
     ) -> None:
-        """is_reordered: as in `CachedModel.select`."""
+        """is_reordered: tokens are stored in the order in which they matter, else as they come, for good."""
         self._cache = cache
         self._clock = clock
         self._settings = settings
@@ -121,14 +121,12 @@ class ImportanceLoads:
 def observing(
     model: Any, cache: Cache, learner: Learner, metas: Sequence[BlockMeta], settings: SparseSettings | None = None
 ) -> Iterator[ObservedPrefix | None]:
-    """Have a learner note what the first pass attends to in some blocks; None where the model can't tell."""
+    """Note what the first pass attends to in some blocks; None where the model can't tell."""
     if not metas or model.config._attn_implementation != "sdpa":
         yield None
         return
     tokens = len(metas) * metas[0].layout.tokens
-    observed = ObservedPrefix(tokens)
-    if settings is not None:
-        observed = ObservedPrefix(tokens, settings.guard, settings.selector, settings.ratio)
+    observed = ObservedPrefix(tokens, settings)
     with attending(model, observed.attend):
         yield observed
     cache.guarded("learn", partial(learner.note, cache, metas, observed.importance, ()), False)

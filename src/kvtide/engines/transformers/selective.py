@@ -65,22 +65,21 @@ def attending(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
 class ObservedPrefix:
     """Attention of the last tokens of a prompt's first pass to its first ones, for learning. Answers are as without."""
 
-    def __init__(
-        self, tokens: int, guard: Guard | None = None, selector: Selector | None = None, ratio: float = 1.0
-    ) -> None:
-        """tokens: the first ones, all of the prompt maybe. guard: asked of a share that a selector's heads choose."""
+    def __init__(self, tokens: int, settings: SparseSettings | None = None) -> None:
+        """tokens: the first ones, all of the prompt maybe. settings: whose guard is asked of what its heads choose."""
         self.tokens = tokens
-        # Importance of each token by layer.
+        # Of each token, by layer.
         self.importance: dict[int, Floats] = {}
-        self._guard = guard
-        self._selector = selector
-        self._ratio = ratio
+        self._settings = settings
         self._scores: list[float] = []
 
     @property
     def is_refused(self) -> bool:
         """Tell whether the guard trusts no selection of what was attended to."""
-        return self._guard is not None and bool(self._scores) and not self._guard.trusts(self._scores, self._ratio)
+        settings = self._settings
+        if settings is None or settings.guard is None or not self._scores:
+            return False
+        return not settings.guard.trusts(self._scores, settings.ratio)
 
     def attend(
         self,
@@ -97,10 +96,10 @@ class ObservedPrefix:
             asked, heads = query[0, :, -PROBE_TOKENS:].float(), list(range(query.shape[1]))
             mass = attention_mass(asked, key[0].float(), heads, self.tokens, float(arguments["scaling"]))
             self.importance[layer] = mass.mean(axis=0)
-            if self._guard is not None:
-                chosen = heads if self._selector is None else self._selector.heads(len(heads), key.shape[1])
-                finding = ProbeFinding(mass[chosen], max(1, round(self._ratio * self.tokens)), kept_tokens(self.tokens))
-                self._scores.append(self._guard.score(finding))
+            settings = self._settings
+            if settings is not None and settings.guard is not None:
+                chosen, count = settings.selector.heads(len(heads), key.shape[1]), settings.exact_tokens(self.tokens)
+                self._scores.append(settings.guard.score(ProbeFinding(mass[chosen], count, kept_tokens(self.tokens))))
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
 
 
@@ -112,9 +111,9 @@ def grouped_attention(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> Any:
-    """Do what the usual function does without a copy of keys and values for each head of a group.
+    """Attend as usual, without a copy of keys and values for each head of a group: heads become queries of one.
 
-    The heads of a group become more queries of one head: copies of 4,096 tokens take longer than a short suffix's sums.
+    Copies of 4,096 tokens take longer than a short suffix's sums.
     """
     _, heads, suffix, head_dim = query.shape
     group = heads // key.shape[1]
@@ -136,7 +135,7 @@ class WeightRoom:
         self._room: torch.Tensor | None = None
 
     def of(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return room for a tensor, with anything in it; what was returned before is no longer valid."""
+        """Return room for a tensor, with anything in it. It ends the last one's."""
         size = math.prod(shape)
         if self._room is None or self._room.numel() < size:
             self._room = like.new_empty(size)
@@ -146,9 +145,9 @@ class WeightRoom:
 def weighed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, scaling: float, room: WeightRoom
 ) -> tuple[torch.Tensor, Floats]:
-    """Do what `grouped_attention` does, and find what `attention_mass` does of the same weights.
+    """Do what `grouped_attention` and `attention_mass` do, by the same weights, for a short causal suffix.
 
-    query: (1, heads, suffix, head_dim), a short suffix, of which each token sees the prefix and those before it.
+    query: (1, heads, suffix, head_dim).
     """
     _, heads, suffix, head_dim = query.shape
     kv_heads, rows = key.shape[1], heads // key.shape[1] * suffix
@@ -165,11 +164,10 @@ def weighed_attention(
 
 
 def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
-    """Return what `importance.attention_mass` does, by the engine's own threads.
+    """Return what `importance.attention_mass` does, by the engine's own threads, (heads, tokens).
 
     numpy's would be a second team, whose waiting costs seconds beside busy neighbours (2 s a prompt at load 11).
-    query: (heads, asked, head_dim), the last ones, of the suffix or of the tokens themselves; key: (kv_heads, tokens
-    and suffix, head_dim).
+    query: (heads, asked, head_dim), of the last tokens; key: (kv_heads, tokens and suffix, head_dim).
     """
     asked, group = query.shape[1], len(query) // len(key)
     own = max(asked, key.shape[1] - tokens)
@@ -220,14 +218,12 @@ class Rest(Enum):
 
 
 class SparseSettings(NamedTuple):
-    """The share of a prefix that is loaded exactly, and how that is chosen.
+    """The share of a prefix that is loaded exactly, and how that is chosen. What the guard refuses is loaded whole.
 
-    by_chunks: whole chunks by their mean importance, all of whose tokens count; else single tokens, with the chunks
-    that they lie in. What the guard refuses is loaded whole. ahead: the part of the chunks that uses choose,
-    in blocks that were packed by them: they are loaded with the bases. lag: how many layers further down the chunks
-    lie that a layer's probe chooses, so that they are read while those between are computed; only with `by_chunks`.
-    With one layer the engine waited for its reads for a tenth of the time. together: layers that a probe chooses for
-    at once; a chunk's neighbours in the object are the same chunk of the next layers, which then come by one read.
+    by_chunks: chooses chunks by their mean importance, else single tokens, with the chunks that they lie in. ahead: the
+    part that past uses choose, loaded with the bases of blocks that were packed by them. Only with `by_chunks`, lag:
+    how many layers further down a layer's probe chooses, so that chunks are read while those between are computed (with
+    one the engine waited for a tenth of the time); together: for how many layers at once, whose chunks are one read.
     """
 
     ratio: float
@@ -248,14 +244,18 @@ class SparseSettings(NamedTuple):
         """Return how many tokens of a block are loaded ahead."""
         return int(self.ratio * self.ahead * block_tokens) if self.by_chunks else 0
 
+    def exact_tokens(self, tokens: int) -> int:
+        """Return how many tokens of a prefix are selected."""
+        return max(1, round(self.ratio * tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Impress:
     """The paper's own way: some heads choose a share of the tokens, the others are left out. A step for each field.
 
-    heads: those that choose for all, whose keys are read alone; None for all heads. is_guarded: loads the whole where
-    they don't agree more than chance. is_reordered: stores important tokens together. is_scored: keeps in memory what
-    is used often and has many of them; else what was used last. The disk has a full copy of all anyway.
+    heads: how many choose for all, whose keys are read alone; None for all heads. is_guarded: loads the whole where
+    they don't agree more than chance. is_reordered: stores important tokens together. is_scored: memory keeps what is
+    used often and has many of them; else what was used last.
     """
 
     ratio: float
@@ -308,7 +308,7 @@ class SparsePrefix:
     """One prefix in one engine, from its suffix's first pass on. Use `active` around every pass of the model."""
 
     def __init__(self, load: SparseLoad, settings: SparseSettings, keys: KeySource | None = None) -> None:
-        """load: open, of all blocks in the engine's cache. ValueError for a ratio that is not in (0, 1]."""
+        """load: open, of all blocks in the engine's cache. ValueError as in `check_ratio`."""
         check_ratio(settings.ratio)
         self._load = load
         self._settings = settings
@@ -322,7 +322,7 @@ class SparsePrefix:
         # Importance of each token by layer, for those who learn from uses.
         self.importance: dict[int, Floats] = {}
         self._tokens = load.tokens
-        self._count = max(1, round(settings.ratio * self._tokens))
+        self._count = settings.exact_tokens(self._tokens)
         self._kept = kept_tokens(self._tokens)
         self._ahead = load.ahead_chunks()
         self._is_ahead = np.zeros(load.blocks * load.chunks_per_block, dtype=bool)
@@ -348,7 +348,7 @@ class SparsePrefix:
     def probe(self, model: Any, suffix: torch.Tensor, past: DynamicCache) -> None:
         """Run the suffix but for its last token; where the guard refuses, begin to load all and forget that it ran.
 
-        A suffix of one token is asked too, and then runs again for the answer. Nothing runs without a guard.
+        A suffix of one token runs again for the answer. Nothing runs without a guard.
         """
         if self._settings.guard is None:
             return
@@ -373,7 +373,7 @@ class SparsePrefix:
     def fall_back(self, past: DynamicCache) -> None:
         """Begin to load what is missing, a few layers after the other; a layer is whole, and exact, when it attends.
 
-        Nothing is read again: what the probe asked for, also of layers that it did not get to, counts.
+        Nothing that the probe asked for is read again.
         """
         self._is_fallback = True
         self._forget_suffix(past)
@@ -456,15 +456,12 @@ class SparsePrefix:
 
         Where the layer `lag` further down has nothing yet, those behind it are chosen for too.
         """
-        if not self._settings.by_chunks:
+        settings = self._settings
+        if not settings.by_chunks:
             return layer
-        last = self._load.layout.layers - 1
-        near = min(2 * layer + 1, layer + self._settings.lag, last)
-        return (
-            near
-            if near in self._wanted
-            else min(2 * layer + 1, layer + self._settings.lag + self._settings.together - 1, last)
-        )
+        most = min(2 * layer + 1, self._load.layout.layers - 1)
+        near = min(layer + settings.lag, most)
+        return near if near in self._wanted else min(near + settings.together - 1, most)
 
     def _take(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
         """Put what was read of a layer into the engine's cache; return the tokens to attend to, None for all."""
@@ -478,7 +475,7 @@ class SparsePrefix:
     def _visible(self, layer: int, tokens: NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
         """Return those of a layer's tokens to attend to, None for all of the prefix.
 
-        Where single tokens are chosen and the rest is left out, nothing stands in for one that could not be had.
+        Nothing stands in for a single token that could not be had.
         """
         if self._settings.rest is Rest.BASE:
             return None
@@ -487,22 +484,21 @@ class SparsePrefix:
         return None if len(tokens) == self._tokens else torch.from_numpy(tokens).to(device)
 
     def _known_importance(self, layer: int, importance: Floats, scaling: float) -> Floats:
-        """Return what is known of a layer: what its selector says without a probe, else what this one's probe found."""
+        """Return a layer's importance as its selector knows it without a probe, else as this probe found it."""
         if self._settings.selector.heads(1, 1):
             return importance
-        nothing = np.empty((1, self._tokens, 1), dtype=np.float32)
-        known: Floats = self._settings.selector.importance(
-            ProbeQuestion(layer, nothing, nothing, nothing, scaling)
-        ).mean(axis=0)
+        known: Floats = self._unasked(layer, scaling).mean(axis=0)
         return known
+
+    def _unasked(self, layer: int, scaling: float) -> Floats:
+        nothing = np.empty((1, self._tokens, 1), dtype=np.float32)
+        return self._settings.selector.importance(ProbeQuestion(layer, nothing, nothing, nothing, scaling))
 
     def _by_head(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> Floats:
         """Return (rows, prefix). query: (heads, suffix, head_dim), key: (kv_heads, prefix and suffix, head_dim)."""
-        selector, tokens = self._settings.selector, self._tokens
-        heads = selector.heads(len(query), len(key))
+        heads, tokens = self._settings.selector.heads(len(query), len(key)), self._tokens
         if not heads:
-            nothing = np.empty((1, tokens, 1), dtype=np.float32)
-            return selector.importance(ProbeQuestion(layer, nothing, nothing, nothing, scaling))
+            return self._unasked(layer, scaling)
         known = key.float()
         if self._keys:
             known = torch.cat([torch.from_numpy(self._keys(layer)).to(known), known[:, tokens:]], dim=1)

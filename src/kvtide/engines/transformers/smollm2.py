@@ -37,9 +37,9 @@ def _gguf_file() -> Path:
 
 
 def converted_folder() -> Path:
-    """Return the folder of the float32 model, converting it first if need be (seconds).
+    """Return the folder of the float32 model, converting it first if need be (seconds). ValueError without the package.
 
-    Two processes may do it at once: it is written elsewhere and renamed. ValueError if the package is not installed.
+    Two processes may do it at once: it is written elsewhere and renamed.
     """
     folder = cache_home() / "models" / f"{MODEL_NAME}-float32"
     if (folder / "config.json").is_file():
@@ -72,10 +72,7 @@ def converted_folder() -> Path:
 
 @contextlib.contextmanager
 def _gguf_read_once() -> Iterator[None]:
-    """Let transformers read a GGUF file once, from plain memory: a third of the CPU time of its three readings.
-
-    Each takes hundreds of thousands of slices, and those of numpy's memmap cost ten times those of an array.
-    """
+    """Let transformers read a GGUF file once, from plain memory: a third of the CPU time of three from a memmap."""
     import gguf
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]  # gguf is not typed
