@@ -126,10 +126,7 @@ class FirstHeads(AllHeads):
 
 
 def attention_mass(ask: ProbeQuestion, heads: list[int]) -> Floats:
-    """Return what each head's suffix tokens attend to, in the mean over them: (heads, prefix), 1 on average at most.
-
-    The suffix's own keys take their share, causally.
-    """
+    """Return what each head's suffix attends to, the suffix' own keys beside: (heads, prefix), 1 on average at most."""
     (heads_count, suffix, head_dim), (kv_heads, prefix, _) = ask.queries.shape, ask.keys.shape
     if not kv_heads or heads_count % kv_heads or suffix < 1 or prefix < 1:
         raise ValueError(f"{heads_count} heads over {kv_heads} KV heads, {suffix} of suffix, {prefix} of prefix")

@@ -39,32 +39,28 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 _LAYER_TYPES = ["sliding_attention", "full_attention"]
+_WINDOWS: dict[str, Any] = {"sliding_window": 128, "layer_types": _LAYER_TYPES}
+_ATTENTION: dict[str, Any] = {"layer_types": ["full_attention"] * 2}
+_MAMBA = {"d_ssm": 64, "n_heads": 4, "d_head": 16, "n_groups": 1, "d_state": 16, "chunk_size": 16}
+_WIDE: dict[str, Any] = {"head_dim": 32}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256, "num_key_value_heads": 1},
-    "gemma2": {"head_dim": 32},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 128, "layer_types": _LAYER_TYPES},
-    "qwen3": {"head_dim": 32},
+    "gemma3_text": _WIDE | _WINDOWS,
+    **dict.fromkeys(("gemma2", "qwen3", "glm", "glm4", "ernie4_5"), _WIDE),
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
-    "qwen3_moe": {**_EXPERTS, "head_dim": 32},
+    **dict.fromkeys(("qwen3_moe", "gpt_oss"), _EXPERTS | _WIDE),
     "mixtral": _EXPERTS,
-    "gpt_oss": {**_EXPERTS, "head_dim": 32},
     "olmo": {"num_key_value_heads": 4},
     "mistral": {"num_key_value_heads": 1},
-    "glm": {"head_dim": 32},
-    "glm4": {"head_dim": 32},
     "helium": {"head_dim": 16},
-    "ernie4_5": {"head_dim": 32},
-    "cohere2": {"sliding_window": 128, "layer_types": _LAYER_TYPES},
+    **dict.fromkeys(("cohere2", "olmo3"), _WINDOWS),
     "smollm3": {"num_hidden_layers": 4},
     "gemma4_text": {
-        "head_dim": 32,
+        **(_WIDE | _WINDOWS),
         "global_head_dim": 32,
-        "sliding_window": 128,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
-        "layer_types": _LAYER_TYPES,
     },
-    "olmo3": {"sliding_window": 128, "layer_types": _LAYER_TYPES},
     "llama4_text": {
         **_EXPERTS,
         "head_dim": 16,
@@ -74,29 +70,16 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 128,
         "no_rope_layers": [1, 0],
     },
-    "qwen3_next": {
-        **_EXPERTS,
-        "head_dim": 32,
-        "shared_expert_intermediate_size": 16,
-        "layer_types": ["full_attention"] * 2,
-    },
-    "lfm2": {"block_multiple_of": 32, "layer_types": ["full_attention"] * 2},
-    "falcon_h1": {
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 16,
-        "mamba_chunk_size": 16,
-    },
+    "qwen3_next": _EXPERTS | _WIDE | _ATTENTION | {"shared_expert_intermediate_size": 16},
+    "lfm2": {"block_multiple_of": 32, **_ATTENTION},
+    "falcon_h1": {f"mamba_{name}": value for name, value in _MAMBA.items()},
     "granitemoehybrid": {
         **_EXPERTS,
         "shared_intermediate_size": 32,
         "layer_types": ["attention"] * 2,
         "position_embedding_type": "rope",
     },
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
 }
 
 

@@ -49,9 +49,7 @@ def test_anchors_come_first_and_each_position_has_its_refinement() -> None:
     ids = [section.id for section in encoded(CODECS[0], LAYOUT, 1)]
     assert [section.kind for section in ids[:3]] == [SectionKind.ANCHOR] * 3
     assert [section.refinement for section in ids[3:]] == list(range(1, GROUP_TOKENS))
-    assert {(section.kind, section.layer_start, section.layer_stop) for section in ids[3:]} == {
-        (SectionKind.DELTA, 0, 3)
-    }
+    assert {(id_.kind, id_.layer_start, id_.layer_stop) for id_ in ids[3:]} == {(SectionKind.DELTA, 0, 3)}
 
 
 @pytest.mark.parametrize(

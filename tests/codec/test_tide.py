@@ -114,12 +114,6 @@ def test_any_subset_in_any_order_is_right_or_refused(data: st.DataObject) -> Non
         assert np.array_equal(out[layer], EXPECTED[run][layer])
 
 
-def test_repeated_section_is_refused() -> None:
-    for section in SECTIONS:
-        with pytest.raises(CorruptPayload):
-            decoded([*SECTIONS, section])
-
-
 def test_section_of_an_object_of_another_quality_is_refused() -> None:
     other = TideCodec(fitted(LAYOUT), 1e-2, 3).encode(META, BITS)
     for position, section in enumerate(SECTIONS):

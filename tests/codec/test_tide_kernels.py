@@ -215,14 +215,8 @@ def test_without_a_matrix_components_are_values_in_order(path: str) -> None:
     block = (*block_of(values), no_turns(50))
     seen = _native.tide_project(path, *block, mean, scale, NO_PANELS, (40, 33), NO_STAGE, is_coded, apart, steps)
     in_steps = 10 * values.transpose(1, 0, 2).reshape(50, 40)
-    assert seen == pytest.approx(
-        (
-            ((in_steps - steps * is_coded) ** 2).sum(),
-            (steps * is_coded).var(axis=0).sum() * 50,
-            50,
-        ),
-        rel=1e-2,
-    )
+    error, spread = ((in_steps - steps * is_coded) ** 2).sum(), (steps * is_coded).var(axis=0).sum() * 50
+    assert seen == pytest.approx((error, spread, 50), rel=1e-2)
     places, row_of = np.arange(50, dtype=np.uint16), np.full(40, 65535, dtype=np.uint16)
     row_of[order] = np.arange(33)
     out = np.empty((33, 50), dtype=np.int16)
@@ -351,21 +345,8 @@ def test_long_parts_of_all_magnitudes_are_pulled_and_turned_alike(path: str, pai
     turns = (cos, sin, np.zeros(1, dtype=np.uint8), 0, False)
     out = np.empty(tokens * count * item, dtype=np.uint8)
     shape = (1, 2, tokens, 1, 2 * pairs)
-    args = (
-        coded,
-        classes,
-        pulls,
-        places,
-        mean,
-        scale,
-        NO_PANELS,
-        (count, count),
-        order,
-        NO_STAGE,
-        no_apart(2 * pairs),
-        turns,
-    )
-    _native.tide_restore(path, *args, out, shape, 1)
+    args = (coded, classes, pulls, places, mean, scale, NO_PANELS, (count, count), order, NO_STAGE)
+    _native.tide_restore(path, *args, no_apart(2 * pairs), turns, out, shape, 1)
 
     part = np.searchsorted(np.arange(1, 5) * tokens // 4, np.arange(tokens), side="right")
     # As kernels do: the magnitude of the least value is itself, below all others.

@@ -154,32 +154,6 @@ def test_rounded_levels_are_those_of_a_profile_that_knows_no_trellis() -> None:
         decoded(plain, CODEC.encode(META, BITS))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_all_paths_give_and_take_the_same_bytes(path: str) -> None:
-    codec = TideCodec(fitted(LAYOUT), 1e-3, 2, path)
-    assert codec.encode(META, BITS) == CODEC.encode(META, BITS)
-    assert np.array_equal(decoded(codec, CODEC.encode(META, BITS)), decoded(CODEC, CODEC.encode(META, BITS)))
-
-
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_sections_that_are_not_right_are_corrupt_or_wrong_numbers(data: st.DataObject) -> None:
-    sections = CODEC.encode(META, BITS)
-    at = data.draw(st.integers(0, len(sections) - 1))
-    broken = bytearray(sections[at].data)
-    # Prefix and what states share out come first, but for a base's loudness.
-    place = data.draw(st.integers(0, min(len(broken), 140) - 1))
-    broken[place] ^= data.draw(st.integers(1, 255))
-    if data.draw(st.booleans()):
-        broken = broken[: data.draw(st.integers(0, len(broken)))]
-    found = [*sections]
-    found[at] = Section(sections[at].id, bytes(broken))
-    try:
-        decoded(CODEC, found)
-    except CorruptPayload:
-        return
-
-
 @pytest.mark.parametrize("change", ["one more", "one less", "a byte more", "a byte less", "of a rounded section"])
 def test_what_states_share_out_must_add_up(change: str) -> None:
     codec = CODEC.with_steps(Steps(-20, 1, is_trellis=True))

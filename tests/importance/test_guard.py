@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -100,14 +102,10 @@ def test_a_prefix_too_short_to_tell_is_refused(tokens: int) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: HeadsAgree(0),
-        lambda: NeighboursAgree(0),
-        lambda: NeighboursAgree(1.5),
-        lambda: NeighboursAgree(float("nan")),
-        lambda: random_jaccard(0),
-        lambda: NeighboursAgree().trusts([0.5], 0),
-        lambda: NeighboursAgree().trusts([0.5], 1.5),
-        lambda: HeadsAgree().trusts([0.5], 1.5),
+        *(partial(NeighboursAgree, alike) for alike in (0, 1.5, float("nan"))),
+        *(partial(guard.trusts, [0.5], ratio) for guard in (NeighboursAgree(), HeadsAgree()) for ratio in (0, 1.5)),
+        partial(HeadsAgree, 0),
+        partial(random_jaccard, 0),
     ],
 )
 def test_shares_out_of_range_are_refused(make: object) -> None:

@@ -235,10 +235,7 @@ def _check_decode(
 
 
 def count_values(values: NDArray[np.uint8], runs: Runs, table_count: int) -> NDArray[np.uint64]:
-    """Return (tables, 256): how often each value stands in runs of each table.
-
-    values: (streams, count), contiguous. Of symbols, the first 32 columns are what `EntropyCoder.build` takes.
-    """
+    """Return (tables, 256): how often each value of (streams, count) stands in runs of each table."""
     _check_encode(values, runs, table_count)
     counts = np.zeros((table_count, 256), dtype=np.uint64)
     _native.count_bytes(values, runs.symbols, runs.tables, counts)

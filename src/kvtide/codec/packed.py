@@ -34,10 +34,7 @@ _HEADS = struct.Struct("<H")
 
 
 class PackedBase(NamedTuple):
-    """An account of how an object's tokens are stored, in base sections beside the rough values.
-
-    probe: exact keys that chunks lack, (layers, tokens, the first KV heads, head_dim).
-    """
+    """The order of stored tokens. probe: exact keys that chunks lack, (layers, tokens, first KV heads, head_dim)."""
 
     chunk_tokens: int
     repacks: int
@@ -279,10 +276,7 @@ def put_chunk(meta: BlockMeta, base: PackedBase, section: Section, layer_out: Bl
 
 
 def chunk_bits(meta: BlockMeta, base: PackedBase, section: Section) -> tuple[NDArray[np.uint16], BlockBits]:
-    """Return a chunk's tokens and their bits, (2, tokens, kv_heads, head_dim), a view of it if it has all of them.
-
-    CorruptPayload for a chunk of another size.
-    """
+    """Return a chunk's tokens and bits, (2, tokens, kv_heads, head_dim). CorruptPayload for one of another size."""
     tokens, layout = base.chunk(section.id.layer_start, section.id.refinement - 1), meta.layout
     found, count, heads, head_dim = np.frombuffer(section.data, np.uint8), len(tokens), layout.kv_heads, layout.head_dim
     apart, row_bytes = 0 if base.probe is None else base.probe.shape[2], head_dim * layout.dtype.item_bytes

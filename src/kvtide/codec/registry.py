@@ -137,7 +137,8 @@ def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
 
 
 def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-    from kvtide.codec.packed import BASE_QUALITY, CHUNK_TOKENS, PackedCodec
+    from kvtide.codec.packed import BASE_QUALITY, PackedCodec
+    from kvtide.importance import CHUNK_TOKENS
 
     quality, chunk_tokens = (*arguments, *(str(BASE_QUALITY), str(CHUNK_TOKENS))[len(arguments) :])
     try:
@@ -147,7 +148,8 @@ def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
 
 
 def _impress(arguments: tuple[str, ...], _profile: Profile | None) -> Codec:
-    from kvtide.codec.packed import CHUNK_TOKENS, ImpressCodec
+    from kvtide.codec.packed import ImpressCodec
+    from kvtide.importance import CHUNK_TOKENS
 
     kv_heads, chunk_tokens = (*arguments, *("1", str(CHUNK_TOKENS))[len(arguments) :])
     try:

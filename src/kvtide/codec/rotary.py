@@ -35,10 +35,7 @@ _HEADER = struct.Struct("<BBHHHH")
 
 
 class RotaryTables(NamedTuple):
-    """Cosine and sine of each token's and each pair's angle, both times the keys' scale: (tokens, pairs).
-
-    They turn a pair (a, b) into (a cos - b sin, b cos + a sin).
-    """
+    """Scaled cosines and sines, (tokens, pairs): they turn (a, b) into (a cos - b sin, b cos + a sin)."""
 
     cos: NDArray[np.float32]
     sin: NDArray[np.float32]

@@ -233,10 +233,7 @@ class StreamPolicy(Protocol):
 
 
 def leading_pass(request: Request, given: Iterable[int]) -> tuple[int, ...]:
-    """Return the leading ones of `given` that the engine computes in one pass: neighbours of `PASS_TOKENS` at most.
-
-    The first one alone may be longer. None given gives none.
-    """
+    """Return the leading neighbours of `given` of `PASS_TOKENS` at most, one pass; the first may be longer."""
     found: list[int] = []
     for chunk in given:
         stop = request.chunks[chunk].stop
@@ -252,10 +249,7 @@ def pass_reach(prefill: PrefillSpeed, start: int, left_s: float) -> int:
 
 
 def expected_s(now_s: float, asked_s: float, size: int, left_bytes: float, latency_s: float) -> float | None:
-    """Return when what was asked for will be here at its pace so far: `Progress.coming_s`.
-
-    None while even its first byte is not overdue, infinite if that is and nothing came.
-    """
+    """Return when what was asked for will be here at its pace; None if too early to say, inf if nothing came."""
     elapsed_s = now_s - asked_s
     if elapsed_s < max(_PACE_S_MIN, 2 * latency_s):
         return None
@@ -263,10 +257,7 @@ def expected_s(now_s: float, asked_s: float, size: int, left_bytes: float, laten
 
 
 def mean_kl(request: Request, progress: Progress) -> float:
-    """Return the loss with what is here, by tokens: 0 for computed chunks, inf if a chunk is not usable.
-
-    The loss of a mixture is taken to be the mean of its parts' losses: measured curves are for whole contexts.
-    """
+    """Return the loss by tokens, of a mixture the mean: 0 for computed chunks, inf if a chunk is not usable."""
     return sum(_lost(request, progress)) / request.tokens if _is_usable(progress) else math.inf
 
 

@@ -39,10 +39,7 @@ class Way(Enum):
 
 
 class Decision(NamedTuple):
-    """A way, and the seconds until the engine could start by each of them; inf where the rate is unknown or 0.
-
-    meet_token: up to where the engine computes if both work.
-    """
+    """A way, seconds until the engine could start by each, inf if unknown, and up to where it computes in BOTH."""
 
     way: Way
     load_s: float
@@ -194,10 +191,7 @@ class Judge:
         return decide(request, self.bytes_per_s(), self.latency_s(), self.decode_token_s(codec_id))
 
     def is_load_faster(self, tokens: int, now_s: float) -> bool:
-        """Tell whether loading whole blocks is expected to end before computing would.
-
-        True while either speed is unknown.
-        """
+        """Tell whether loading whole blocks should end before computing would; True while a speed is unknown."""
         prefill, load = self.prefill(), self._load.known(now_s, MEMORY_S)
         return prefill is None or load is None or tokens / load < prefill.seconds(0, tokens)
 

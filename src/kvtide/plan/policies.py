@@ -159,10 +159,7 @@ class TwoEnded(Layered):
 
 
 def _is_left(chunk: int, request: Request, progress: Progress) -> bool:
-    """Tell whether all from `chunk` on is the engine's last pass, which it computes with what follows the context.
-
-    Links that are down come back: so never before half of the context is there.
-    """
+    """Tell whether all from `chunk` on is the engine's last pass; never before half of the context is there."""
     start = request.chunks[chunk].start
     is_last = request.tokens - start <= min(start, PASS_TOKENS)
     return is_last and not any(progress.here[chunk:]) and _undisturbed(start, request, progress) == request.tokens

@@ -31,10 +31,7 @@ class Estimator(ABC):
         self._pending_bytes = 0
 
     def add(self, size: int, start_s: float, stop_s: float) -> None:
-        """Take `size` bytes received in [start_s, stop_s).
-
-        ValueError for negative or non-finite numbers, or times that run backwards.
-        """
+        """Take `size` bytes received in [start_s, stop_s). ValueError for numbers and times that can't be."""
         if size < 0:
             raise ValueError(f"a transfer can't have {size} bytes")
         if not (math.isfinite(start_s) and math.isfinite(stop_s) and start_s <= stop_s):

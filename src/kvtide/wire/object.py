@@ -75,10 +75,7 @@ class SectionEntry(NamedTuple):
         return cls(section_id, offset, size, checksum)
 
     def cut(self, data: memoryview, start: int, object_id: ObjectId) -> Section:
-        """Return the section out of bytes that begin at `start` of its object.
-
-        CorruptPayload if they are too few or not those that were stored.
-        """
+        """Return the section out of bytes from `start` of its object on. CorruptPayload if cut or damaged."""
         found = data[self.offset - start : self.offset - start + self.size]
         if len(found) != self.size:
             raise CorruptPayload(f"{object_id}: section {self.id} has {self.size} bytes, {len(found)} are here")
@@ -89,10 +86,7 @@ class SectionEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A checked header and section table over the bytes that they were read from; `entries` in stored order.
-
-    quality: KL divergence of the next token, in nats, that the block was stored for; 0 for exact.
-    """
+    """A checked header and section table over bytes; `quality` is the KL it was stored for, 0 for exact."""
 
     meta: BlockMeta
     codec_id: str
@@ -119,11 +113,7 @@ class StoredObject:
         return tuple(entry.id for entry in self.entries)
 
     def section(self, position: int) -> Section:
-        """Return the section at this place in the table, its checksum verified.
-
-        The data is a view of the buffer that was parsed: valid as long as that one is not reused. CorruptPayload if
-        the bytes are not all there or not those that were stored.
-        """
+        """Return the section at this place in the table, a view, verified. CorruptPayload if cut or damaged."""
         return self.entries[position].cut(self._data, 0, self.meta.id)
 
     def sections(self) -> list[Section]:
@@ -283,11 +273,7 @@ def header_and_table_bytes(data: bytes | bytearray | memoryview) -> int:
 
 
 def parse_header(data: bytes | bytearray | memoryview, expected: ObjectId | None = None) -> StoredObject:
-    """Check header and section table of an object of which only a leading part need be here.
-
-    CorruptPayload if the part is shorter than header and table, anything in them is off, or the object is not the
-    expected one.
-    """
+    """Check header and table of an object that may be cut behind them. CorruptPayload for anything off."""
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
         raise CorruptPayload(f"an object has at least {HEADER_BYTES} bytes, got {len(view)}")

@@ -88,10 +88,7 @@ def multipart(boundary: str, size: int, ranges: Sequence[ByteRange]) -> Multipar
 
 
 def parse_parts(content_type: str, body: memoryview, asked: Sequence[ByteRange]) -> list[memoryview]:
-    """Return the bytes of each range that was asked for: fewer, or none, of those behind the object's end.
-
-    RequestRefused (502) for parts that are no answer to these ranges, in their order.
-    """
+    """Return the bytes of each range asked for, none behind the object's end. RequestRefused (502) for other parts."""
     boundary = _BOUNDARY.fullmatch(content_type.strip())
     if boundary is None:
         raise _odd(f"asked for {len(asked)} ranges, {content_type[:80]!r} came")

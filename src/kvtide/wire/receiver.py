@@ -79,10 +79,7 @@ def parse_frame_header(data: bytes | bytearray | memoryview) -> FrameHeader:
 
 
 def parse_frame(data: bytes | bytearray | memoryview) -> tuple[FrameHeader, memoryview]:
-    """Check a whole frame; return its header and a view of the section's bytes.
-
-    CorruptPayload if anything is off, bytes missing or too many included.
-    """
+    """Return a whole frame's header and a view of its section's bytes. CorruptPayload if anything is off."""
     header = parse_frame_header(data)
     if len(data) != header.frame_bytes:
         raise CorruptPayload(f"frame of {header.entry.id} has {header.frame_bytes} bytes, {len(data)} came")
@@ -93,10 +90,7 @@ def parse_frame(data: bytes | bytearray | memoryview) -> tuple[FrameHeader, memo
 
 
 class Arrival:
-    """The bytes of an object so far, in their places.
-
-    A section is here once all its bytes are and their checksum is that of the table; it is never written again.
-    """
+    """The bytes of an object so far, in their places. A section with a good checksum is never written again."""
 
     def __init__(self, stored: StoredObject) -> None:
         self.stored = stored
@@ -230,10 +224,7 @@ class Missing(NamedTuple):
 
 
 class Receiver:
-    """Takes frames, or bytes of the objects, and hands out what has arrived whole. Not thread-safe.
-
-    Blocks are numbered as the objects were given.
-    """
+    """Takes frames, or bytes of objects by their number, and hands out what is whole. Not thread-safe."""
 
     def __init__(self, objects: Sequence[StoredObject], bytes_max: int = RECEIVE_BYTES_MAX) -> None:
         """ValueError for no objects, one twice, or more than `bytes_max`."""

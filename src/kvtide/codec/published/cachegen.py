@@ -54,10 +54,7 @@ def distribution_arrays(name: str, by_layer: Sequence[Distribution]) -> dict[str
 
 
 class SharedDistributions:
-    """Builds a profile's tables when they are first asked for, and keeps them. Threads may share it.
-
-    A profile holds rANS frequencies; the prefix coder's code lengths follow from them.
-    """
+    """Builds a profile's tables, from rANS frequencies, when first asked for. Threads may share it."""
 
     def __init__(self, profile: Profile) -> None:
         self._arrays: Mapping[str, NDArray[Any]] = profile.arrays

@@ -34,10 +34,7 @@ Integers = NDArray[np.int16]
 
 
 class PrefixTables(EntropyTables):
-    """Code lengths, and the codes and look-up tables that follow from them.
-
-    ValueError unless each row, 0 for no code and at most 10, is a complete code.
-    """
+    """Code lengths, at most 10 or 0 for none, and what follows. ValueError unless each row is a complete code."""
 
     name, dtype, native = "prefix", np.uint8, _native.PrefixTables
 
@@ -131,10 +128,7 @@ class Distribution:
 
 
 def value_counts(values: Integers) -> NDArray[np.uint64]:
-    """Return (runs, 2 * VALUE_MAX + 1): how often each value from -VALUE_MAX on occurs in each row of `values`.
-
-    Values beyond ±VALUE_MAX are counted as it.
-    """
+    """Return (runs, 2 * VALUE_MAX + 1): how often each value, clipped to ±VALUE_MAX, occurs in each row."""
     width = 2 * VALUE_MAX + 1
     flat = np.clip(values, -VALUE_MAX, VALUE_MAX).astype(np.int64) + VALUE_MAX
     flat += np.arange(len(values), dtype=np.int64)[:, None] * width
@@ -143,10 +137,7 @@ def value_counts(values: Integers) -> NDArray[np.uint64]:
 
 
 def fit_distribution(counts: NDArray[np.uint64], coder: int, is_open: bool) -> Distribution:
-    """Return the distributions that code values of these counts best; counts as `value_counts` gives them.
-
-    With `is_open`, every symbol gets a code, so that other data can be coded too.
-    """
+    """Return the distributions that code such counts best. is_open: every symbol gets a code, for other data."""
     shifts, symbol_counts = _best_shifts(counts)
     symbol_counts += np.uint64(is_open)
     # A run without samples still needs a table.
@@ -273,10 +264,7 @@ class CodedIntegers(NamedTuple):
         return cls(coder, tables if has_tables else None, sizes, counts, streams_of, escapes, cursor.rest())
 
     def distribution(self, runs: IntegerRuns, shared: Distribution | None) -> Distribution:
-        """Return what the numbers are coded under: their own tables, else the shared ones.
-
-        CorruptPayload if the former are damaged, or the latter are missing or of another coder.
-        """
+        """Return the numbers' own tables, else the shared. CorruptPayload if damaged, missing or of another coder."""
         if self.tables is not None:
             return Distribution.parse(self.coder, self.tables, runs.distributions)
         if shared is None or self.coder != shared.coder:

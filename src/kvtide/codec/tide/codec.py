@@ -71,10 +71,7 @@ class TideCodec:
         return self._model
 
     def with_steps(self, steps: Steps) -> Self:
-        """Return a codec to measure with: of the same profile, at a stated step, whatever quality that has.
-
-        It encodes what the profile does not fit, too.
-        """
+        """Return a codec to measure with, at a stated step; it encodes what the profile does not fit, too."""
         codec = copy(self)
         codec._steps, codec._is_held = steps, False
         codec._quality = self._model.quality_at(steps, 0) if self._model else self._quality

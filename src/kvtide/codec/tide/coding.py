@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,10 +129,7 @@ def tokens_apart(model: TideModel, meta: BlockMeta, stored: StoredLayers) -> NDA
 
 
 def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8], path: str) -> Levels:
-    """Return the levels of some layers. `apart` is added to where a token is too loud.
-
-    UnencodableBlock if a value is not finite.
-    """
+    """Return the levels of some layers; marks too loud tokens in `apart`. UnencodableBlock if not finite."""
     rows = place_groups(model, stored.layer_start, steps.final_units)
     coded = _coded(model, stored.layer_start, steps.final_units)
     fraction_bits = _FRACTION_BITS if steps.is_trellis else 0
@@ -140,8 +137,10 @@ def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArr
     for each in coded:
         here, out = stored.of(each.layers), np.empty((len(apart), each.columns), dtype=np.int16)
         block = (here.as_bytes, here.bits.shape, here.dtype.code, here.native_turns)
-        how = (each.mean, each.scale, *each.matrix, each.is_coded, apart, out, fraction_bits)
-        if (seen := _native.tide_project(path, *block, *how)) is None:
+        seen = _native.tide_project(
+            path, *block, each.mean, each.scale, *each.matrix, each.is_coded, apart, out, fraction_bits
+        )
+        if seen is None:
             raise UnencodableBlock("a value is not finite")
         projected.append(out)
         fit.append((each.promise, Seen._make(seen)))
@@ -196,14 +195,9 @@ def _coded(model: TideModel, layer_start: int, final_units: int) -> list[_Coded]
 def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floats) -> _Coded:
     group, start, stop = place
     mean, weight = model.mean_and_weight(group)
-    order, count = group.order[: stop - start], stop - start
+    count = stop - start
     columns = group.shape[1] if group.order.size else count
-
-    def by_column(each: NDArray[Any], fill: int = 0) -> NDArray[Any]:
-        found = np.full(columns, fill, dtype=each.dtype)
-        found[order if group.order.size else slice(None)] = each
-        return found
-
+    numbers, ones = np.arange(count, dtype=np.uint16), np.ones(count, dtype=np.uint8)
     return _Coded(
         layers=slice(group.layer_start, group.layer_stop),
         rows=slice(start, stop),
@@ -211,9 +205,9 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
         scale=(weight * (SIXTEENTHS / step_of(final_units, 0))).astype(np.float32),
         matrix=(group.to_components, group.matrix_shape[::-1], group.stage(count, is_back=False)),
         columns=columns,
-        is_coded=by_column(np.ones(count, dtype=np.uint8)) if group.order.size else np.empty(0, dtype=np.uint8),
-        weights=by_column(weights),
-        row_of=by_column(np.arange(count, dtype=np.uint16), np.iinfo(np.uint16).max),
+        is_coded=place.by_column(ones, columns) if group.order.size else np.empty(0, dtype=np.uint8),
+        weights=place.by_column(weights, columns),
+        row_of=place.by_column(numbers, columns, np.iinfo(np.uint16).max),
         promise=promise_of(place, final_units),
     )
 
@@ -334,8 +328,10 @@ def _refine(
         each.count_into(items, counts, path)
     lists = Lists(counts, path)
     lists.decode(tables, coded)
-    for job in (*plain, *states):
-        lists.take(job)
+    for plain_rows in plain:
+        lists.take(plain_rows)
+    for state_rows in states:
+        lists.take(state_rows)
 
 
 def _restore(
@@ -357,7 +353,22 @@ def _restore(
     scales = (step_of(steps.final_units, thirds) / (SIXTEENTHS * ONE) / weights).astype(np.float32)
     for each in rows.restored():
         here = slice(each.layers.start - target.layer_start, each.layers.stop - target.layer_start)
-        coded = (items[each.start : each.stop], classes[each.start : each.stop], pulls, places)
-        means, to = (model.mean[each.layers].reshape(-1), scales[here].reshape(-1)), target.of(each.layers)
-        block = (to.native_turns, to.as_bytes, to.bits.shape, to.dtype.code)
-        _native.tide_restore(path, *coded, *means, *each[3:], apart.of(here), *block)
+        to = target.of(each.layers)
+        _native.tide_restore(
+            path,
+            items[each.start : each.stop],
+            classes[each.start : each.stop],
+            pulls,
+            places,
+            model.mean[each.layers].reshape(-1),
+            scales[here].reshape(-1),
+            each.panels,
+            each.shape,
+            each.order,
+            each.stage,
+            apart.of(here),
+            to.native_turns,
+            to.as_bytes,
+            to.bits.shape,
+            to.dtype.code,
+        )

@@ -88,10 +88,7 @@ def finished_profile(
     curve: NDArray[np.float32],
     trellis_curve: NDArray[np.float32] | None = None,
 ) -> Profile:
-    """Return the draft with tables of what was counted, and measured curves: rows of step units, bits, KL, rising.
-
-    trellis_curve: of levels along a trellis, `curve` if it was not measured.
-    """
+    """Return the draft with tables of what was counted, and curves: rows of step units, bits, KL, rising."""
     seen = np.maximum(counts["magnitudes"], 1)
     pulls = np.clip(np.rint(16 * counts["pulled"] / seen), -8, 8) * (counts["magnitudes"] >= _PULLS_SEEN_MIN)
     arrays = dict(draft.arrays) | {

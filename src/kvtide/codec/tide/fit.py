@@ -234,10 +234,7 @@ def _line(variance: NDArray[np.float64], sensitivity: NDArray[np.float64]) -> ND
 def _weights(
     variance: NDArray[np.float64], sensitivity: NDArray[np.float64], line: NDArray[np.float64], is_by_channel: bool
 ) -> NDArray[np.float64]:
-    """Return a weight for each value; divided by the root of their power, the mean component's scale is one.
-
-    Channels of K or V of a layer differ by `line` alone, unless `is_by_channel`: a transform mixes them anyway.
-    """
+    """Return a weight for each value. Channels of K or V of a layer differ by `line` alone, unless `is_by_channel`."""
     spread, felt = variance * line**2, sensitivity / line**2
     by_stream = np.maximum(felt.mean(axis=-1, keepdims=True), 1e-6 * float(felt.mean()) + 1e-30)
     deviation = spread.mean(axis=-1, keepdims=True) ** (DEVIATION_POWER / 2)
@@ -325,10 +322,7 @@ def _units(scales: NDArray[np.float64]) -> NDArray[np.int16]:
 
 
 def _rounded_rows(rows: _Matrix, fine: int | None = None) -> dict[str, NDArray[Any]]:
-    """Return rows as whole numbers of a unit each, the first `fine` at 16 bits, the rest at 8; None for FINE_SHARE.
-
-    `model.whole_rows` is the way back.
-    """
+    """Return rows as whole numbers of a unit each, the first `fine` at 16 bits, the rest at 8; see `whole_rows`."""
     fine = round(FINE_SHARE * len(rows)) if fine is None else fine
     peaks = np.abs(rows).max(axis=1, initial=1e-9)
     unit = (peaks / np.where(np.arange(len(rows)) < fine, 32767, 127)).astype(np.float32)
@@ -444,10 +438,7 @@ class AllRows(NamedTuple):
 
 
 def joint_power(groups: Sequence[tuple[BlockLayout, Arrays]]) -> float:
-    """Return the power of all values of a model of several groups, by which `draft_profile` scales each one's alike.
-
-    groups: layout and moments of each. ValueError without moments.
-    """
+    """Return the power of all values of a model of several groups, from their moments. ValueError without any."""
     values = [layout.layers * layout.kv_heads * layout.head_dim for layout, _ in groups]
     return float(np.average([_spread(*each).power for each in groups], weights=values))
 

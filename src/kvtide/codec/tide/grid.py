@@ -179,10 +179,7 @@ class Rows(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """All rows of a section's values in the order of a trellis' path, by mode; see `Mode`.
-
-    DIGIT here: the level is there already. tables: those of quantiser 0, (rows, PARTS).
-    """
+    """All rows in the order of a trellis' path, under tables of quantiser 0. Mode DIGIT: the level is there."""
 
     values: Items
     modes: NDArray[np.uint8]
@@ -236,10 +233,7 @@ class Lists:
         assert fits, "counts are those of these rows"
 
     def take(self, rows: Rows | StateRows) -> None:
-        """Take the next items of each list into `rows`; levels along a trellis then are half steps.
-
-        CorruptPayload if a list is too short.
-        """
+        """Take items into `rows`; levels along a trellis become half steps. CorruptPayload if a list is too short."""
         if isinstance(rows, Rows):
             fits = _native.tide_take(self._path, *rows, *self._lists)
         else:

@@ -124,13 +124,15 @@ DEFAULT_POSITIONS = (
 
 @dataclass(frozen=True, slots=True)
 class LossLaw:
-    """Predicts the KL of answers after a hit of one codec.
-
-    positions: by Purpose. losses: the curve's KL of a block with 0 refinements (the base alone), 1, and so on.
-    """
+    """Predicts the KL of answers after a hit. positions: by Purpose. losses: KL with 0 refinements, 1, and so on."""
 
     positions: tuple[PositionLaw, PositionLaw]
     losses: tuple[float, ...]
+
+    @property
+    def refinements(self) -> int:
+        """The number of refinements behind a base."""
+        return len(self.losses) - 1
 
     def kl(
         self, kept: Sequence[int], block_tokens: int, purpose: Purpose, passages: Sequence[int] | None = None

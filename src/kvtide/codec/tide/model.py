@@ -120,10 +120,7 @@ class Group:
 
     @cached_property
     def matrix(self) -> NDArray[np.int16]:
-        """Return the matrix from components to values, or from those mixed to the strongest of all blocks.
-
-        (components, values), in units of 1 / ONE.
-        """
+        """The matrix from components to values, or to the strongest of all blocks, in units of 1 / ONE."""
         return whole_rows(self._arrays, "mix_" if self.is_staged else "", ONE)
 
     @property
@@ -182,12 +179,17 @@ class Place(NamedTuple):
     start: int
     stop: int
 
+    def by_column(self, each: NDArray[Any], columns: int, fill: int = 0) -> NDArray[Any]:
+        """Spread per-row values over projection columns: the rows, or else the group's values; others get `fill`."""
+        if not self.group.order.size:
+            return each
+        found = np.full(columns, fill, dtype=each.dtype)
+        found[self.group.order[: len(each)]] = each
+        return found
+
 
 class Restored(NamedTuple):
-    """Rows [start, stop) of some layers that go back to values at once, and how: what native kernels take.
-
-    A matrix of `shape` in panels, or the value that each row is; and the matrix' other stage.
-    """
+    """Rows [start, stop) of some layers that go back to values at once; the rest is as native kernels take it."""
 
     layers: slice
     start: int

@@ -73,20 +73,15 @@ def _rounded(units: Units) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _rounded_normal(units: Units) -> NDArray[np.float64]:
-    """Return the same error of normally distributed values, which is larger for scales of half a step or more.
-
-    A twelfth of a step's square, but for the first term of a series that falls at once.
-    """
+    """Return the same error of normally distributed values, larger for scales of half a step or more."""
     square = np.exp2(units / (UNITS / 2))
+    # A twelfth of a step's square, but for the first term of a series that falls at once.
     found: NDArray[np.float64] = 1 / 12 - (1 / np.pi**2 + 4 * square) * np.exp(-2 * np.pi**2 * square)
     return found
 
 
 def check_promise(groups: Sequence[tuple[Promise, Seen]], tokens: int) -> None:
-    """UnencodableBlock, with the reason, unless the groups of a block keep what is promised of them.
-
-    tokens: of the block, less those that are kept apart whatever their values.
-    """
+    """UnencodableBlock unless the groups keep their promise. tokens: less those kept apart whatever their values."""
     if min(seen.tokens for _, seen in groups) < tokens * (1 - LOUD_SHARE_MAX):
         raise UnencodableBlock("the profile does not fit: values are far larger than those it was made of")
     error, allowed = sum(seen.error for _, seen in groups), _allowed(groups)
@@ -106,20 +101,14 @@ def check_promise(groups: Sequence[tuple[Promise, Seen]], tokens: int) -> None:
 
 
 def check_decoded_error(groups: Sequence[tuple[Promise, Seen]], rounding: float) -> None:
-    """UnencodableBlock if a block that was decoded again has a larger error than is promised of its groups.
-
-    rounding: squared error of writing the values in the block's own type.
-    """
+    """UnencodableBlock if a decoded block has a larger error than promised and `rounding`, of its own type."""
     error, allowed = sum(seen.error for _, seen in groups), DECODED_MARGIN * _allowed(groups) + rounding
     if not error <= allowed:
         raise UnencodableBlock(f"decoded again, the block's error is {error / allowed:.2f} times what is promised")
 
 
 def _allowed(groups: Sequence[tuple[Promise, Seen]]) -> float:
-    """Return the error that is promised and four of its standard deviations, which count in small blocks.
-
-    They come from rounding values to steps, and coefficients being products of values in whole sixteenths.
-    """
+    """Return the promised error and four standard deviations of rounding, which count in small blocks."""
     error = sum(promise.error * seen.tokens for promise, seen in groups)
     energy = sum(promise.spread * seen.tokens for promise, seen in groups)
     return error + 4 * math.sqrt(error / 12 + 4 * energy / (12 * SIXTEENTHS**2)) + 1e-9

@@ -58,10 +58,7 @@ class Steps(NamedTuple):
 
 
 class SectionBytes(NamedTuple):
-    """The fields of every section.
-
-    state_counts: as `join_state_counts` writes them, of the last section where levels lie on a trellis.
-    """
+    """The fields of every section. state_counts: of the last one where levels lie on a trellis."""
 
     steps: Steps
     lists: CodedLists
@@ -313,10 +310,7 @@ def load_values(stored: StoredLayers) -> Floats:
 
 
 def keep_apart(stored: StoredLayers, positions: NDArray[np.uint16], octaves: Octaves | None) -> Apart:
-    """Return the tokens at these positions as they are kept. UnencodableBlock if a value is too large for bfloat16.
-
-    octaves: of these layers, None where all channels are in line.
-    """
+    """Return these tokens as they are kept, by the layers' octaves. UnencodableBlock for values too large."""
     layers, _, _, *heads = stored.bits.shape
     # As most blocks do.
     if not len(positions):
