@@ -275,9 +275,10 @@ class MooncakeTier(CountingTier):
     def stats(self) -> TierStats:
         """Return the master's figures, all keys of it, and this process's counters. Zeros while it can't be asked."""
         figures = self._figures()
-        sizes = [figures.get(f"master_{name}", 0) for name in ("key_count", "allocated_bytes", "total_capacity_bytes")]
+        names = ("key_count", "allocated_bytes", "total_capacity_bytes")
+        objects, used, total = (figures.get(f"master_{name}", 0) for name in names)
         evictions = max(0, figures.get("master_evicted_key_count", 0) - self._evicted_before)
-        return TierStats(self.name, *sizes, self._hits, self._misses, evictions, self._faults.total)
+        return TierStats(self.name, objects, used, total, self._hits, self._misses, evictions, self._faults.total)
 
     def _figures(self) -> dict[str, int]:
         if not self._client.is_connected():

@@ -229,7 +229,9 @@ class Lists:
         if isinstance(rows, Rows):
             fits = _native.tide_put(self._path, *rows, parents, *self._lists)
         else:
-            fits = _native.tide_put_states(self._path, rows.values, parents, *rows[1:], _TWINS, *self._lists)
+            fits = _native.tide_put_states(
+                self._path, rows.values, parents, rows.modes, rows.tables, _TWINS, *self._lists
+            )
         assert fits, "counts are those of these rows"
 
     def take(self, rows: Rows | StateRows) -> None:

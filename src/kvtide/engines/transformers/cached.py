@@ -33,7 +33,7 @@ from kvtide.engines.transformers.generation import (
 )
 from kvtide.engines.transformers.groups import ModelGroup, groups_of, is_plain, plain_layout, profile_shapes
 from kvtide.engines.transformers.importance import ImportanceLoads, Learner, OpenedPrefix, observing
-from kvtide.engines.transformers.prefixes import Prefixes, Row
+from kvtide.engines.transformers.prefixes import Prefixes, SequenceRow
 from kvtide.engines.transformers.selective import Impress, ObservedPrefix, SparseSettings, check_ratio
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
 from kvtide.engines.ways import RestoreWay
@@ -59,7 +59,7 @@ class _Begun(NamedTuple):
     opened: rough blocks in the cache, of which exact chunks can still be had.
     """
 
-    rows: list[Row]
+    rows: list[SequenceRow]
     past: DynamicCache
     columns: int
     report: GenerateReport
@@ -226,7 +226,7 @@ class CachedModel:
 
     def _begin(
         self,
-        rows: list[Row],
+        rows: list[SequenceRow],
         streaming: StreamSettings | None = None,
         hint: Advice | None = None,
         importance: ImportanceLoads | None = None,
@@ -260,7 +260,7 @@ class CachedModel:
         )
         return _Begun(rows, restored.past, restored.columns, report)
 
-    def _stream(self, row: Row, streaming: StreamSettings) -> _Begun | None:
+    def _stream(self, row: SequenceRow, streaming: StreamSettings) -> _Begun | None:
         """Stream a prompt's blocks; None for what is in the fastest tier, and for a load that failed."""
         metas = row.metas[0]
         if self.cache.is_near([meta.id for meta in metas]):
@@ -318,7 +318,7 @@ class CachedModel:
         self.last = report._replace(blocks_queued=self.cache.guarded("queue blocks", store, 0))
         return output
 
-    def _observed(self, row: Row, report: GenerateReport) -> AbstractContextManager[ObservedPrefix | None]:
+    def _observed(self, row: SequenceRow, report: GenerateReport) -> AbstractContextManager[ObservedPrefix | None]:
         """Learn what a prompt attends to where loads go by that: in its restored prefix, or in all that it stores."""
         assert self._learner is not None
         if self._importance is not None:

@@ -38,7 +38,7 @@ from kvtide.store.load import MissReason, Whole
 from kvtide.types import BlockKey, ObjectId
 
 
-class Row(NamedTuple):
+class SequenceRow(NamedTuple):
     """One sequence of a call: columns of padding before it, its tokens, and the parts of their full blocks, by group.
 
     The last token has no part: it always runs, as its logits are the answer's first token. hit: None until looked up.
@@ -114,12 +114,12 @@ class Prefixes:
             found.append(mine)
         return found
 
-    def row(self, columns: np.ndarray[Any, Any], pad: int = 0, is_latest: bool = False) -> Row:
+    def row(self, columns: np.ndarray[Any, Any], pad: int = 0, is_latest: bool = False) -> SequenceRow:
         """Return the sequence that is behind `pad` columns."""
         tokens = columns[pad:]
-        return Row(pad, tokens, self.metas(tokens[:-1], is_latest))
+        return SequenceRow(pad, tokens, self.metas(tokens[:-1], is_latest))
 
-    def find(self, row: Row, hint: Advice | None = None) -> Row:
+    def find(self, row: SequenceRow, hint: Advice | None = None) -> SequenceRow:
         """Look up how much of a sequence can be restored."""
         if self._identity.is_plain:
             return row._replace(hit=Hit(self._cache.match([meta.id for meta in row.metas[0]], hint)))
@@ -130,7 +130,7 @@ class Prefixes:
         ]
         return row._replace(hit=self._cache.match_parts(parts, hint))
 
-    def needed(self, row: Row, tokens: int) -> list[list[BlockMeta]]:
+    def needed(self, row: SequenceRow, tokens: int) -> list[list[BlockMeta]]:
         """Return the parts, by group, that restoring so many tokens takes."""
         blocks = max(0, -(-tokens // self._block_tokens))
         return [
@@ -138,11 +138,11 @@ class Prefixes:
             for metas, reach in zip(row.metas, self._identity.reaches, strict=True)
         ]
 
-    def is_near(self, row: Row, tokens: int) -> bool:
+    def is_near(self, row: SequenceRow, tokens: int) -> bool:
         """Tell whether what restoring so many tokens takes begins in the fastest tier."""
         return tokens > 0 and self._cache.is_near([metas[0].id for metas in self.needed(row, tokens)])
 
-    def restore(self, rows: Sequence[Row], began_s: float) -> RestoredColumns:
+    def restore(self, rows: Sequence[SequenceRow], began_s: float) -> RestoredColumns:
         """Return a cache with the columns that all rows can have, if loading is worth it, as far as they came."""
         cache, size, namespace = self._cache, self._block_tokens, self._identity.namespace
         stop = rows[0].pad + len(rows[0].tokens) - 1
@@ -168,7 +168,7 @@ class Prefixes:
         return RestoredColumns(DynamicCache(config=self._model.config))
 
     def _load(
-        self, rows: Sequence[Row], alike: Sequence[Sequence[int]], stop: int, tokens: int, since_s: float | None
+        self, rows: Sequence[SequenceRow], alike: Sequence[Sequence[int]], stop: int, tokens: int, since_s: float | None
     ) -> RestoredColumns | None:
         """Load the columns before `stop`. None if a part did not come without which the others are of no use.
 
@@ -215,7 +215,7 @@ class Prefixes:
         return [size * block for block in cuts]
 
     def run_to_cuts(
-        self, input_ids: torch.Tensor, past: DynamicCache, restored: int, row: Row
+        self, input_ids: torch.Tensor, past: DynamicCache, restored: int, row: SequenceRow
     ) -> tuple[int, list[PendingBlock]]:
         """Run the prompt as far as states are to be kept; return the tokens that the cache has then, and the states.
 
@@ -234,7 +234,7 @@ class Prefixes:
             states += self._cache.guarded("keep states", partial(self._states, past, row, cut), nothing)
         return restored, states
 
-    def _states(self, past: DynamicCache, row: Row, tokens: int) -> list[PendingBlock]:
+    def _states(self, past: DynamicCache, row: SequenceRow, tokens: int) -> list[PendingBlock]:
         """Return the states of a cache that has just taken so many tokens, a whole number of blocks."""
         block = tokens // self._block_tokens
         return [
@@ -248,7 +248,7 @@ class Prefixes:
         self,
         past: Any,
         tokens: Sequence[np.ndarray[Any, Any]],
-        rows: Sequence[Row],
+        rows: Sequence[SequenceRow],
         loaded: Sequence[Collection[int]],
         states: Sequence[PendingBlock] = (),
         orders: Mapping[ObjectId, Orders] = MappingProxyType({}),

@@ -426,7 +426,3 @@ def _etcd_access(options: Mapping[str, str], is_tls: bool) -> EtcdAccess:
     except (OSError, ssl.SSLError) as error:
         raise ValueError(f"can't use etcd's TLS files: {error}") from error
     return EtcdAccess(tls, user, password)
-
-
-def _b64(data: bytes) -> str:
-    return base64.b64encode(data).decode()

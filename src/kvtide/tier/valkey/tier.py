@@ -218,9 +218,9 @@ class ValkeyTier(CountingTier):
 
         Zeros while they can't be reached.
         """
-        *sizes, evicted = self._counts()
+        objects, used, total, evicted = self._counts()
         evictions = max(0, evicted - self._evicted_before)
-        return TierStats(self.name, *sizes, self._hits, self._misses, evictions, self._faults.total)
+        return TierStats(self.name, objects, used, total, self._hits, self._misses, evictions, self._faults.total)
 
     def _counts(self) -> tuple[int, int, int, int]:
         infos: list[dict[str, Any]] = []
