@@ -256,7 +256,7 @@ def import_engine() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.model_executor.models import registry
 
-    # vLLM imports itself again in a child, eight seconds, to look at each model's class with no trace of CUDA left here.
+    # vLLM imports itself in a child too, eight seconds, to look at each model's class with no trace of CUDA left here.
     registry._run_in_subprocess = lambda look: look()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from operator import itemgetter
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -103,15 +105,16 @@ def layer_views(bits: BlockBits) -> Iterator[NDArray[np.uint8]]:
         yield layer.reshape(-1).view(np.uint8)
 
 
-def layer_section_ids(layout: BlockLayout) -> list[SectionId]:
+@lru_cache(maxsize=64)
+def layer_section_ids(layers: int) -> tuple[SectionId, ...]:
     """Return the ids of one base data section a layer."""
-    return [SectionId(SectionKind.DATA, 0, layer, layer + 1) for layer in range(layout.layers)]
+    return tuple(SectionId(SectionKind.DATA, 0, layer, layer + 1) for layer in range(layers))
 
 
 def sections_by_layer(layout: BlockLayout, sections: Sequence[Section]) -> list[Section]:
     """Return the sections in layer order. CorruptPayload unless there is exactly one base section for each layer."""
-    ordered = sorted(sections, key=lambda section: section.id)
-    if [section.id for section in ordered] != layer_section_ids(layout):
+    ordered = sorted(sections, key=itemgetter(0))
+    if tuple(map(itemgetter(0), ordered)) != layer_section_ids(layout.layers):
         raise CorruptPayload(f"expected one section for each of {layout.layers} layers, got {len(sections)}")
     return ordered
 
@@ -131,7 +134,7 @@ class RawCodec:
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return one section a layer; they are views of `bits`, valid until it changes."""
         check_bits(bits, meta.layout)
-        layers = zip(layer_section_ids(meta.layout), layer_views(bits), strict=True)
+        layers = zip(layer_section_ids(meta.layout.layers), layer_views(bits), strict=True)
         return [Section(section_id, layer.data) for section_id, layer in layers]
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:

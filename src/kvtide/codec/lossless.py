@@ -43,7 +43,7 @@ class LosslessCodec:
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return one section a layer."""
         check_bits(bits, meta.layout)
-        layers = zip(layer_section_ids(meta.layout), layer_views(bits), strict=True)
+        layers = zip(layer_section_ids(meta.layout.layers), layer_views(bits), strict=True)
         return [Section(section_id, _encode_layer(layer, meta.layout.dtype)) for section_id, layer in layers]
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
@@ -63,9 +63,12 @@ def _encode_layer(layer: NDArray[np.uint8], dtype: KVDtype) -> bytes:
     widths = _PLANE_BITS[dtype]
     planes = np.empty((len(widths), 2, layer.size // dtype.item_bytes // 2), dtype=np.uint8)
     _native.split_planes(layer, dtype.value, planes.reshape(-1))
-    coded = [_encode_plane(plane, width) for plane, width in zip(planes, widths, strict=True)]
-    headers = [_PLANE.pack(method, 0, 0, len(body)) for method, body in coded]
-    return b"".join((*headers, *(body for _, body in coded)))
+    headers, bodies = list[bytes](), list[bytes | memoryview]()
+    for plane, width in zip(planes, widths, strict=True):
+        method, body = _encode_plane(plane, width)
+        headers.append(_PLANE.pack(method, 0, 0, len(body)))
+        bodies.append(body)
+    return b"".join((*headers, *bodies))
 
 
 def _encode_plane(plane: NDArray[np.uint8], width: int) -> tuple[int, bytes | memoryview]:

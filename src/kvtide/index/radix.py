@@ -45,7 +45,8 @@ class Tree:
 
     def __init__(self) -> None:
         self._where: dict[BlockKey, Run] = {}
-        self._roots: dict[Namespace, Run] = {}
+        # A root goes with its last block.
+        self.roots: dict[Namespace, Run] = {}
 
     def __len__(self) -> int:
         return len(self._where)
@@ -64,18 +65,13 @@ class Tree:
     def anchor(self, namespace: Namespace, parent: BlockKey | None) -> Anchor | None:
         """Return where the children of `parent` hang; None if that block is not held."""
         if parent is None or bytes(parent) == namespace:
-            return Anchor(self._roots.get(namespace) or _new_run([], None, 0), None, 0)
+            return Anchor(self.roots.get(namespace) or _new_run([], None, 0), None, 0)
         run = self._where.get(parent)
-        root = self._roots.get(namespace)
+        root = self.roots.get(namespace)
         if run is None or root is None:
             return None
         position = run.keys.index(parent)
         return Anchor(root, parent, run.start + position + 1) if position < run.held else None
-
-    def keep_root(self, namespace: Namespace, root: Run) -> None:
-        """Make an anchor's root the namespace's; it goes with its last block."""
-        self._roots[namespace] = root
-        root.state = namespace
 
     def checked_known_count(self, anchor: Anchor, keys: Sequence[BlockKey]) -> int:
         """Return how many leading keys are known. ValueError if known and new keys do not form one chain there."""
@@ -172,12 +168,12 @@ class Tree:
             assert parent is not None
             parent.children.discard(run)
             if parent.parent is None and not parent.children:
-                del self._roots[parent.state]
+                del self.roots[parent.state]
         return len(gone)
 
     def runs(self) -> Iterator[Run]:
         """Yield every run, parents before their children."""
-        order = [child for root in self._roots.values() for child in root.children]
+        order = [child for root in self.roots.values() for child in root.children]
         for run in order:
             order.extend(run.children)
         yield from order
@@ -199,13 +195,6 @@ class Tree:
                 assert run.held == len(run.keys)
             assert all(self._where[key] is run for key in run.keys)
         assert count == len(self._where)
-
-
-def tier_bit_of(tier: int) -> int:
-    """Return the bit that stands for a tier. ValueError for one that has none."""
-    if not 0 <= tier < TIERS_MAX:
-        raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
-    return 1 << tier
 
 
 def mark_tier(run: Run, first: int, bit: int) -> None:
@@ -285,7 +274,9 @@ class RadixIndex:
         leaves it to the index. `size` is the room that each of the new blocks takes. ValueError if the keys are no
         chain, or for a cost or size that is not positive.
         """
-        tier_bit = tier_bit_of(tier)
+        if not 0 <= tier < TIERS_MAX:
+            raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
+        tier_bit = 1 << tier
         if not (cost is None or cost > 0):
             raise ValueError(f"cost must be positive, got {cost}")
         if size < 1:
@@ -297,7 +288,8 @@ class RadixIndex:
                 return evicted
             known = self._tree.checked_known_count(anchor, keys)
             if anchor.key is None:
-                self._tree.keep_root(namespace, anchor.root)
+                self._tree.roots[namespace] = anchor.root
+                anchor.root.state = namespace
             last = self._tree.run_of(anchor.key) if not known and anchor.key is not None else None
             if last is not None and last.may_grow(anchor.depth):
                 last.note_cost(cost, len(keys))
@@ -455,12 +447,13 @@ class RadixIndex:
 
     def place(self, key: BlockKey, tier: int) -> None:
         """Note that a held block is in a tier too; not a use. Blocks that are not held are ignored."""
-        bit = tier_bit_of(tier)
+        if not 0 <= tier < TIERS_MAX:
+            raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
         with self._lock:
             run = self._tree.run_of(key)
             position = run.keys.index(key) if run is not None else 0
             if run is not None and position < run.held:
-                run.tiers[position] |= bit
+                run.tiers[position] |= 1 << tier
 
     def advise(self, key: BlockKey) -> None:
         """Have the policy note advice about the request that ended with a known block; not a use."""

@@ -229,7 +229,7 @@ class Cache:
         for tier in self.tiers.run_places(ids[known:]):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
-        return self.access.coarse.first_of(ids[:known])
+        return self.access.coarse.first_of(ids[:known]) if self.quality else known
 
     def match_parts(self, groups: Sequence[Parts], hint: Advice | None = None) -> Hit:
         """Return how many leading blocks of a model of several groups seem restorable; they only seem, as in `match`.
@@ -267,7 +267,7 @@ class Cache:
 
     def is_near(self, ids: Sequence[ObjectId]) -> bool:
         """Tell whether all of the objects are in the fastest of several tiers."""
-        return bool(ids) and self.guarded("look up", lambda: all(map(self.tiers.is_near, ids)), False)
+        return bool(ids) and self.guarded("look up", partial(all, map(self.tiers.is_near, ids)), False)
 
     def is_worth(self, tokens: int, is_near: bool, namespace: Namespace) -> bool:
         """Tell whether loading tokens is expected to be faster than computing them; where it is not, count it."""

@@ -287,7 +287,8 @@ class ProfileFollower:
 
     def newest_codec(self, group: int) -> Codec:
         """Look for a profile if it is time, and return what encodes a group of layers from now on."""
-        self.look()
+        if self._name or self._registry.unknown:
+            self.look()
         codecs = self._codecs
         if len(codecs) == 1:
             return codecs[0]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import xxhash
@@ -148,22 +149,23 @@ def pack_object(
         raise ValueError(f"codec id must be 1 to {_CODEC_BYTES} ASCII characters, got {codec_id!r}")
     if not 1 <= len(sections) <= SECTIONS_MAX:
         raise ValueError(f"an object has 1 to {SECTIONS_MAX} sections, got {len(sections)}")
-    ordered = sorted(sections, key=lambda section: _order(section.id))
-    if len({section.id for section in ordered}) != len(ordered):
+    by_place, object_bytes = dict[tuple[int, int, int], Section](), head_bytes(len(sections))
+    for section in sections:
+        by_place[_order(section.id)] = section
+        object_bytes += len(section.data)
+    if len(by_place) != len(sections):
         raise ValueError("two sections of one object have the same id")
-
-    body_start = head_bytes(len(ordered))
-    object_bytes = body_start + sum(len(section.data) for section in ordered)
     packed = bytearray(object_bytes)
-    offset = body_start
-    for position, (section_id, data) in enumerate(ordered):
+    offset = head_bytes(len(sections))
+    for position, (_, (section_id, data)) in enumerate(sorted(by_place.items())):
         entry = SectionEntry(section_id, offset, len(data), xxhash.xxh3_128_digest(data))
         entry_offset = HEADER_BYTES + position * ENTRY_BYTES
         packed[entry_offset : entry_offset + ENTRY_BYTES] = entry.to_bytes()
         packed[offset : offset + len(data)] = data
         offset += len(data)
     assert offset == object_bytes
-    _pack_header(packed, meta, codec_bytes, len(ordered), profile or _NO_PROFILE, _quality_code(quality))
+    quality_code = _quality_code(quality) if quality else 0
+    _pack_header(packed, meta, codec_bytes, len(sections), profile or _NO_PROFILE, quality_code)
     return packed
 
 
@@ -174,13 +176,11 @@ def pack_around(
     body = packed[head_bytes(1) :]
     entry = SectionEntry(section_id, head_bytes(1), len(body), xxhash.xxh3_128_digest(body))
     packed[HEADER_BYTES : head_bytes(1)] = entry.to_bytes()
-    _pack_header(packed, meta, codec_id.encode("ascii"), 1, _NO_PROFILE, _quality_code(quality))
+    _pack_header(packed, meta, codec_id.encode("ascii"), 1, _NO_PROFILE, _quality_code(quality) if quality else 0)
 
 
 def _quality_code(quality: float) -> int:
-    assert quality >= 0
-    if quality == 0:
-        return 0
+    assert quality > 0
     return min(max(math.ceil(_QUALITY_STEPS * (math.log2(quality) + _QUALITY_OCTAVES)), 1), 0xFFFF)
 
 
@@ -336,7 +336,7 @@ def _parse_entries(
     table = view[HEADER_BYTES : head_bytes(section_count)]
     places = list(_ENTRY_PLACE.iter_unpack(table))
     try:
-        ids = _section_ids(b"".join([place[0] for place in places]), layers)
+        ids = _section_ids(b"".join(map(itemgetter(0), places)), layers)
     except ValueError as error:
         raise CorruptPayload(f"{object_id}: {error}") from error
     entries: list[SectionEntry] = []

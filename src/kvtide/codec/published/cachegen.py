@@ -496,7 +496,7 @@ class ChunkwiseCodec(ProfiledCodec):
     def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
         """Return one section a layer."""
         runs = IntegerRuns(2, layout.kv_heads * layout.head_dim, layout.tokens)
-        ids = layer_section_ids(layout)
+        ids = layer_section_ids(layout.layers)
         return [[SectionPart(id_, range(id_.layer_start, id_.layer_stop), 0, runs)] for id_ in ids]
 
     def half(self, layout: BlockLayout, layer: int, which: int, level: int) -> int:

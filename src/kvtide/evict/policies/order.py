@@ -227,16 +227,16 @@ class PolicyOrder(EvictionOrder):
             is_known = before is not None and before[0] == keys[-1] and now_s - before[1] < ASKED_TWICE_S
             if hint is not None and hint.session is not None:
                 is_known |= self._sessions.note(namespace, hint.session, keys[-1]) == keys[-1] and hint.is_last
-            policy, ignored = self._advised, 0
-            if policy is not None:
-                ignored = policy.trust.ignored
-                policy.hear(0 if hint is None else hint.mark)
+            policy, mark = self._advised, 0 if hint is None else hint.mark
+            ignored = policy.trust.ignored if policy is not None else 0
+            if policy is not None and mark:
+                policy.hear(mark)
             if not is_known:
                 self._use(self._tree, namespace, keys, None)
                 self._announced.update(dict.fromkeys(keys))
             elif hint is not None:
                 self._tree.advise(keys[-1])
-            if policy is not None:
+            if policy is not None and mark:
                 policy.hear(0)
             while len(self._announced) > ANNOUNCED_MAX:
                 self._announced.popitem(last=False)

@@ -215,7 +215,7 @@ class _WholeLoad:
         stored = parse_header(data, block.meta.id)
         codec = self._access.codec_of(stored, block.meta)
         last = stored.entries[min(stop, len(stored.entries)) - 1]
-        is_layered = list(stored.section_ids) == layer_section_ids(block.meta.layout)
+        is_layered = stored.section_ids == layer_section_ids(block.meta.layout.layers)
         if not isinstance(codec, LayeredCodec) or not is_layered:
             return False
         block.codec, block.entries = codec, stored.entries

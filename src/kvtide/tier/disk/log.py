@@ -200,7 +200,11 @@ class SegmentLog:
 
     def _writer_for(self, need: int, object_id: ObjectId, label: ObjectLabel) -> SegmentWriter:
         writer = self._writer
-        if writer is not None and not writer.is_lost() and writer.size - writer.tail >= need:
+        if (
+            writer is not None
+            and self._files.is_here(writer.cached, writer.path, writer.size)
+            and writer.size - writer.tail >= need
+        ):
             return writer
         with self._directory.locked():
             if writer is not None:

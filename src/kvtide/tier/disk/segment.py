@@ -276,10 +276,6 @@ class SegmentWriter:
             raise
         return cls(files, path, header, size, direct, cached)
 
-    def is_lost(self) -> bool:
-        """Tell whether somebody removed, moved or cut the file."""
-        return not self.files.is_here(self.cached, self.path, self.size)
-
     def append(self, header: RecordHeader, body: Buffer, pool: BufferPool) -> bytes:
         """Write a record at the tail: its body, then its header. Return its seal. OSError leaves it invisible."""
         assert (header.offset, header.sequence, header.segment) == (self.tail, self.sequence, self.header.number)
@@ -315,7 +311,7 @@ class SegmentWriter:
         False if it holds nothing, or is lost.
         """
         try:
-            if self.is_lost():
+            if not self.files.is_here(self.cached, self.path, self.size):
                 return False
             if self.sequence == 0:
                 self.files.truncate(self.cached, 0)
@@ -412,7 +408,9 @@ class RecordReader:
         last = last if whole < len(buffer) else last[:0]
         body = at + ALIGN_BYTES + offset
         starts = list(range(0, whole, PIECE_BYTES)) or [0]
-        pieces = [[buffer[start : min(start + PIECE_BYTES, whole)]] for start in starts]
+        pieces = list[list[memoryview]]()
+        for start in starts:
+            pieces.append([buffer[start : min(start + PIECE_BYTES, whole)]])
         pieces[-1].append(last)
         if offset:
             self._read_part(descriptor, [page], at)
@@ -451,7 +449,7 @@ class RecordReader:
 
     def _read_part(self, descriptor: int, parts: list[memoryview], offset: int) -> None:
         wanted = sum(map(len, parts))
-        came = self._files.read_full(descriptor, [part for part in parts if len(part)], offset)
+        came = self._files.read_full(descriptor, list(filter(len, parts)), offset)
         if came != wanted:
             raise EOFError(f"the segment ends at {offset + came}, a record goes to {offset + wanted}")
 
