@@ -1,14 +1,30 @@
-"""Looks into a store directory behind the tier's back."""
+"""Tiers for the time of a `with`, and looks into a store directory behind the tier's back."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from kvtide.tier import Tier
 from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk.segment import RecordHeader, RecordState, scan_segment, segment_number
 from kvtide.tier.files import Files
+
+_Tier = TypeVar("_Tier", bound=Tier)
+
+
+@contextmanager
+def opened(tier: _Tier) -> Iterator[_Tier]:
+    """Open a tier; in the end its accounting is right, and it is closed."""
+    tier.open()
+    try:
+        yield tier
+        tier.check()
+    finally:
+        tier.close()
 
 
 class StoredRecord(NamedTuple):

@@ -16,6 +16,7 @@ from email.utils import formatdate
 from urllib.parse import quote
 
 import pytest
+from tests.stores import opened
 
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
@@ -59,10 +60,8 @@ if AZURITE is not None:
         def tier(self, server: BenchService) -> Iterator[Tier]:
             place = f"endpoint=http://127.0.0.1:{server.port}/{ACCOUNT}&allow_http=true"
             url = f"az://kvtide/t{next(_PREFIXES)}?account_name={ACCOUNT}&account_key={quote(KEY, safe='')}&{place}"
-            tier = open_tier(url, Limits(), SystemClock(), lambda key: False)
-            tier.open()
-            yield tier
-            tier.close()
+            with opened(open_tier(url, Limits(), SystemClock(), lambda key: False)) as tier:
+                yield tier
 
         def test_long_object_moves_in_parts(self, tier: Tier) -> None:
             data = object_bytes(1, 20_000_000)

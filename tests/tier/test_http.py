@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.servers import running_server
+from tests.stores import opened
 
 from kvtide.clock import SystemClock
 from kvtide.server.settings import ServerLimits
@@ -18,9 +19,5 @@ class TestHttp(TierSuite):
     def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         tiers = ("memory://",) if request.param == "memory" else (f"disk://{tmp_path}",)
         limits = ServerLimits(memory_bytes_max=TIER_BYTES, disk_bytes_max=TIER_BYTES)
-        with running_server(tiers=tiers, limits=limits) as server:
-            tier = http_tier(server.url, SystemClock())
-            tier.open()
+        with running_server(tiers=tiers, limits=limits) as server, opened(http_tier(server.url, SystemClock())) as tier:
             yield tier
-            tier.check()
-            tier.close()

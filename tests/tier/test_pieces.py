@@ -17,6 +17,7 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.pieces import Pieces, pieces
 from tests.server.worlds import World, ask
 from tests.servers import RunningServer, ServerProcess, running_server, server_process
+from tests.stores import opened
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull, TierUnavailable
@@ -199,13 +200,12 @@ def test_next_server_gets_all_when_the_first_breaks_off(
 
 def test_callers_deadline_holds_on_a_silent_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tier = http_tier(f"http://127.0.0.1:{silent.getsockname()[1]}?upload=pieces", SystemClock())
-        tier.open()
-        started_s = time.monotonic()
-        with until(started_s + 0.3), pytest.raises(TierUnavailable):
-            tier.put_from(object_id(1), pieces(1).data)
-        assert time.monotonic() - started_s < 5.0
-        tier.close()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}?upload=pieces"
+        with opened(http_tier(url, SystemClock())) as tier:
+            started_s = time.monotonic()
+            with until(started_s + 0.3), pytest.raises(TierUnavailable):
+                tier.put_from(object_id(1), pieces(1).data)
+            assert time.monotonic() - started_s < 5.0
 
 
 def test_refusals_are_those_of_a_whole_object() -> None:
@@ -231,12 +231,10 @@ def test_without_the_option_an_object_goes_whole(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Call, "send", noted)
     with running_server() as server:
         for option, methods in (("", ["PUT"]), ("?upload=whole", ["PUT"]), ("?upload=pieces", ["POST", "POST"])):
-            tier = http_tier(f"{server.url}{option}", SystemClock())
-            tier.open()
-            sent.clear()
-            assert tier.put_from(object_id(len(option)), object_bytes(len(option), 5000))
-            assert sent == methods
-            tier.close()
+            with opened(http_tier(f"{server.url}{option}", SystemClock())) as tier:
+                sent.clear()
+                assert tier.put_from(object_id(len(option)), object_bytes(len(option), 5000))
+                assert sent == methods
         with pytest.raises(ValueError, match="upload is whole or pieces"):
             http_tier(f"{server.url}?upload=parts", SystemClock())
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from tests.servers import RunningServer, running_server
 from tests.store.load.sources import made_objects
+from tests.stores import opened
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
@@ -23,23 +23,10 @@ CLOCK = SystemClock()
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     with running_server(tiers=("memory://",)) as found:
-        tier = http_tier(found.url, CLOCK)
-        tier.open()
-        for object_id, data in OBJECTS.items():
-            assert tier.put_from(object_id, data)
-        tier.close()
+        with opened(http_tier(found.url, CLOCK)) as tier:
+            for object_id, data in OBJECTS.items():
+                assert tier.put_from(object_id, data)
         yield found
-
-
-@contextmanager
-def source_at(url: str) -> Iterator[HttpTier]:
-    tier = http_tier(url, CLOCK)
-    tier.open()
-    try:
-        yield tier
-        tier.check()
-    finally:
-        tier.close()
 
 
 def collected(source: HttpTier, start: int, stop: int, wait_s: float = 20.0) -> tuple[bytes, bool]:
@@ -55,7 +42,7 @@ def collected(source: HttpTier, start: int, stop: int, wait_s: float = 20.0) -> 
 
 
 def test_range_comes_whole_over_one_connection(server: RunningServer) -> None:
-    with source_at(server.url) as source:
+    with opened(http_tier(server.url, CLOCK)) as source:
         assert collected(source, 100, 150_000) == (DATA[100:150_000], True)
         assert collected(source, 0, 1) == (DATA[:1], True)
         assert len(source._peers[0]._idle) == 1
@@ -64,7 +51,7 @@ def test_range_comes_whole_over_one_connection(server: RunningServer) -> None:
 
 
 def test_absent_objects_and_bytes_are_told(server: RunningServer) -> None:
-    with source_at(server.url) as source:
+    with opened(http_tier(server.url, CLOCK)) as source:
         absent = ObjectId(OBJECT_ID.namespace, type(OBJECT_ID.key)(bytes(32)))
         assert not source.read_range(absent, 0, 10, lambda part: True)
         assert not source.read_range(OBJECT_ID, len(DATA) + 5, len(DATA) + 9, lambda part: True)
@@ -78,7 +65,7 @@ def shaped(server: RunningServer, bytes_per_s: float, bytes_max: float = math.in
 
 
 def test_bytes_before_a_cut_count_and_none_is_lost_or_repeated(server: RunningServer) -> None:
-    with shaped(server, 4e5, 120_000) as proxy, source_at(f"http://127.0.0.1:{proxy.port}") as source:
+    with shaped(server, 4e5, 120_000) as proxy, opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source:
         data = bytearray()
 
         def take(part: memoryview) -> bool:
@@ -99,7 +86,7 @@ def test_bytes_before_a_cut_count_and_none_is_lost_or_repeated(server: RunningSe
 
 
 def test_reading_ends_when_no_more_is_wanted(server: RunningServer) -> None:
-    with shaped(server, 1e6, 100_000) as proxy, source_at(f"http://127.0.0.1:{proxy.port}") as source:
+    with shaped(server, 1e6, 100_000) as proxy, opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source:
         calls: list[int] = []
 
         def take(part: memoryview) -> bool:
@@ -113,7 +100,7 @@ def test_reading_ends_when_no_more_is_wanted(server: RunningServer) -> None:
 def test_deadline_ends_a_read(server: RunningServer) -> None:
     with (
         shaped(server, 1e4) as proxy,
-        source_at(f"http://127.0.0.1:{proxy.port}") as source,
+        opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source,
         pytest.raises(TierUnavailable),
     ):
         collected(source, 0, len(DATA), wait_s=0.3)

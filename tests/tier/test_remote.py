@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from tests.stores import opened
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
@@ -99,18 +100,15 @@ def test_answer_that_is_off_is_a_fault_and_a_miss_upstairs(answer: bytes) -> Non
 
 
 def test_nobody_listening_is_a_fault_for_every_verb() -> None:
-    tier = http_tier("http://127.0.0.1:1", SystemClock())
-    tier.open()
-    for action in (
-        lambda: tier.contains(object_id(1)),
-        lambda: tier.get_into(object_id(1), memoryview(bytearray(1))),
-        lambda: tier.put_from(object_id(1), object_bytes(1)),
-        lambda: tier.delete(object_id(1), "removed"),
-        lambda: list(tier.objects()),
-    ):
-        with pytest.raises(TierUnavailable):
-            action()
-    assert tier.removed_reason(object_id(1)) is None
-    assert tier.stats().objects == 0
-    tier.check()
-    tier.close()
+    with opened(http_tier("http://127.0.0.1:1", SystemClock())) as tier:
+        for action in (
+            lambda: tier.contains(object_id(1)),
+            lambda: tier.get_into(object_id(1), memoryview(bytearray(1))),
+            lambda: tier.put_from(object_id(1), object_bytes(1)),
+            lambda: tier.delete(object_id(1), "removed"),
+            lambda: list(tier.objects()),
+        ):
+            with pytest.raises(TierUnavailable):
+                action()
+        assert tier.removed_reason(object_id(1)) is None
+        assert tier.stats().objects == 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
+from tests.stores import opened
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
@@ -43,10 +44,10 @@ def url_of(server: BenchService, prefix: str) -> str:
 class TestS3(TierSuite):
     @pytest.fixture
     def tier(self, server: BenchService) -> Iterator[Tier]:
-        tier = open_tier(url_of(server, f"t{next(_PREFIXES)}"), Limits(), SystemClock(), lambda key: False)
-        tier.open()
-        yield tier
-        tier.close()
+        with opened(
+            open_tier(url_of(server, f"t{next(_PREFIXES)}"), Limits(), SystemClock(), lambda key: False)
+        ) as tier:
+            yield tier
 
     @pytest.mark.parametrize("size", [s3.PART_BYTES, s3.PART_BYTES + 1, 2 * s3.PART_BYTES + 12_345])
     def test_long_object_moves_in_parts(self, tier: Tier, size: int) -> None:
@@ -135,18 +136,16 @@ def test_bad_url_is_refused_without_the_secret(rest: str) -> None:
 
 def test_frozen_store_keeps_nobody_beyond_the_deadline(server: BenchService) -> None:
     clock, data = SystemClock(), object_bytes(1, 3 * s3.PART_BYTES)
-    tier = s3.S3Tier(url_of(server, f"t{next(_PREFIXES)}"), clock)
-    tier.open()
-    with until(clock.monotonic_s() + 60):
-        assert tier.put_from(object_id(1), data)
-    with until(clock.monotonic_s() + 20):
-        assert read_all(tier, 1, len(data) + 1) == data, "a deadline changes nothing else"
-    os.kill(server.pid, signal.SIGSTOP)
-    began_s = clock.monotonic_s()
-    for call in (read_all, lambda tier, number: tier.put_from(object_id(2), data)):
-        with until(clock.monotonic_s() + 0.5), pytest.raises(TierUnavailable):
-            call(tier, 1)
-    assert clock.monotonic_s() - began_s < s3.SILENCE_S_MAX + 2.0
-    os.kill(server.pid, signal.SIGCONT)
-    assert read_all(tier, 1, len(data) + 1) == data, "a deadline says nothing of the store"
-    tier.close()
+    with opened(s3.S3Tier(url_of(server, f"t{next(_PREFIXES)}"), clock)) as tier:
+        with until(clock.monotonic_s() + 60):
+            assert tier.put_from(object_id(1), data)
+        with until(clock.monotonic_s() + 20):
+            assert read_all(tier, 1, len(data) + 1) == data, "a deadline changes nothing else"
+        os.kill(server.pid, signal.SIGSTOP)
+        began_s = clock.monotonic_s()
+        for call in (read_all, lambda tier, number: tier.put_from(object_id(2), data)):
+            with until(clock.monotonic_s() + 0.5), pytest.raises(TierUnavailable):
+                call(tier, 1)
+        assert clock.monotonic_s() - began_s < s3.SILENCE_S_MAX + 2.0
+        os.kill(server.pid, signal.SIGCONT)
+        assert read_all(tier, 1, len(data) + 1) == data, "a deadline says nothing of the store"

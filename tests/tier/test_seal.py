@@ -11,7 +11,7 @@ import pytest
 from tests.servers import hints_heard, running_server
 from tests.store.load.test_whole import BIG, Layers, load
 from tests.store.test_cache import Collector, fill, metas_of
-from tests.stores import stored_records
+from tests.stores import opened, stored_records
 
 from kvtide.block import BlockLayout
 from kvtide.clock import ManualClock, SystemClock
@@ -59,16 +59,11 @@ def memory() -> MemoryTier:
     return tier
 
 
-def opened(tier: Tier) -> Iterator[Tier]:
-    tier.open()
-    yield tier
-    tier.close()
-
-
 class TestSealedDisk(TierSuite):
     @pytest.fixture
     def tier(self, ring: Keyring, tmp_path: Path, clock: ManualClock) -> Iterator[Tier]:
-        yield from opened(SealedTier(DiskTier(tmp_path / "store", TIER_BYTES, clock, lambda key: False), ring))
+        with opened(SealedTier(DiskTier(tmp_path / "store", TIER_BYTES, clock, lambda key: False), ring)) as tier:
+            yield tier
 
 
 class TestSealedServer(TierSuite):
@@ -77,7 +72,8 @@ class TestSealedServer(TierSuite):
         (tmp_path / "keys").write_text(ONE)
         with running_server(tiers=("memory://",), limits=_small()) as server:
             url = f"{server.url}?seal=file:{tmp_path / 'keys'}"
-            yield from opened(open_tier(url, Limits(), SystemClock(), lambda key: False))
+            with opened(open_tier(url, Limits(), SystemClock(), lambda key: False)) as tier:
+                yield tier
 
 
 def test_advice_reaches_the_server_below_a_seal(ring: Keyring) -> None:
@@ -130,21 +126,6 @@ def test_any_range_of_any_size_opens_to_the_plain_bytes(ring: Keyring, size: int
         buffer = bytearray(length)
         assert tier.get_into(object_id(1), memoryview(buffer), offset) == len(plain[offset : offset + length])
         assert buffer[: len(plain[offset : offset + length])] == plain[offset : offset + length]
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 1), (5, 70_000), (PIECE, 3 * PIECE), (PIECE - 1, 3 * PIECE + 17)])
-def test_range_is_handed_over_as_it_comes(ring: Keyring, start: int, stop: int) -> None:
-    tier, plain, came = SealedTier(memory(), ring), object_bytes(1, 3 * PIECE + 17), bytearray()
-    tier.put_from(object_id(1), plain)
-
-    def take(part: memoryview) -> bool:
-        came.extend(part)
-        return True
-
-    assert tier.read_range(object_id(1), start, stop, take)
-    assert came == plain[start:stop]
-    assert not tier.read_range(object_id(2), start, stop, take)
-    assert not tier.read_range(object_id(1), 3 * PIECE, 4 * PIECE, take) and came[stop - start :] == plain[3 * PIECE :]
 
 
 class Slow(DiskTier):
@@ -357,16 +338,6 @@ def test_wrong_key_is_a_miss_said_once_and_the_block_is_stored_anew(
     assert not ours.contains(object_id(1)) and ours.contains_each([object_id(1)]) == [False]
     assert ours.stats().misses - below.stats().misses == 2
     assert ours.put_from(object_id(1), object_bytes(1)) and read_all(ours, 1) == object_bytes(1)
-
-
-def test_newest_key_seals_and_all_open(tmp_path: Path) -> None:
-    below = memory()
-    SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))
-    both = SealedTier(below, keyring(tmp_path, f"{ONE}  # of May", "", "# of June", TWO))
-    both.put_from(object_id(2), object_bytes(2))
-    assert read_all(both, 1) == object_bytes(1)
-    newest = SealedTier(below, keyring(tmp_path, TWO))
-    assert read_all(newest, 2) == object_bytes(2) and read_all(newest, 1) is None
 
 
 def test_keys_are_read_again_and_stay_if_the_file_is_gone(tmp_path: Path) -> None:
