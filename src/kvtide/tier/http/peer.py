@@ -224,10 +224,7 @@ class Call:
         return self.received + (self._link.received if self._link is not None else 0)
 
     def send(self, link: HttpConnection, headers: Headers, patience: Patience) -> HttpAnswer:
-        """Send it over a connection, for what has not come yet; count what came before a fault.
-
-        ConnectionError, and nothing has come so far, if the rest is of another object or there is none.
-        """
+        """Send it over a connection, for what has not come yet; count what came before a fault."""
         length = [("Content-Length", str(len(self.body)))] if self.method in {"PUT", "POST"} else []
         asked, into = self._missing()
         head = pack_request_head(self.method, self.target, [*headers, *asked, *length])
@@ -438,7 +435,9 @@ def servers_of(url: str) -> Servers:
         raise ValueError(f"a remote store's URL has no user or password, give {shown}?token_file=PATH")
     if options.keys() - _OPTIONS or parts.fragment:
         raise ValueError(f"a remote store's URL takes the options {', '.join(sorted(_OPTIONS))}, got {url!r}")
-    tls = _tls_context(options) if parts.scheme == "https" else None
+    tls = None
+    if parts.scheme == "https":
+        tls = tls_context("the remote store", options.get("ca_file"), options.get("cert_file"), options.get("key_file"))
     headers = []
     if "token_file" in options:
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
@@ -475,13 +474,14 @@ def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
     return found
 
 
-def _tls_context(options: Mapping[str, str]) -> ssl.SSLContext:
+def tls_context(whose: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
+    """Return the context of a client, with a certificate of its own if one is given. ValueError for an unfit file."""
     try:
-        context = ssl.create_default_context(cafile=options.get("ca_file"))
-        if "cert_file" in options:
-            context.load_cert_chain(options["cert_file"], options.get("key_file"))
+        context = ssl.create_default_context(cafile=ca_file)
+        if cert_file is not None:
+            context.load_cert_chain(cert_file, key_file)
     except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"can't use the TLS files of the remote store: {error}") from error
+        raise ValueError(f"can't use the TLS files of {whose}: {error}") from error
     return context
 
 

@@ -29,6 +29,7 @@ import msgspec
 
 from kvtide.errors import TierUnavailable
 from kvtide.tier.background import LastingFault, Repeater
+from kvtide.tier.http import tls_context
 from kvtide.tier.pool.placement import SERVERS_MAX, Placement, PlacementKind, PoolMap, PoolServer
 from kvtide.types import BlockKey
 
@@ -417,12 +418,5 @@ def _etcd_access(options: Mapping[str, str], is_tls: bool) -> EtcdAccess:
         user, colon, password = text.partition(":")
         if not (user and colon):
             raise ValueError(f"expected USER:PASSWORD in {options['etcd_user_file']}")
-    if not is_tls:
-        return EtcdAccess(None, user, password)
-    try:
-        tls = ssl.create_default_context(cafile=options.get("etcd_ca_file"))
-        if "etcd_cert_file" in options:
-            tls.load_cert_chain(options["etcd_cert_file"], options.get("etcd_key_file"))
-    except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"can't use etcd's TLS files: {error}") from error
-    return EtcdAccess(tls, user, password)
+    files = [options.get(f"etcd_{name}_file") for name in ("ca", "cert", "key")]
+    return EtcdAccess(tls_context("etcd", *files) if is_tls else None, user, password)

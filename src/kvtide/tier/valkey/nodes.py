@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -341,17 +341,14 @@ class ValkeyNodes:
                 client.close()
                 seeds = [ClusterNode(each.host, each.port) for each in self._target.addresses]
                 return _Topology(RedisCluster(startup_nodes=seeds, **settings), address)
-            problem = self._unfit(address, said)
-            if problem is None:
+            if said.get("redis_mode") == "sentinel":
+                why = f"{address} is a Sentinel and keeps no data; the URL names the servers themselves"
+            elif said.get("role", "master") != "master" and len(self._target.addresses) > 1:
+                why = f"{address} is a replica, and no primary answers"
+            else:
+                # A server alone is taken as it is: a replica can be read.
                 return _Topology(client, address)
             client.close()
+            problem = TierUnavailable(why)
         assert problem is not None
         raise problem
-
-    def _unfit(self, address: ValkeyAddress, said: Mapping[str, Any]) -> TierUnavailable | None:
-        """Return why a server that is in no cluster can't be used, by what it says of itself; None if it can."""
-        if said.get("redis_mode") == "sentinel":
-            return TierUnavailable(f"{address} is a Sentinel and keeps no data; the URL names the servers themselves")
-        # A server alone is taken as it is: a replica can be read.
-        is_replica = said.get("role", "master") != "master" and len(self._target.addresses) > 1
-        return TierUnavailable(f"{address} is a replica, and no primary answers") if is_replica else None
