@@ -5,7 +5,7 @@ The placement is the one that clients and servers run; keys and requests are mad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,15 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from kvtide.tier.pool.placement import (
-    SLOTS,
-    Placement,
-    PlacementKind,
-    PoolMap,
-    PoolServer,
-    Words,
-    less_loaded,
-)
+from kvtide.tier.pool.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, Words
 from kvtide_lab.figures import table_of
 
 SERVERS = (8, 12, 13, 16, 100)
@@ -112,7 +104,8 @@ class _Maps(NamedTuple):
 def _rows(count: int, traffic: Sequence[_Traffic]) -> list[PoolRow]:
     pool, modulo = _pool(count, PlacementKind.RENDEZVOUS, 2), _pool(count, PlacementKind.MOD, 1)
     new, old = PoolServer("server-new", "server-new:7421"), f"server-{count // 2:05}"
-    places = (pool, pool.with_server(new), pool.without_server(old), modulo, modulo.with_server(new))
+    left = next_map(pool, [each for each in pool.servers if each.name != old])
+    places = (pool, next_map(pool, [*pool.servers, new]), left, modulo, next_map(modulo, [*modulo.servers, new]))
     maps = _Maps(*map(Placement, places))
     return [_row(count, maps, each) for each in traffic]
 
@@ -141,7 +134,7 @@ def _reads(owners: NDArray[np.uint16], count: int) -> NDArray[np.intp]:
     loads = [0] * count
     chosen = np.empty(len(owners), np.intp)
     for number, pair in enumerate(owners.tolist()):
-        position = less_loaded(pair, loads)
+        position = min(pair, key=loads.__getitem__)
         loads[position] += 1
         chosen[number] = position
     return chosen
@@ -155,6 +148,12 @@ def _peak(positions: NDArray[np.intp] | NDArray[np.uint16], count: int) -> float
 def render_pool(report: PoolReport) -> Table:
     """Return the report as people read it."""
     return table_of(report.rows, f"busiest server against the mean, {report.keys:,} keys, as many requests")
+
+
+def next_map(pool: PoolMap, servers: Iterable[PoolServer]) -> PoolMap:
+    """Return a pool's next map, of these servers."""
+    ordered = tuple(sorted(servers, key=lambda each: each.name))
+    return msgspec.structs.replace(pool, epoch=pool.epoch + 1, servers=ordered)
 
 
 def moved_share(before: Placement, after: Placement, heads: Words) -> float:

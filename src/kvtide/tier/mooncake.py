@@ -161,7 +161,6 @@ class MooncakeTier(CountingTier):
         self._evicted_before = self._figures().get("master_evicted_key_count", 0)
 
     def close(self) -> None:
-        """Disconnect. Idempotent."""
         self._client.close()
 
     def contains(self, object_id: ObjectId) -> bool:
@@ -169,7 +168,6 @@ class MooncakeTier(CountingTier):
         return self.contains_each([object_id])[0]
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Ask the master for KEYS_MAX at a time."""
         present: list[bool] = []
         for start in range(0, len(object_ids), KEYS_MAX):
             keys = [self._key(object_id) for object_id in object_ids[start : start + KEYS_MAX]]
@@ -223,7 +221,6 @@ class MooncakeTier(CountingTier):
         return self._put(object_id, buffer, "put")
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Tier.replace`."""
         return self._put(object_id, buffer, "replace")
 
     def _put(self, object_id: ObjectId, buffer: Buffer, verb: str) -> bool:
@@ -352,7 +349,6 @@ class Lane:
         return msgspec.json.decode(answer, type=list[int])
 
     def close(self) -> None:
-        """Close the socket."""
         self._connection.close()
 
     def has_answer(self) -> bool:

@@ -114,14 +114,12 @@ class S3Tier(CountingTier):
         self._rangers = self._rangers or ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="kvtide-s3-range")
 
     def close(self) -> None:
-        """Stop the threads. Idempotent."""
         for workers in (self._rangers, self._workers):
             if workers is not None:
                 workers.shutdown(wait=True)
         self._workers = self._rangers = None
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Ask for the object's head."""
         return self._size(object_id) is not None
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
@@ -203,7 +201,6 @@ class S3Tier(CountingTier):
         return True
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Tier.replace`."""
         self._put(object_id, buffer, "overwrite")
         return True
 
@@ -231,7 +228,6 @@ class S3Tier(CountingTier):
                     self._counted = _Counted(objects + 1, used_bytes + len(buffer), at_s)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
-        """Remove an object."""
         if self._size(object_id) is None:
             return False
         self._asked(lambda: obstore.delete(self._client(), _path(object_id)), None)

@@ -110,12 +110,10 @@ class HttpTier(CountingTier):
             peer.open()
 
     def close(self) -> None:
-        """Close the connections."""
         for peer in self._peers:
             peer.close()
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Ask the server."""
         return self._ask("HEAD", *object_target(object_id), allowed=(200, 404)).status == 200
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
@@ -145,7 +143,6 @@ class HttpTier(CountingTier):
         return found
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Read the object's bytes from `offset` on into `buffer`, by one range."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
         if not buffer:
@@ -159,7 +156,6 @@ class HttpTier(CountingTier):
         return came
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
-        """Read several ranges by one request."""
         asked = [ByteRange(offset, offset + len(buffer)) for offset, buffer in ranges]
         room = memoryview(
             bytearray(sum(stop - start for start, stop in asked) + PART_HEAD_BYTES_MAX * (len(asked) + 1))
@@ -315,7 +311,6 @@ class HttpTier(CountingTier):
         return Patience(self._clock, min(own_s, caller_deadline_s()), silence_share * self._operation_s_max)
 
     def check(self) -> None:
-        """AssertionError if connections are lost. Call it while nobody uses the tier."""
         for peer in self._peers:
             peer.check()
 

@@ -67,7 +67,6 @@ class StaticMembership(Membership):
     pool: PoolMap
 
     def read(self) -> PoolMap:
-        """Return the map."""
         return self.pool
 
 
@@ -78,7 +77,6 @@ class FileMembership(Membership):
     path: Path
 
     def read(self) -> PoolMap:
-        """Read the file."""
         try:
             return PoolMap.from_json(self.path.read_bytes())
         except OSError as error:
@@ -98,7 +96,6 @@ class DnsMembership(Membership):
     _known: PoolMap | None = field(default=None, init=False)
 
     def read(self) -> PoolMap:
-        """Resolve the name."""
         try:
             found = self.resolve(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:

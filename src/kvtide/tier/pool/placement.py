@@ -74,21 +74,6 @@ class PoolMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 < self.slots <= SLOTS_MAX or self.slots & (self.slots - 1):
             raise ValueError(f"the number of slots is a power of two up to {SLOTS_MAX}, got {self.slots}")
 
-    def with_server(self, server: PoolServer) -> PoolMap:
-        """Return the next map: with this server, in place of the one of its name if there is one."""
-        return self._next([*(each for each in self.servers if each.name != server.name), server])
-
-    def without_server(self, name: str) -> PoolMap:
-        """Return the next map, without a server. ValueError if it is not there, or the only one."""
-        others = [each for each in self.servers if each.name != name]
-        if len(others) == len(self.servers):
-            raise ValueError(f"no server named {name!r} is in the pool")
-        return self._next(others)
-
-    def _next(self, servers: Sequence[PoolServer]) -> PoolMap:
-        ordered = tuple(sorted(servers, key=lambda server: server.name))
-        return msgspec.structs.replace(self, epoch=self.epoch + 1, servers=ordered)
-
     def to_json(self) -> bytes:
         """Return the map as JSON."""
         return msgspec.json.encode(self)
@@ -173,8 +158,3 @@ def _ranked(pool: PoolMap, replicas: int) -> Table:
             table[rank, slots] = np.where(is_better, owner, old_owner)
             score, owner = np.where(is_better, old_score, score), np.where(is_better, old_owner, owner)
     return np.ascontiguousarray(table.T)
-
-
-def less_loaded(owners: Sequence[int], loads: Sequence[float]) -> int:
-    """Return the owner with the least load; the first of several."""
-    return min(owners, key=loads.__getitem__)

@@ -22,7 +22,7 @@ from kvtide.tier.background import Background
 from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take, Tier
 from kvtide.tier.http import HttpTier, PeerSettings, http_tier
 from kvtide.tier.pool.membership import ETCD_OPTIONS, Membership, Watcher, membership_of
-from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer, less_loaded
+from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
 from kvtide.tier.source import read_range_of_any, read_ranges
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
@@ -92,7 +92,6 @@ class PoolTier(CountingTier):
         self._watcher.open()
 
     def close(self) -> None:
-        """Stop what runs and close every connection. Idempotent."""
         self._watcher.close()
         self._repairer.close()
         if self._writers is not None:
@@ -142,12 +141,8 @@ class PoolTier(CountingTier):
         """Return who keeps a block, whom to read from first: this machine's own server, else the less loaded one."""
         owners = [state.members[position] for position in state.placement.owners(key)]
         near = [member for member in owners if self._here and member.server.host == self._here]
-        if near:
-            first = near[0]
-        else:
-            with self._lock:
-                loads = [self._loads.get(member.server.name, 0.0) for member in owners]
-            first = owners[less_loaded(range(len(owners)), loads)]
+        with self._lock:
+            first = near[0] if near else min(owners, key=lambda each: self._loads.get(each.server.name, 0.0))
         return [first, *(member for member in owners if member is not first)]
 
     def _askable(self, state: _State, key: BlockKey) -> list[_Member]:
@@ -161,7 +156,6 @@ class PoolTier(CountingTier):
         return found
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Ask the owners, then those from before the latest changes."""
         members = self._askable(self._now(), object_id.key)
         try:
             asked = self._each(members, lambda each: each.tier.contains(object_id), until=bool)
@@ -307,7 +301,6 @@ class PoolTier(CountingTier):
             self._put_to(object_id, data, member)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
-        """Remove the object wherever it may be. False if it was nowhere."""
         members = self._askable(self._now(), object_id.key)
         asked = self._each(members, lambda member: member.tier.delete(object_id, reason))
         return any(is_deleted for _, is_deleted in asked)
@@ -322,7 +315,6 @@ class PoolTier(CountingTier):
         self._each(self._now().members, tell, until=bool)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
-        """Return the reason of the first owner that knows one."""
         state = self._state
         owners = self._owners(state, object_id.key) if state else []
         reasons = (member.tier.removed_reason(object_id) for member in owners)

@@ -82,7 +82,6 @@ class SealedTier(WrappedTier):
         return ThreadPoolExecutor(AHEAD_MAX, thread_name_prefix="kvtide-unseal")
 
     def close(self) -> None:
-        """Close the wrapped tier; what is read ahead comes to its end."""
         ahead, self._ahead = self._ahead, self._workers()
         ahead.shutdown()
         super().close()
@@ -90,7 +89,6 @@ class SealedTier(WrappedTier):
     # Opening
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Read the pieces that the range touches, and open them."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
         if not len(buffer):
@@ -270,7 +268,6 @@ class SealedTier(WrappedTier):
             return self.tier.put_from(object_id, sealed)
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Seal another form of an object."""
         if not self.tier.can_replace:
             return False
         with self._sealed(object_id, buffer) as sealed:
@@ -294,25 +291,20 @@ class SealedTier(WrappedTier):
     # What the wrapped tier says, in plain sizes and without what can't be opened
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Ask the wrapped tier; what could not be opened is not here."""
         return not self._is_unopened(object_id) and self.tier.contains(object_id)
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Ask the wrapped tier."""
         found = self.tier.contains_each(object_ids)
         return [is_here and not self._is_unopened(each) for each, is_here in zip(object_ids, found, strict=True)]
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
-        """Ask the wrapped tier."""
         unopened = (number for number, each in enumerate(object_ids) if self._is_unopened(each))
         return self.tier.count_leading(object_ids[: next(unopened, len(object_ids))])
 
     def objects(self) -> Iterator[ObjectInfo]:
-        """List the wrapped tier, with the sizes that objects have when they are opened."""
         return (info._replace(size=_plain_bytes(info.size)) for info in self.tier.objects())
 
     def records(self) -> Iterator[ListedBlock]:
-        """List what outlives the process."""
         return self.tier.records()
 
     def stats(self) -> TierStats:
@@ -320,15 +312,12 @@ class SealedTier(WrappedTier):
         return msgspec.structs.replace(self.tier.stats(), hits=self._hits, misses=self._misses)
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
-        """Tell the wrapped tier what a prompt asks for."""
         return self.tier.note_request(object_ids, hint, states)
 
     def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
-        """Pass a prompt's advice on."""
         self.tier.advise(object_ids, hint)
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
-        """Tell the wrapped tier what engines decided."""
         self.tier.note_decisions(namespace, counts)
 
     def offer_to(self, offer: Offer) -> None:
@@ -344,7 +333,6 @@ class SealedTier(WrappedTier):
         self.tier.offer_to(opened)
 
     def check(self) -> None:
-        """AssertionError if more is kept than may be, or the wrapped tier's accounting is off."""
         assert len(self._scratches) <= SCRATCHES_MAX
         assert len(self._unopened) <= UNOPENED_MAX
         self.tier.check()

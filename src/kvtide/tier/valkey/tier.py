@@ -57,11 +57,9 @@ class ValkeyTier(CountingTier):
         self._evicted_before = self._counts()[3] if self._nodes.clients() else 0
 
     def close(self) -> None:
-        """Disconnect. Idempotent."""
         self._nodes.close()
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Ask the owner."""
         return self._ask(object_id, [b"EXISTS"])[0] == 1
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
@@ -81,7 +79,6 @@ class ValkeyTier(CountingTier):
         return expected if is_hit else None
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
-        """Read several ranges in one round trip."""
         parts = [[b"GETRANGE", b"%d" % start, b"%d" % (start + len(buffer) - 1)] for start, buffer in ranges]
         total, *came = self._ask(object_id, [b"STRLEN"], *parts, buffers=[buffer for _, buffer in ranges])
         sizes = [max(0, min(len(buffer), (total or 0) - start)) for start, buffer in ranges]
@@ -118,7 +115,6 @@ class ValkeyTier(CountingTier):
         return self._put(object_id, buffer, b"NX")
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Tier.replace`."""
         return self._put(object_id, buffer, b"XX")
 
     def _put(self, object_id: ObjectId, buffer: Buffer, condition: bytes) -> bool:
@@ -133,7 +129,6 @@ class ValkeyTier(CountingTier):
         return True
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
-        """Remove an object; its memory is freed in the server's background."""
         is_deleted = self._ask(object_id, [b"UNLINK"])[0] == 1
         if is_deleted:
             self._removals.note(object_id, reason)
