@@ -95,6 +95,12 @@ def fill(tier: Tier) -> None:
         assert tier.put_from(object_id(number), object_bytes(number))
 
 
+def kept_by(pool: Pool, position: int) -> set[int]:
+    """Which of the numbered objects the map gives to a server."""
+    placement = Placement(pool.map)
+    return {number for number in range(OBJECTS) if position in placement.owners(object_id(number).key)}
+
+
 def wrong_or_missing(tier: Tier) -> list[int]:
     return [number for number in range(OBJECTS) if read_all(tier, number) != object_bytes(number)]
 
@@ -115,14 +121,12 @@ class TestPool(TierSuite):
 
 def test_each_block_is_on_the_servers_that_the_map_names(pool: Pool, tier: PoolTier) -> None:
     fill(tier)
-    placement = Placement(pool.map)
     for position, server in enumerate(pool.map.servers):
-        expected = {number for number in range(OBJECTS) if position in placement.owners(object_id(number).key)}
-        assert pool.held(server.name) == expected
+        assert pool.held(server.name) == kept_by(pool, position)
     assert tier.stats().objects == OBJECTS
 
 
-def test_many_look_ups_find_what_single_ones_find(pool: Pool, tier: PoolTier) -> None:
+def test_dead_server_costs_no_hit_and_many_look_ups_find_what_single_ones_find(pool: Pool, tier: PoolTier) -> None:
     fill(tier)
     ids = [object_id(number) for number in range(OBJECTS + 3)]
     stack = TierStack([tier])
@@ -130,6 +134,8 @@ def test_many_look_ups_find_what_single_ones_find(pool: Pool, tier: PoolTier) ->
     assert tier.count_leading(ids) == OBJECTS
     pool.servers["server-1"].stop()
     assert tier.count_leading(ids) == OBJECTS, "the second owners have them"
+    assert wrong_or_missing(tier) == [] and tier.put_from(object_id(99), object_bytes(99))
+    assert tier.stats().faults > 0
     pool.join("server-4")
     wait_until(lambda: tier.epoch == 2, "the map")
     assert len(stack.run_places(ids)) == OBJECTS, "and what the new owner lacks is where it was"
@@ -151,9 +157,7 @@ def test_joined_server_gets_its_share_by_reads(pool: Pool, tier: PoolTier) -> No
     for _ in range(4):
         assert wrong_or_missing(tier) == []
         settled(tier)
-    placement = Placement(pool.map)
-    expected = {number for number in range(OBJECTS) if 4 in placement.owners(object_id(number).key)}
-    assert pool.held("server-4") == expected
+    assert pool.held("server-4") == kept_by(pool, 4)
     assert 0 < tier.repairs <= 1.15 / 5 * 2 * OBJECTS
 
 
@@ -189,14 +193,6 @@ def test_advice_is_told_to_each_server_that_looks_blocks_of_the_prompt_up(pool: 
     stack.close()
 
 
-def test_dead_server_costs_no_hit(pool: Pool, tier: PoolTier) -> None:
-    fill(tier)
-    pool.servers["server-2"].stop()
-    assert wrong_or_missing(tier) == []
-    assert tier.put_from(object_id(99), object_bytes(99))
-    assert tier.stats().faults > 0
-
-
 def test_old_map_is_found_out_by_redirection(pool: Pool, tier: PoolTier) -> None:
     """The client's own look at the map is held back: a server must tell."""
     tier._watcher._follower.stop()
@@ -206,8 +202,7 @@ def test_old_map_is_found_out_by_redirection(pool: Pool, tier: PoolTier) -> None
     fill(tier)
     assert tier.epoch == 2
     assert wrong_or_missing(tier) == []
-    placement = Placement(pool.map)
-    assert pool.held("server-4") == {n for n in range(OBJECTS) if 4 in placement.owners(object_id(n).key)}
+    assert pool.held("server-4") == kept_by(pool, 4)
 
 
 def test_store_by_an_old_map_reaches_the_new_owners(pool: Pool, tier: PoolTier) -> None:

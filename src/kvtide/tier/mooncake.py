@@ -349,6 +349,7 @@ class Lane:
         return msgspec.json.decode(answer, type=list[int])
 
     def close(self) -> None:
+        """Close the socket."""
         self._connection.close()
 
     def has_answer(self) -> bool:

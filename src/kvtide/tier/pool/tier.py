@@ -81,7 +81,7 @@ class PoolTier(CountingTier):
         # Bytes that each server has sent us, and those that it is sending.
         self._loads: dict[str, float] = {}
         self._writers: ThreadPoolExecutor | None = None
-        self._repairer = Background(1, "kvtide-repair", REPAIR_BYTES_MAX)
+        self._repairer = Background(WRITERS, "kvtide-repair", REPAIR_BYTES_MAX)
         # Copies that were put where the map says.
         self.repairs = 0
 
