@@ -128,6 +128,21 @@ def test_any_range_of_any_size_opens_to_the_plain_bytes(ring: Keyring, size: int
         assert buffer[: len(plain[offset : offset + length])] == plain[offset : offset + length]
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (5, 70_000), (PIECE, 3 * PIECE), (PIECE - 1, 3 * PIECE + 17)])
+def test_range_is_handed_over_as_it_comes(ring: Keyring, start: int, stop: int) -> None:
+    tier, plain, came = SealedTier(memory(), ring), object_bytes(1, 3 * PIECE + 17), bytearray()
+    tier.put_from(object_id(1), plain)
+
+    def take(part: memoryview) -> bool:
+        came.extend(part)
+        return True
+
+    assert tier.read_range(object_id(1), start, stop, take)
+    assert came == plain[start:stop]
+    assert not tier.read_range(object_id(2), start, stop, take)
+    assert not tier.read_range(object_id(1), 3 * PIECE, 4 * PIECE, take) and came[stop - start :] == plain[3 * PIECE :]
+
+
 class Slow(DiskTier):
     """A disk on which something happens before the read that begins behind the first part."""
 
