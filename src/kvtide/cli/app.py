@@ -36,20 +36,12 @@ def options(version: Annotated[bool, version_option("kvtide")] = False) -> None:
     """Options of the program itself; its help is the program's."""
 
 
-app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
-app.command("stats")(store.stats)
-app.command("ls")(store.ls)
-app.command("rm")(store.rm)
+for command in (
+    *(demo.demo, doctor.doctor, store.stats, store.ls, store.rm, store.ping, size.size, explain.explain),
+    *(serve.serve, serve.token, serve.invalidate, serve.record, profile.calibrate),
+):
+    app.command()(command)
 app.add_typer(profile.app, name="profile")
-app.command("ping")(store.ping)
-app.command("size")(size.size)
-app.command("explain")(explain.explain)
-app.command("serve")(serve.serve)
-app.command("token")(serve.token)
-app.command("invalidate")(serve.invalidate)
-app.command("record")(serve.record)
-app.command("calibrate")(profile.calibrate)
 
 
 def run(commands: typer.Typer) -> None:

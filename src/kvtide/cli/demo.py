@@ -96,8 +96,11 @@ class DemoWord(msgspec.Struct, frozen=True):
     status: int | None = None
 
 
-class DemoLossy(msgspec.Struct, frozen=True):
-    """The same prompt through a lossy codec. `kl`: of the answer's next-token distributions from the exact ones."""
+class Restored(msgspec.Struct, frozen=True):
+    """The same prompt and answer by a codec, in new processes; bytes are those of the blocks that one restored.
+
+    `warm_ttft_s`: the median of the processes. `kl`: of the answer's next-token distributions from the exact ones.
+    """
 
     codec: str
     hit_tokens: int
@@ -107,29 +110,6 @@ class DemoLossy(msgspec.Struct, frozen=True):
     stored_bytes: int
     kl: float
     answer: str
-
-
-class DemoResult(msgspec.Struct, frozen=True):
-    """The figures of a demo. Bytes are those of the blocks that a new process restored.
-
-    `warm_ttft_s` is the median of `warm_ttft_s_runs`, one for each new process; all must answer the same.
-    """
-
-    prompt_tokens: int
-    hit_tokens: int
-    cold_ttft_s: float
-    warm_ttft_s: float
-    warm_ttft_s_runs: list[float]
-    speedup: float
-    identical_tokens: bool
-    raw_bytes: int
-    stored_bytes: int
-    codec: str
-    was_warm: bool
-    store: str
-    plot: str | None
-    answer: str
-    tide: DemoLossy
 
 
 class LinkRow(msgspec.Struct, frozen=True):
@@ -183,14 +163,10 @@ def demo(
     if link is not None:
         emit(_over_link(link, job, store.with_name(f"{store.name}-link.png"), console), _link_table, as_json)
         return
-    result = _side_by_side(job, store, console)
-    if as_json:
-        say(result, as_json)
-    else:
-        _print(result)
+    _side_by_side(job, store, console, as_json)
 
 
-def _side_by_side(cold: DemoJob, store: Path, console: Console) -> DemoResult:
+def _side_by_side(cold: DemoJob, store: Path, console: Console, as_json: bool) -> None:
     codec = cold.codec
     CodecRegistry().make(codec)
     warm = msgspec.structs.replace(cold, is_cold=False)
@@ -203,76 +179,76 @@ def _side_by_side(cold: DemoJob, store: Path, console: Console) -> DemoResult:
         first, *others, _, lossy = [run(name, job) for name, job in jobs.items()]
     if first.was_warm:
         console.print("The store has this text from an earlier run: the full prefill is measured without it.")
-    result = _result(codec, store, first, others, lossy)
-    return msgspec.structs.replace(result, plot=_plot(result, store.with_name(f"{store.name}.png")))
+    exact, tide = _restored(codec, first, others), _restored(_LOSSY, first, [lossy])
+    plot = _plot(first, exact, tide, store.with_name(f"{store.name}.png"))
+    if as_json:
+        result = msgspec.to_builtins(exact) | {
+            "prompt_tokens": first.prompt_tokens,
+            "cold_ttft_s": first.ttft_s,
+            "warm_ttft_s_runs": [run.ttft_s for run in others],
+            "speedup": first.ttft_s / exact.warm_ttft_s,
+            "was_warm": first.was_warm,
+            "store": str(store),
+            "plot": plot,
+            "tide": tide,
+        }
+        say(result, as_json)
+        return
+    _print(first, exact, tide)
+    CONSOLE.print(f"Answer: {exact.answer.strip()}")
+    CONSOLE.print(f"store: {store}" + (f", chart: {plot}" if plot else ""))
 
 
-def _result(codec: str, store: Path, cold: DemoRun, warm: Sequence[DemoRun], lossy: DemoRun) -> DemoResult:
-    warm_ttft_s = statistics.median(run.ttft_s for run in warm)
-    return DemoResult(
-        prompt_tokens=warm[0].prompt_tokens,
-        hit_tokens=min(run.hit_tokens for run in warm),
-        cold_ttft_s=cold.ttft_s,
-        warm_ttft_s=warm_ttft_s,
-        warm_ttft_s_runs=[run.ttft_s for run in warm],
-        speedup=cold.ttft_s / warm_ttft_s,
-        identical_tokens=all(run.answer_ids == cold.answer_ids for run in warm),
-        raw_bytes=warm[0].raw_bytes,
-        stored_bytes=warm[0].stored_bytes,
+def _restored(codec: str, cold: DemoRun, runs: Sequence[DemoRun]) -> Restored:
+    return Restored(
         codec=codec,
-        was_warm=cold.was_warm,
-        store=str(store),
-        plot=None,
-        answer=warm[0].answer,
-        tide=DemoLossy(
-            codec=_LOSSY,
-            hit_tokens=lossy.hit_tokens,
-            warm_ttft_s=lossy.ttft_s,
-            identical_tokens=lossy.answer_ids == cold.answer_ids,
-            raw_bytes=lossy.raw_bytes,
-            stored_bytes=lossy.stored_bytes,
-            kl=lossy.kl,
-            answer=lossy.answer,
-        ),
+        hit_tokens=min(run.hit_tokens for run in runs),
+        warm_ttft_s=statistics.median(run.ttft_s for run in runs),
+        identical_tokens=all(run.answer_ids == cold.answer_ids for run in runs),
+        raw_bytes=runs[0].raw_bytes,
+        stored_bytes=runs[0].stored_bytes,
+        kl=runs[0].kl,
+        answer=runs[0].answer,
     )
 
 
-def _print(result: DemoResult) -> None:
-    tide, cores = result.tide, os.cpu_count() or 1
+def _print(cold: DemoRun, exact: Restored, tide: Restored) -> None:
+    cores = os.cpu_count() or 1
     machine = f"{cores} {'core' if cores == 1 else 'cores'} ({cpu_name()})"
-    restored = f"s in a new process, {result.hit_tokens:,} tokens restored"
+    restored = f"s in a new process, {exact.hit_tokens:,} tokens restored"
     lines = [
-        f"SmolLM2-135M, {result.prompt_tokens:,} tokens, on {machine}:",
-        f"{result.cold_ttft_s:8.2f} s to the first token by a full prefill",
-        f"{result.warm_ttft_s:8.2f} {restored}: [bold]{result.speedup:.1f} times faster[/]",
-        f"           {result.codec}: {_same(result.identical_tokens)}; {format_bytes(result.raw_bytes)} in"
-        f" {format_bytes(result.stored_bytes)}",
+        f"SmolLM2-135M, {cold.prompt_tokens:,} tokens, on {machine}:",
+        f"{cold.ttft_s:8.2f} s to the first token by a full prefill",
+        f"{exact.warm_ttft_s:8.2f} {restored}: [bold]{cold.ttft_s / exact.warm_ttft_s:.1f} times faster[/]",
+        f"           {exact.codec}: {_same(exact)}; {format_bytes(exact.raw_bytes)} in {_stored(exact)}",
         f"{tide.warm_ttft_s:8.2f} {restored}",
-        f"           {tide.codec}, which is lossy: {_same(tide.identical_tokens)};"
-        f" in {format_bytes(tide.stored_bytes)}, KL {tide.kl:.4f}",
+        f"           {tide.codec}, which is lossy: {_same(tide)}; in {_stored(tide)}, KL {tide.kl:.4f}",
     ]
     CONSOLE.print("\n".join(lines), highlight=False, soft_wrap=True)
-    CONSOLE.print(f"Answer: {result.answer.strip()}")
-    CONSOLE.print(f"store: {result.store}" + (f", chart: {result.plot}" if result.plot else ""))
 
 
-def _same(is_same: bool) -> str:
-    return "the same answer token for token" if is_same else "another answer"
+def _same(found: Restored) -> str:
+    return "the same answer token for token" if found.identical_tokens else "another answer"
 
 
-def _plot(result: DemoResult, path: Path) -> str | None:
+def _stored(found: Restored) -> str:
+    return format_bytes(found.stored_bytes)
+
+
+def _plot(cold: DemoRun, exact: Restored, tide: Restored, path: Path) -> str | None:
     """Draw every way's time; None where matplotlib is not installed."""
     if (make := _figure_type()) is None:
         return None
     figure = make(figsize=(6, 2.9), layout="constrained")
     axes = figure.add_subplot()
-    ways = [f"restored, {result.tide.codec}", f"restored, {result.codec}", "full prefill"]
-    times = [result.tide.warm_ttft_s, result.warm_ttft_s, result.cold_ttft_s]
+    ways = [f"restored, {tide.codec}", f"restored, {exact.codec}", "full prefill"]
+    times = [tide.warm_ttft_s, exact.warm_ttft_s, cold.ttft_s]
     bars = axes.barh(ways, times, color=["#264653", "#2a9d8f", "#adb5bd"])
     axes.bar_label(bars, fmt="%.2f s", padding=4)
     axes.margins(x=0.15)
     axes.set_xlabel(f"time to first token, seconds, on {os.cpu_count()} cores")
-    axes.set_title(f"{result.hit_tokens} of {result.prompt_tokens} tokens restored: {result.speedup:.1f} times faster")
+    speedup = f"{cold.ttft_s / exact.warm_ttft_s:.1f} times faster"
+    axes.set_title(f"{exact.hit_tokens} of {cold.prompt_tokens} tokens restored: {speedup}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     return str(path)

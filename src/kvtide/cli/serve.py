@@ -39,7 +39,7 @@ from kvtide.server.settings import (
 )
 from kvtide.tier.http.records import RecordsClient, backed_up, raise_generation, records_clients, restore
 from kvtide.tier.pool import Member, PoolServer, membership_of
-from kvtide.wire.protocol import Record, RecordKind, RecordName, record_name
+from kvtide.wire.protocol import Record, RecordKind, record_name
 
 
 def serve(
@@ -49,33 +49,22 @@ def serve(
     advertise: Annotated[
         str | None, typer.Option("--advertise", help="[https://]host:port where others of a pool reach it [--listen].")
     ] = None,
-    near: Annotated[
-        Path | None, typer.Option("--socket", help="A socket besides, for clients on this machine.")
-    ] = None,
+    near: Annotated[Path | None, typer.Option("--socket", help="A socket too, for clients on this machine.")] = None,
     central: Annotated[
         str | None, typer.Option("--central", help="The centre behind this regional server, http(s)://host:port.")
     ] = None,
-    manifest: Annotated[
-        Path | None, typer.Option("--manifest", help="Where it notes what the centre has not got yet.")
-    ] = None,
+    manifest: Annotated[Path | None, typer.Option("--manifest", help="Notes what the centre has not got yet.")] = None,
     records: Annotated[
-        Path | None, typer.Option("--records", help="Where it keeps generations [beside the manifest or on its disk].")
+        Path | None, typer.Option("--records", help="Keeps generations [beside the manifest or on its disk].")
     ] = None,
     region_url: Annotated[
         list[str] | None, typer.Option("--region", help="A region of this centre, http://host:port; several times.")
     ] = None,
-    pool: Annotated[
-        str | None, typer.Option("--pool", help="The pool that this server is of, as in its clients' URL.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Its name in the pool; default: where others reach it.")
-    ] = None,
-    access_log: Annotated[
-        Path | None,
-        typer.Option("--access-log", help="A line of JSON for each request goes there, and to no log else."),
-    ] = None,
+    pool: Annotated[str | None, typer.Option("--pool", help="The pool that it is of, as in its clients' URL.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Its name in the pool [where others reach it].")] = None,
+    access_log: Annotated[Path | None, typer.Option("--access-log", help="Gets a line of JSON a request.")] = None,
     audit_log: Annotated[
-        Path | None, typer.Option("--audit-log", help="A line of JSON for each delete and written record.")
+        Path | None, typer.Option("--audit-log", help="Gets a line of JSON for each delete and written record.")
     ] = None,
     health: Annotated[
         str | None, typer.Option("--health", help="host:port for /livez and /readyz, apart from clients.")
@@ -185,11 +174,11 @@ def invalidate(
     """Make all older blocks of a namespace misses, on these servers and in every region of their centre."""
     with _clients(server) as clients:
         if len(namespace) != 64:
-            found = clients[0].read(_name(RecordKind.ALIAS, namespace), is_latest=True)
+            found = clients[0].read(record_name(RecordKind.ALIAS, namespace), is_latest=True)
             if found is None:
                 raise ValueError(f"{namespace!r} is neither a namespace nor an alias for one")
             namespace = found.value
-        generation = raise_generation(clients, _name(RecordKind.GENERATION, namespace).name)
+        generation = raise_generation(clients, record_name(RecordKind.GENERATION, namespace).name)
     line = f"{namespace[:12]}… is at generation {generation}: its older blocks are misses"
     say({"server": server, "namespace": namespace, "generation": generation}, as_json, line)
 
@@ -216,8 +205,8 @@ def record(
         raise ValueError("a record has a kind and a name, as in: kvtide record alias chat")
     if is_removed and value is not None:
         raise ValueError("a record is written or removed, not both")
-    known = _name(kind, name)
     with _clients(server) as clients:
+        known = record_name(kind, name)
         if is_removed:
             found = next(filter(None, [client.remove(known) for client in clients]), None)
         elif value is not None:
@@ -253,10 +242,3 @@ def _restore(clients: Sequence[RecordsClient], path: Path | None) -> int:
         raise ValueError(f"{path} holds no records: {error}") from error
     restore(clients, records)
     return len(records)
-
-
-def _name(kind: RecordKind, name: str) -> RecordName:
-    try:
-        return record_name(kind, name)
-    except RequestRefused as error:
-        raise ValueError(str(error)) from error

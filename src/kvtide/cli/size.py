@@ -32,7 +32,6 @@ class Config(msgspec.Struct, frozen=True):
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int = 0
     layer_types: list[str] | None = None
-    sliding_window: int | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     text_config: Config | None = None

@@ -83,8 +83,6 @@ def _tier_at(url: str) -> Tier:
     if url.startswith("memory://"):
         raise ValueError("memory:// is the memory of one process: ask the server that has it, http://host:port")
     path = disk_path(url)
-    if path is not None and not path.is_dir():
-        raise ValueError(f"no store at {path}: it is not a directory")
     if path is not None and not (path / "segments").is_dir():
         raise ValueError(f"no store at {path}: it has no folder named segments, nothing was ever stored there")
     return open_tier(url, Limits(), SystemClock(), lambda key: False)
