@@ -6,15 +6,14 @@ Keys and values may lie in a chunk in any order, so that it takes a lossless cod
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
+from kvtide.engines.gate import WriteGate
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.group import Parts
@@ -34,36 +33,6 @@ def chunk_layout(chunk_bytes: int, layers: int, tokens: int, dtype: KVDtype = _U
     if rest or not heads:
         raise UnsupportedModel(f"a chunk of {chunk_bytes} bytes is not {layers} layers of {tokens} tokens")
     return BlockLayout(layers, tokens, heads, elements // heads, dtype)
-
-
-class WriteGate:
-    """Keeps late writers out of memory that is the engine's again. `changed` guards what writers share."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.is_closed = False
-        self._writers = 0
-
-    @contextmanager
-    def enter(self) -> Iterator[bool]:
-        """Be a writer for the time of the `with`; False if the gate is closed and nothing may be written."""
-        with self.changed:
-            is_in = not self.is_closed
-            self._writers += is_in
-        try:
-            yield is_in
-        finally:
-            with self.changed:
-                self._writers -= is_in
-                if self.is_closed:
-                    self.changed.notify_all()
-
-    def close(self) -> None:
-        """Let nobody in any more; return when nobody is inside. Idempotent."""
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self._writers == 0)
 
 
 class ChunkStore:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvtide.engines.chunks import WriteGate
+from kvtide.engines.gate import WriteGate
 from kvtide.engines.paged import identity
 from kvtide.engines.settings import ConnectorSettings
 

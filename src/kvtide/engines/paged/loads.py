@@ -10,7 +10,7 @@ from functools import partial
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Codec
 from kvtide.config import step_back
-from kvtide.engines.chunks import WriteGate
+from kvtide.engines.gate import WriteGate
 from kvtide.engines.paged.pages import Captured, HostPages, PagePool
 from kvtide.engines.paged.sequence import BlockRef, LoadOrder
 from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
@@ -29,11 +29,13 @@ from kvtide.engines.paged.sequence import (
     WorkerReport,
 )
 from kvtide.engines.settings import StreamOrder
-from kvtide.engines.ways import RestoreWay, Ways
 from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
 from kvtide.types import BlockKey, ObjectId, Section
+
+if TYPE_CHECKING:
+    from kvtide.engines.ways import Ways
 
 # Requests that load at the same time; more wait their turn.
 LOADS_AT_ONCE = 4
@@ -85,7 +87,7 @@ class WorkerHalf:
         self._label = label
         self._clock = clock
         self._share = share
-        self._ways = Ways()
+        self._ways: Ways | None = None
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
         self._is_closed = False
         self._step = 0
@@ -198,7 +200,10 @@ class WorkerHalf:
         From the first block on that is not stored so all come whole.
         """
         # Who loads all needs none of it.
+        from kvtide.engines.ways import RestoreWay, Ways
         from kvtide.store.load.sparse import Sparse
+
+        ways = self._ways = self._ways or Ways()
 
         def sink(position: int, bits: BlockBits) -> None:
             load.sink(kept + position, bits, is_kept=False)
@@ -206,7 +211,7 @@ class WorkerHalf:
         metas, started_s = self._metas(load, kept), self._clock.monotonic_s()
         is_near = self.cache.is_near([metas[0].id])
         part = report = LoadReport(0, 0, None)
-        if self._ways.choose(is_near, started_s) is RestoreWay.PART:
+        if ways.choose(is_near, started_s) is RestoreWay.PART:
             with closing(Sparse(sink, int(self._share * self._tokens), rest_follows=True)) as sparse:
                 part = report = self.cache.load(metas, sparse, self._left_s(load))
         if part.blocks < len(metas):
@@ -215,7 +220,7 @@ class WorkerHalf:
             report = report._replace(blocks=blocks, stored_bytes=stored_bytes)
         if part.blocks in (0, len(metas)) and report.reason is None:
             way, now_s = RestoreWay.PART if part.blocks else RestoreWay.WHOLE, self._clock.monotonic_s()
-            self._ways.note(way, is_near, len(metas) * self._tokens, now_s - started_s, now_s)
+            ways.note(way, is_near, len(metas) * self._tokens, now_s - started_s, now_s)
         if part.blocks:
             self._note_rough(load, part_loads=1)
         return report

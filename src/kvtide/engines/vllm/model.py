@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import (
 import vllm
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines import untested_vllm
-from kvtide.engines.chunks import chunk_layout
 from kvtide.engines.paged import Namespaces, files_fingerprint
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
@@ -256,7 +255,7 @@ def _states_of(kv_cache_config: Any, layers: _Layers) -> ServedStates | None:
     sizes = tuple(spec.state_content_size_bytes for spec in specs)
     is_float32 = {dtype for spec in specs for dtype in spec.dtypes} == {torch.float32}
     unit = KVDtype.FLOAT32 if is_float32 else KVDtype.BFLOAT16
-    return ServedStates(chunk_layout(sum(sizes), 1, 1, unit), names, slots, sizes)
+    return ServedStates(_bytes_layout(sum(sizes), 1, unit), names, slots, sizes)
 
 
 def _row_layout(spec: Any, layers: int, tokens: int) -> BlockLayout:
@@ -274,7 +273,14 @@ def _mixed_layout(layers: _Layers, tokens: int) -> BlockLayout:
     dtypes = {spec.dtype for spec in layers.specs}
     unit = DTYPES.get(dtypes.pop(), KVDtype.BFLOAT16) if len(dtypes) == 1 else KVDtype.BFLOAT16
     token_bytes = sum(2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize for spec in layers.specs)
-    return chunk_layout(token_bytes * tokens, 1, tokens, unit)
+    return _bytes_layout(token_bytes * tokens, tokens, unit)
+
+
+def _bytes_layout(size: int, tokens: int, unit: KVDtype) -> BlockLayout:
+    # Who has one shape needs none of it.
+    from kvtide.engines.chunks import chunk_layout
+
+    return chunk_layout(size, 1, tokens, unit)
 
 
 def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
