@@ -96,7 +96,7 @@ class DemoWord(msgspec.Struct, frozen=True):
     status: int | None = None
 
 
-class Restored(msgspec.Struct, frozen=True):
+class RestoredRun(msgspec.Struct, frozen=True):
     """The same prompt and answer by a codec, in new processes; bytes are those of the blocks that one restored.
 
     `warm_ttft_s`: the median of the processes. `kl`: of the answer's next-token distributions from the exact ones.
@@ -199,8 +199,8 @@ def _side_by_side(cold: DemoJob, store: Path, console: Console, as_json: bool) -
     CONSOLE.print(f"store: {store}" + (f", chart: {plot}" if plot else ""))
 
 
-def _restored(codec: str, cold: DemoRun, runs: Sequence[DemoRun]) -> Restored:
-    return Restored(
+def _restored(codec: str, cold: DemoRun, runs: Sequence[DemoRun]) -> RestoredRun:
+    return RestoredRun(
         codec=codec,
         hit_tokens=min(run.hit_tokens for run in runs),
         warm_ttft_s=statistics.median(run.ttft_s for run in runs),
@@ -212,7 +212,7 @@ def _restored(codec: str, cold: DemoRun, runs: Sequence[DemoRun]) -> Restored:
     )
 
 
-def _print(cold: DemoRun, exact: Restored, tide: Restored) -> None:
+def _print(cold: DemoRun, exact: RestoredRun, tide: RestoredRun) -> None:
     cores = os.cpu_count() or 1
     machine = f"{cores} {'core' if cores == 1 else 'cores'} ({cpu_name()})"
     restored = f"s in a new process, {exact.hit_tokens:,} tokens restored"
@@ -227,15 +227,15 @@ def _print(cold: DemoRun, exact: Restored, tide: Restored) -> None:
     CONSOLE.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _same(found: Restored) -> str:
+def _same(found: RestoredRun) -> str:
     return "the same answer token for token" if found.identical_tokens else "another answer"
 
 
-def _stored(found: Restored) -> str:
+def _stored(found: RestoredRun) -> str:
     return format_bytes(found.stored_bytes)
 
 
-def _plot(cold: DemoRun, exact: Restored, tide: Restored, path: Path) -> str | None:
+def _plot(cold: DemoRun, exact: RestoredRun, tide: RestoredRun, path: Path) -> str | None:
     """Draw every way's time; None where matplotlib is not installed."""
     if (make := _figure_type()) is None:
         return None

@@ -13,7 +13,7 @@ from typing import Protocol
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.tier.base import RangeRead, Take, Tier
 from kvtide.tier.breaker import until
-from kvtide.types import ObjectId
+from kvtide.types import RANGES_MAX, ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
 
 __all__ = ["RangeSource", "read_heads"]
@@ -30,9 +30,6 @@ class RangeSource(Protocol):
 
 def read_ranges(tier: Tier, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
     """Read any number of ranges as `Tier.get_ranges_into` reads some."""
-    # Who reads whole objects needs nothing of ranges.
-    from kvtide.wire.ranges import RANGES_MAX
-
     sizes = list[int]()
     for at in range(0, len(ranges), RANGES_MAX):
         some = ranges[at : at + RANGES_MAX]
