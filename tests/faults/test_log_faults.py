@@ -87,18 +87,18 @@ def test_killed_writer_loses_nothing_that_it_committed(
 
 
 @pytest.fixture
-def real_store(tmp_path: Path) -> tuple[Path, dict[ObjectId, bytes]]:
+def real_store(quick_path: Path) -> tuple[Path, dict[ObjectId, bytes]]:
     """A closed store with three objects that carry their checksums."""
     contents = {}
     for position in range(3):
         meta = block_meta(LAYOUT, seed=position)
         packed = pack_object(meta, "raw-1", RawCodec().encode(meta, smooth_bits(LAYOUT, position)))
         contents[meta.id] = bytes(packed)
-    tier = open_tier(tmp_path / "store", 1 << 24)
+    tier = open_tier(quick_path / "store", 1 << 24)
     for each, data in contents.items():
         tier.put_from(each, data)
     tier.close()
-    return tmp_path / "store", contents
+    return quick_path / "store", contents
 
 
 def served(store: Path, contents: dict[ObjectId, bytes]) -> dict[ObjectId, bytes | None]:
@@ -182,10 +182,10 @@ def scenario(tier: DiskTier) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", FAULT_KINDS)
-def test_every_failing_system_call_is_a_miss(kind: str, tmp_path: Path, tally: Tally) -> None:
+def test_every_failing_system_call_is_a_miss(kind: str, quick_path: Path, tally: Tally) -> None:
     """The n-th call fails, for every n that there is; then the store still works."""
     for nth in range(10_000):
-        store, files = tmp_path / str(nth), FaultyFiles(kind, nth)
+        store, files = quick_path / str(nth), FaultyFiles(kind, nth)
         tier, stored = DiskTier(store, 320_000, ManualClock(1000.0), lambda key: False, files), set()
         try:
             tier.open()
