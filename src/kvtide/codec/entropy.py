@@ -84,7 +84,7 @@ class EntropyTables(ABC):
 
         No symbols give no bytes. ValueError for runs that do not fit, and for a symbol that its table can't code.
         """
-        _check_encode(symbols, runs, self.count)
+        check_encode(symbols, runs, self.count)
         data, sizes = self._native.encode(self._path, symbols, runs.symbols, runs.tables)
         return Streams(data.data, sizes)
 
@@ -97,7 +97,7 @@ class EntropyTables(ABC):
         With `escapes`, symbol ESCAPE takes the next of them. CorruptPayload unless every stream holds exactly its
         symbols and takes exactly its escapes; `out` then holds anything. ValueError for arrays that do not fit.
         """
-        _check_decode(streams, runs, values, out, escapes, self.count)
+        check_decode(streams, runs, values, out, escapes, self.count)
         taken = escapes or Escapes(np.empty(0, out.dtype), np.zeros(out.shape[0], np.uint64))
         is_whole = self._native.decode(
             self._path,
@@ -202,13 +202,14 @@ def _check_runs(runs: Runs, streams: int, count: int, table_count: int) -> None:
         raise ValueError(f"run tables name table {int(runs.tables.max())}, there are {table_count}")
 
 
-def _check_encode(symbols: NDArray[np.uint8], runs: Runs, table_count: int) -> None:
+def check_encode(symbols: NDArray[np.uint8], runs: Runs, table_count: int) -> None:
+    """Raise ValueError unless `symbols` and `runs` fit each other."""
     if symbols.dtype != np.uint8 or symbols.ndim != 2 or not symbols.flags.c_contiguous:
         raise ValueError(f"symbols must be (streams, count) of uint8, got {symbols.shape} of {symbols.dtype}")
     _check_runs(runs, symbols.shape[0], symbols.shape[1], table_count)
 
 
-def _check_decode(
+def check_decode(
     streams: Streams, runs: Runs, values: Elements, out: Elements, escapes: Escapes | None, table_count: int
 ) -> None:
     """Raise ValueError unless arrays fit each other, CorruptPayload unless sizes cover the data."""
@@ -236,7 +237,7 @@ def _check_decode(
 
 def count_values(values: NDArray[np.uint8], runs: Runs, table_count: int) -> NDArray[np.uint64]:
     """Return (tables, 256): how often each value of (streams, count) stands in runs of each table."""
-    _check_encode(values, runs, table_count)
+    check_encode(values, runs, table_count)
     counts = np.zeros((table_count, 256), dtype=np.uint64)
     _native.count_bytes(values, runs.symbols, runs.tables, counts)
     return counts
@@ -264,7 +265,7 @@ class EscapeMap:
 
     def split(self, values: NDArray[np.uint8], runs: Runs) -> tuple[NDArray[np.uint8], Escapes]:
         """Return symbols, and escapes for what has none, of `values`: (streams, count), contiguous."""
-        _check_encode(values, runs, len(self._symbols))
+        check_encode(values, runs, len(self._symbols))
         symbols = np.empty_like(values)
         _native.map_bytes(values, runs.symbols, runs.tables, self._symbols, symbols)
         is_escape = symbols == ESCAPE
