@@ -126,18 +126,13 @@ def explain(
 def _result(
     url: str, digest: Namespace, found: Explanation, decision: Decision | None, decided: Sequence[tuple[Decided, int]]
 ) -> dict[str, object]:
+    as_they_are = ("prompt_tokens", "full_blocks", "hit_blocks", "hit_tokens", "reason", "ended_by", "needs")
     return {
         "store": url,
         "namespace": digest.hex(),
-        "prompt_tokens": found.prompt_tokens,
-        "full_blocks": found.full_blocks,
-        "hit_blocks": found.hit_blocks,
-        "hit_tokens": found.hit_tokens,
-        "reason": found.reason,
+        **{name: getattr(found, name) for name in as_they_are},
         "first_missing_key": found.first_missing.hex() if found.first_missing else None,
-        "ended_by": found.ended_by,
         "elsewhere": [other.hex() for other in found.elsewhere],
-        "needs": found.needs,
         "decision": decision and _decision_row(decision),
         "decided": [
             {"decision": kind.choice, "reason": kind.why, "meaning": kind.why.meaning, "tokens": count}

@@ -79,17 +79,12 @@ class CodecSuite:
         first, second = self.codec.encode(meta, bits), self.codec.encode(meta, bits)
         assert [(s.id, bytes(s.data)) for s in first] == [(s.id, bytes(s.data)) for s in second]
 
-    def test_missing_section_is_refused(self) -> None:
+    def test_missing_or_repeated_section_is_refused(self) -> None:
         meta = block_meta(_LAYOUT)
         sections = self.codec.encode(meta, smooth_bits(_LAYOUT, 1))
-        with pytest.raises(CorruptPayload):
-            self.codec.decode(meta, sections[1:], np.empty(_LAYOUT.shape, _LAYOUT.bits_dtype))
-
-    def test_repeated_section_is_refused(self) -> None:
-        meta = block_meta(_LAYOUT)
-        sections = self.codec.encode(meta, smooth_bits(_LAYOUT, 1))
-        with pytest.raises(CorruptPayload):
-            self.codec.decode(meta, [*sections, sections[0]], np.empty(_LAYOUT.shape, _LAYOUT.bits_dtype))
+        for wrong in (sections[1:], [*sections, sections[0]]):
+            with pytest.raises(CorruptPayload):
+                self.codec.decode(meta, wrong, np.empty(_LAYOUT.shape, _LAYOUT.bits_dtype))
 
     @given(data=st.data())
     @settings(max_examples=200, deadline=None, suppress_health_check=_SHARED)
