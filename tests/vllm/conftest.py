@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -57,6 +57,27 @@ def engine(model: Path, nursery: EngineNursery) -> Callable[..., AbstractContext
         return EngineProcess(Path(sys.executable), model, nursery.log, transfer, wide, nursery=nursery)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def answers_of(nursery: EngineNursery) -> Callable[..., list[list[Any]]]:
+    """Start engines of a tiny model one after the other; return what each says to the prompts."""
+
+    def ask(
+        model: Path, transfers: Sequence[Any], prompts: Sequence[list[int]], answer_tokens: int, **options: Any
+    ) -> list[list[Any]]:
+        wide = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096, **options}
+        found: list[list[Any]] = []
+        for transfer in transfers:
+            with EngineProcess(Path(sys.executable), model, nursery.log, transfer, wide, nursery=nursery) as process:
+                found.append([])
+                for prompt in prompts:
+                    found[-1].append(process.ask(prompt, answer_tokens))
+                    if transfer is not None and transfer["kv_connector"] == "KVTideConnector":
+                        assert process.do("settle")["is_done"]
+        return found
+
+    return ask
 
 
 @pytest.fixture(scope="session")

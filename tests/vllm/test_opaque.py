@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +10,7 @@ import torch
 from tests.families import EXACT, LOSSY, TIDE, checkpoint, draft_checkpoint, families
 from tests.vllm.conftest import PAGE_TOKENS, flip_bytes
 
-from kvtide_lab.bench.engine_nursery import EngineNursery
-from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
+from kvtide_lab.bench.engine_process import kvtide_transfer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -37,21 +35,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pages_come_back_as_they_were(nursery: EngineNursery, name: str, tmp_path: Path) -> None:
+def test_pages_come_back_as_they_were(answers_of: Any, name: str, tmp_path: Path) -> None:
     case = CASES[name]
     if "kv_cache_dtype" in case.options and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM's fp8 needs a processor with AVX-512")
-    model = checkpoint(case.family, tmp_path / "model")
-    options = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096}
-    answers: list[Any] = []
-    for transfer in (None, *[kvtide_transfer(str(tmp_path / "store"), codec="lossless")] * 2):
-        with EngineProcess(
-            Path(sys.executable), model, nursery.log, transfer, {**options, **case.options}, nursery=nursery
-        ) as process:
-            answers.append(process.ask(PROMPT, case.tokens))
-            if transfer is not None:
-                process.do("settle")
-    plain, cold, warm = answers
+    model, transfer = (
+        checkpoint(case.family, tmp_path / "model"),
+        kvtide_transfer(str(tmp_path / "store"), codec="lossless"),
+    )
+    ((plain,), (cold,), (warm,)) = answers_of(model, [None, transfer, transfer], [PROMPT], case.tokens, **case.options)
     assert cold["ids"] == warm["ids"] == plain["ids"]
     assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, RESTORED)
 
@@ -88,45 +80,27 @@ def test_matrix_of_support_is_what_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("family", GROUPED)
-def test_all_groups_come_back_as_far_as_they_reach(nursery: EngineNursery, family: str, tmp_path: Path) -> None:
-    model, store = checkpoint(family, tmp_path / "model"), tmp_path / "store"
-    options = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096}
-    case = GROUPED[family]
-    branch = [*PROMPT[:600], *PROMPT[:40]]
-    answers: list[Any] = []
-    for turn in ("plain", "cold", "warm", *(["damaged"] if family in DAMAGED else [])):
-        transfer = None if turn == "plain" else kvtide_transfer(str(store), codec="lossless")
-        if turn == "damaged":
-            # vLLM can't be told of single pages here: the request is computed again, and no other fails.
-            assert flip_bytes(store) > 0
-        with EngineProcess(
-            Path(sys.executable), model, nursery.log, transfer, {**options, **case.options}, nursery=nursery
-        ) as process:
-            answers.append([])
-            for prompt in (PROMPT, branch):
-                answers[-1].append(process.ask(prompt, 8))
-                if transfer is not None:
-                    process.do("settle")
+def test_all_groups_come_back_as_far_as_they_reach(answers_of: Any, family: str, tmp_path: Path) -> None:
+    model, store, case = checkpoint(family, tmp_path / "model"), tmp_path / "store", GROUPED[family]
+    transfer, prompts = kvtide_transfer(str(store), codec="lossless"), [PROMPT, [*PROMPT[:600], *PROMPT[:40]]]
+    answers = answers_of(model, [None, transfer, transfer], prompts, 8, **case.options)
+    assert tuple(each["cached_tokens"] for each in answers[2]) == case.restored
+    if family in DAMAGED:
+        # vLLM can't be told of single pages here: the request is computed again, and no other fails.
+        assert flip_bytes(store) > 0
+        answers += answers_of(model, [transfer], prompts, 8, **case.options)
+        assert answers[3][0]["cached_tokens"] < case.restored[0]
     for which in (0, 1):
         assert len({tuple(each[which]["ids"]) for each in answers}) == 1
         assert {each[which]["finish"] for each in answers} == {"length"}
-    assert tuple(each["cached_tokens"] for each in answers[2]) == case.restored
-    assert all(turn[0]["cached_tokens"] < case.restored[0] for turn in answers[3:])
 
 
-def test_draft_s_layers_come_back_beside_the_model_s(nursery: EngineNursery, tmp_path: Path) -> None:
+def test_draft_s_layers_come_back_beside_the_model_s(answers_of: Any, tmp_path: Path) -> None:
     model, draft = checkpoint("llama", tmp_path / "model"), draft_checkpoint(tmp_path / "draft")
     drafted = {"speculative_config": {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}}
-    options = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096}
-    answers: list[Any] = []
-    for transfer, more in ((None, {}), *[(kvtide_transfer(str(tmp_path / "store"), codec="lossless"), drafted)] * 2):
-        with EngineProcess(
-            Path(sys.executable), model, nursery.log, transfer, {**options, **_FLOAT32, **more}, nursery=nursery
-        ) as process:
-            answers.append(process.ask(PROMPT, 16))
-            if transfer is not None:
-                process.do("settle")
-    plain, cold, warm = answers
+    transfer = kvtide_transfer(str(tmp_path / "store"), codec="lossless")
+    ((plain,),) = answers_of(model, [None], [PROMPT], 16, **_FLOAT32)
+    ((cold,), (warm,)) = answers_of(model, [transfer] * 2, [PROMPT], 16, **_FLOAT32, **drafted)
     assert cold["ids"] == warm["ids"] == plain["ids"]
     # The draft's row of a block's last token goes by the token after it, so that the last block is left alone.
     assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, RESTORED - PAGE_TOKENS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,8 +16,6 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvtide.engines.vllm.tiering import KVTideTier
-from kvtide_lab.bench.engine_nursery import EngineNursery
-from kvtide_lab.bench.engine_process import EngineProcess
 from kvtide_lab.config import engine_environment
 
 pytestmark = pytest.mark.timeout(900)
@@ -51,17 +48,12 @@ def test_restarted_engine_restores_what_its_own_tiering_gave_to_kvtide(
 
 # Llama is the model of the test above.
 @pytest.mark.parametrize("family", [each for each in families("tier", EXACT) if each != "llama"])
-def test_any_groups_of_layers_come_back_as_they_were(nursery: EngineNursery, family: str, tmp_path: Path) -> None:
+def test_any_groups_of_layers_come_back_as_they_were(answers_of: Any, family: str, tmp_path: Path) -> None:
     model, prompt = checkpoint(family, tmp_path / "model"), [3 + 7 * i % 1000 for i in range(700)]
-    options = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096}
-    if family == "nemotron_h":
-        # Its kernel on a processor makes states at the ends of forwards alone.
-        options["max_num_batched_tokens"] = 128
-    answers = []
-    for transfer in (None, _transfer(tmp_path / "store"), _transfer(tmp_path / "store")):
-        with EngineProcess(Path(sys.executable), model, nursery.log, transfer, options, nursery=nursery) as process:
-            answers.append(process.ask(prompt, ANSWER_TOKENS))
-    plain, cold, warm = answers
+    # Nemotron-H's kernel on a processor makes states at the ends of forwards alone.
+    options = {"max_num_batched_tokens": 128} if family == "nemotron_h" else {}
+    transfer = _transfer(tmp_path / "store")
+    ((plain,), (cold,), (warm,)) = answers_of(model, [None, transfer, transfer], [prompt], ANSWER_TOKENS, **options)
     assert cold["ids"] == warm["ids"] == plain["ids"]
     assert cold["cached_tokens"] == 0
     assert warm["cached_tokens"] == (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
