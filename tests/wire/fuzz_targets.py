@@ -11,9 +11,8 @@ from kvtide.errors import CorruptPayload, RequestRefused
 from kvtide.wire import object as wire
 from kvtide.wire.http import HEAD_END, parse_request_head
 from kvtide.wire.protocol import (
-    DEADLINE_HEADER,
     DEADLINE_MS_MAX,
-    STALENESS_HEADER,
+    Header,
     deadline_ms,
     etag,
     is_tag_matched,
@@ -35,7 +34,7 @@ _REQUESTS = (
     % (_ID, b"b2" * 32),
     b"GET %b?after=%b&limit=10 HTTP/1.1\r\nHost: x\r\nRange: bytes=0-3,7-9,-7\r\n\r\n" % (_ID, b"c3" * 32),
     b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n%b: 30\r\n%b: 1.5\r\n\r\n"
-    % (DEADLINE_HEADER.encode(), STALENESS_HEADER.encode()),
+    % (Header.DEADLINE.encode(), Header.STALENESS.encode()),
     b'POST %b/exists HTTP/1.0\r\nConnection: close\r\n\r\n{"keys": ["%b"]}' % (_ID, b"d4" * 32),
 )
 

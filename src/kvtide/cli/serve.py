@@ -39,7 +39,7 @@ from kvtide.server.settings import (
 )
 from kvtide.tier.http.records import RecordsClient, backed_up, raise_generation, records_clients, restore
 from kvtide.tier.pool import Member, PoolServer, membership_of
-from kvtide.wire.protocol import Record, RecordKind, record_name
+from kvtide.wire.protocol import Record, RecordKind, RecordName
 
 
 def serve(
@@ -174,11 +174,11 @@ def invalidate(
     """Make all older blocks of a namespace misses, on these servers and in every region of their centre."""
     with _clients(server) as clients:
         if len(namespace) != 64:
-            found = clients[0].read(record_name(RecordKind.ALIAS, namespace), is_latest=True)
+            found = clients[0].read(RecordName.parse(RecordKind.ALIAS, namespace), is_latest=True)
             if found is None:
                 raise ValueError(f"{namespace!r} is neither a namespace nor an alias for one")
             namespace = found.value
-        generation = raise_generation(clients, record_name(RecordKind.GENERATION, namespace).name)
+        generation = raise_generation(clients, RecordName.parse(RecordKind.GENERATION, namespace).name)
     line = f"{namespace[:12]}… is at generation {generation}: its older blocks are misses"
     say({"server": server, "namespace": namespace, "generation": generation}, as_json, line)
 
@@ -206,7 +206,7 @@ def record(
     if is_removed and value is not None:
         raise ValueError("a record is written or removed, not both")
     with _clients(server) as clients:
-        known = record_name(kind, name)
+        known = RecordName.parse(kind, name)
         if is_removed:
             found = next(filter(None, [client.remove(known) for client in clients]), None)
         elif value is not None:

@@ -22,7 +22,7 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused
 from kvtide.types import Namespace
-from kvtide.wire.protocol import TENANT_HEADER
+from kvtide.wire.protocol import Header
 
 _TENANT_TAG = b"kvtide-tenant-1"
 _GENERATION_TAG = b"kvtide-generation-1"
@@ -155,7 +155,7 @@ class Gate:
         RequestRefused: 401 for nobody known, 403 for one who may not ask for that tenant.
         """
         caller = NOBODY if self._is_open else self._granted(headers, common_name)
-        return caller.acting_for(headers[TENANT_HEADER]) if TENANT_HEADER in headers else caller
+        return caller.acting_for(headers[Header.TENANT]) if Header.TENANT in headers else caller
 
     def _granted(self, headers: Mapping[str, str], common_name: str | None) -> Caller:
         token = _token(headers.get("authorization", ""))

@@ -230,7 +230,7 @@ class ObjectRequests:
             await self._shared.workers.write(exchange.owner, partial(self._tier.delete, stored, "expired"))
         tier = self._tier_for(exchange, stored)
         lent = await self._lending.lend(exchange, tier, stored)
-        if lent is None and latest is not None and protocol.FORCE_HEADER in exchange.head.headers:
+        if lent is None and latest is not None and protocol.Header.FORCE in exchange.head.headers:
             await self._lending.bring(exchange, latest, stored)
             lent = await self._lending.lend(exchange, tier, stored)
         lent = lent or self._uploads.lend(stored, method, exchange.head.headers)
@@ -273,24 +273,24 @@ class ObjectRequests:
         there = self._member.redirect(object_id.key) if self._member else None
         if there is None:
             return False
-        place: Headers = [("Location", f"{there.origin}{exchange.head.target}"), (protocol.EPOCH_HEADER, there.epoch)]
+        place: Headers = [("Location", f"{there.origin}{exchange.head.target}"), (protocol.Header.EPOCH, there.epoch)]
         await exchange.refuse(RequestRefused(307, "another server of the pool keeps this object"), place)
         return True
 
     def _tier_for(self, exchange: Exchange, stored: ObjectId) -> Tier:
         """The tier to look in: what is here alone if a region asks, or if the latest is looked for apart."""
         self._backing.note_use(stored)
-        is_local = protocol.LOCAL_HEADER in exchange.head.headers or protocol.FORCE_HEADER in exchange.head.headers
+        is_local = protocol.Header.LOCAL in exchange.head.headers or protocol.Header.FORCE in exchange.head.headers
         return self._local if is_local else self._tier
 
     def _as_of(self) -> list[tuple[str, str | int]]:
         as_of_s = self._backing.as_of_s()
-        return [] if as_of_s is None else [(protocol.AS_OF_HEADER, f"{as_of_s:.3f}")]
+        return [] if as_of_s is None else [(protocol.Header.AS_OF, f"{as_of_s:.3f}")]
 
     async def _reply_absent(self, exchange: Exchange, stored: ObjectId) -> str | None:
         """Say that an object is not here, and why if that is remembered. Return the reason."""
         reason = await self._shared.workers.read(exchange.owner, partial(self._tier.removed_reason, stored))
-        known: Headers = [(protocol.REMOVED_HEADER, reason)] if reason else []
+        known: Headers = [(protocol.Header.REMOVED, reason)] if reason else []
         await exchange.refuse(RequestRefused(404, "no such object"), [*known, *self._as_of()])
         return reason
 
@@ -443,9 +443,9 @@ class ObjectRequests:
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.WRITE)
         stored = await self._stored(exchange, object_id, 404)
-        reason = exchange.head.headers.get(protocol.REASON_HEADER, "removed")
+        reason = exchange.head.headers.get(protocol.Header.REASON, "removed")
         if not (reason.isascii() and reason.isalpha() and len(reason) <= _REASON_CHARACTERS_MAX):
-            raise RequestRefused(400, f"{protocol.REASON_HEADER} must be 1 to {_REASON_CHARACTERS_MAX} letters")
+            raise RequestRefused(400, f"{protocol.Header.REASON} must be 1 to {_REASON_CHARACTERS_MAX} letters")
         self._uploads.drop(stored)
         if await self._shared.workers.write(exchange.owner, partial(self._tier.delete, stored, reason)):
             exchange.change = f"deleted {object_id.namespace.hex()}/{object_id.key.hex()}: {reason}"

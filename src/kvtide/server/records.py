@@ -31,17 +31,14 @@ from kvtide.tier.files import Files
 from kvtide.tier.http.records import RecordsClient, raise_to
 from kvtide.types import Namespace
 from kvtide.wire.protocol import (
-    AS_OF_HEADER,
     CHANGES_MAX,
-    FORCE_HEADER,
     RECORD_BYTES_MAX,
-    TENANT_HEADER,
+    Header,
     Record,
     RecordKind,
     RecordList,
     RecordName,
     RecordsRoute,
-    checked_value,
     is_tag_matched,
     staleness_s,
 )
@@ -529,13 +526,13 @@ class CentralRecords:
     def is_too_old_for(self, headers: Mapping[str, str]) -> bool:
         """True if a request wants the latest, or what is newer than we have. RequestRefused (400) for nonsense."""
         staleness_s_max = staleness_s(headers)
-        if FORCE_HEADER in headers:
+        if Header.FORCE in headers:
             return True
         return staleness_s_max is not None and self._clock.monotonic_s() - self._asked_s > staleness_s_max
 
 
 def _whose(tenant: str) -> list[tuple[str, str]]:
-    return [(TENANT_HEADER, tenant)] if tenant else []
+    return [(Header.TENANT, tenant)] if tenant else []
 
 
 class RecordRequests:
@@ -565,7 +562,7 @@ class RecordRequests:
             await self._list(exchange, route)
             return
         record = self._records.get(tenant, route)
-        if central is not None and FORCE_HEADER in exchange.head.headers and route.kind is not RecordKind.GENERATION:
+        if central is not None and Header.FORCE in exchange.head.headers and route.kind is not RecordKind.GENERATION:
             # It may have lost what we know; a generation never sinks.
             record = await self._shared.workers.read(exchange.owner, partial(central.latest, tenant, route))
         if central is not None and central.as_of_s is None and (record is None or not record.version):
@@ -601,7 +598,7 @@ class RecordRequests:
 
     def _headers(self, tag: str) -> list[tuple[str, str]]:
         as_of_s = self._central.as_of_s if self._central is not None else None
-        return [("ETag", tag)] if as_of_s is None else [("ETag", tag), (AS_OF_HEADER, f"{as_of_s:.3f}")]
+        return [("ETag", tag)] if as_of_s is None else [("ETag", tag), (Header.AS_OF, f"{as_of_s:.3f}")]
 
     async def _put(self, exchange: Exchange, name: RecordName) -> None:
         caller, headers, size = exchange.caller, exchange.head.headers, exchange.head.content_length
@@ -611,7 +608,7 @@ class RecordRequests:
             raise RequestRefused(409, "this server has no file for records and would forget them: --records PATH")
         body = bytearray(size)
         await exchange.read_body(memoryview(body), self._shared.live.limits.pace(exchange.stream.now_s()))
-        value = checked_value(name.kind, body)
+        value = name.kind.checked(body)
         if name.kind is RecordKind.GENERATION:
             known, most = self._records.generation(caller.tenant, _of(name)), caller.generation_step_max
             if int(value) > known + most:

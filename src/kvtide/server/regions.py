@@ -33,7 +33,7 @@ from kvtide.tier.http.records import RecordsClient, backed_up, records_clients
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, object_quality
-from kvtide.wire.protocol import FORCE_HEADER, LOCAL_HEADER
+from kvtide.wire.protocol import Header
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ ASKING_THREADS = 16
 TRIES_MAX = 3
 # A server that was silent twice is left alone.
 _PEER = PeerSettings(tries_max=1, faults_max=2, open_s=2.0)
-_LOCAL_ONLY = ((LOCAL_HEADER, "1"),)
-_LATEST = ((FORCE_HEADER, "1"),)
+_LOCAL_ONLY = ((Header.LOCAL, "1"),)
+_LATEST = ((Header.FORCE, "1"),)
 
 
 class Manifest:

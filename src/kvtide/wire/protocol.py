@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -16,24 +16,15 @@ from kvtide.outcomes import Decided, parse_decisions
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 __all__ = [
-    "AS_OF_HEADER",
     "CHANGES_MAX",
-    "DEADLINE_HEADER",
-    "DECISIONS_HEADER",
-    "EPOCH_HEADER",
     "EXISTS_BYTES_MAX",
     "EXISTS_KEYS_MAX",
-    "FORCE_HEADER",
-    "GENERATION_HEADER",
     "LIST_MAX",
-    "LOCAL_HEADER",
-    "REASON_HEADER",
     "RECORD_BYTES_MAX",
-    "REMOVED_HEADER",
-    "TENANT_HEADER",
     "ExistsAnswer",
     "ExistsQuestion",
     "ExistsRoute",
+    "Header",
     "ListRoute",
     "ListedObject",
     "LookUps",
@@ -50,7 +41,6 @@ __all__ = [
     "RecordsRoute",
     "Route",
     "TenantView",
-    "checked_value",
     "deadline_ms",
     "decisions",
     "etag",
@@ -60,31 +50,35 @@ __all__ = [
     "is_tag_matched",
     "parse_look_ups",
     "parse_target",
-    "record_name",
-    "record_target",
     "staleness_s",
     "urgency",
 ]
 
-DEADLINE_HEADER = "kvtide-deadline-ms"
-# What a client decided about blocks since it last said so.
-DECISIONS_HEADER = "kvtide-decisions"
-EPOCH_HEADER = "kvtide-epoch"
-# Between regions: answer from what is here alone; ask who may know better; when the centre answered last.
-LOCAL_HEADER = "kvtide-local"
-FORCE_HEADER = "kvtide-force-latest"
-STALENESS_HEADER = "kvtide-max-staleness"
-AS_OF_HEADER = "kvtide-as-of"
-# Between servers: for which of its tenants one asks, and which generation of the namespace it means.
-TENANT_HEADER = "kvtide-tenant"
-GENERATION_HEADER = "kvtide-generation"
-REASON_HEADER = "kvtide-reason"
-REMOVED_HEADER = "kvtide-removed"
-# Advice that comes with a look-up of a prompt, by what `Hint` calls it.
-SESSION_HEADER = "kvtide-session"
-SESSION_END_HEADER = "kvtide-session-end"
-RETAIN_HEADER = "kvtide-retain-s"
-PRIORITY_HEADER = "kvtide-priority"
+
+class Header(StrEnum):
+    """Headers of our own, as they are asked for: in small letters."""
+
+    DEADLINE = "kvtide-deadline-ms"
+    # What a client decided about blocks since it last said so.
+    DECISIONS = "kvtide-decisions"
+    EPOCH = "kvtide-epoch"
+    # Between regions: answer from what is here alone; ask who may know better; when the centre answered last.
+    LOCAL = "kvtide-local"
+    FORCE = "kvtide-force-latest"
+    STALENESS = "kvtide-max-staleness"
+    AS_OF = "kvtide-as-of"
+    # Between servers: for which of its tenants one asks, and which generation of the namespace it means.
+    TENANT = "kvtide-tenant"
+    GENERATION = "kvtide-generation"
+    REASON = "kvtide-reason"
+    REMOVED = "kvtide-removed"
+    # Advice that comes with a look-up of a prompt, by what `Hint` calls it.
+    SESSION = "kvtide-session"
+    SESSION_END = "kvtide-session-end"
+    RETAIN = "kvtide-retain-s"
+    PRIORITY = "kvtide-priority"
+
+
 EXISTS_KEYS_MAX = 4096
 EXISTS_BYTES_MAX = 80 * EXISTS_KEYS_MAX
 LIST_MAX = 1000
@@ -116,12 +110,41 @@ class RecordKind(StrEnum):
     ALIAS = "alias"
     PROFILE = "profile"
 
+    def checked(self, body: bytes | bytearray) -> str:
+        """Return a record's value from a request's body. RequestRefused (400, 413) if such a record can't have it."""
+        if len(body) > RECORD_BYTES_MAX:
+            raise RequestRefused(413, f"a record may have {RECORD_BYTES_MAX} bytes, got {len(body)}")
+        try:
+            value = body.decode().strip()
+        except UnicodeDecodeError as error:
+            raise RequestRefused(400, "a record is UTF-8 text") from error
+        form = {RecordKind.GENERATION: _GENERATION, RecordKind.ALIAS: _NAMESPACE}.get(self)
+        if not value or (form is not None and not form.fullmatch(value)):
+            raise RequestRefused(400, f"a {self} can't be {value[:80]!r}")
+        return value
+
 
 class RecordName(NamedTuple):
     """One record of the caller's tenant."""
 
     kind: RecordKind
     name: str
+
+    @classmethod
+    def parse(cls, kind: str, name: str) -> Self:
+        """Return what a path names. RequestRefused (400) for an unknown kind or a name that it can't have."""
+        if kind not in {*RecordKind}:
+            raise RequestRefused(400, f"a record is one of {', '.join(RecordKind)}, got {kind[:80]!r}")
+        if not (_NAMESPACE if kind == RecordKind.GENERATION else _NAME).fullmatch(name):
+            raise RequestRefused(
+                400, "a record's name is 1 to 64 letters, digits, dots, dashes; a generation's 64 hex digits"
+            )
+        return cls(RecordKind(kind), name)
+
+    @property
+    def target(self) -> str:
+        """Return the path of the record."""
+        return f"/v1/records/{self.kind}/{self.name}"
 
 
 class RecordsRoute(NamedTuple):
@@ -159,36 +182,6 @@ class RecordList(msgspec.Struct, frozen=True):
     is_whole: bool
     version: int
     epoch: str
-
-
-def record_name(kind: str, name: str) -> RecordName:
-    """Return what a path names. RequestRefused (400) for an unknown kind or a name that such a record can't have."""
-    if kind not in {*RecordKind}:
-        raise RequestRefused(400, f"a record is one of {', '.join(RecordKind)}, got {kind[:80]!r}")
-    if not (_NAMESPACE if kind == RecordKind.GENERATION else _NAME).fullmatch(name):
-        raise RequestRefused(
-            400, "a record's name is 1 to 64 letters, digits, dots, dashes; a generation's 64 hex digits"
-        )
-    return RecordName(RecordKind(kind), name)
-
-
-def record_target(name: RecordName) -> str:
-    """Return the path of a record."""
-    return f"/v1/records/{name.kind}/{name.name}"
-
-
-def checked_value(kind: RecordKind, body: bytes | bytearray) -> str:
-    """Return a record's value from a request's body. RequestRefused (400) if such a record can't have it."""
-    if len(body) > RECORD_BYTES_MAX:
-        raise RequestRefused(413, f"a record may have {RECORD_BYTES_MAX} bytes, got {len(body)}")
-    try:
-        value = body.decode().strip()
-    except UnicodeDecodeError as error:
-        raise RequestRefused(400, "a record is UTF-8 text") from error
-    form = {RecordKind.GENERATION: _GENERATION, RecordKind.ALIAS: _NAMESPACE}.get(kind)
-    if not value or (form is not None and not form.fullmatch(value)):
-        raise RequestRefused(400, f"a {kind} can't be {value[:80]!r}")
-    return value
 
 
 class ObjectRoute(NamedTuple):
@@ -239,7 +232,7 @@ def parse_target(target: str) -> Route:
         return _list_route(Namespace(bytes.fromhex(found[1])), query)
     found = _RECORD_PATH.fullmatch(path)
     if found and not query:
-        return record_name(found[1], found[2])
+        return RecordName.parse(found[1], found[2])
     if path == "/v1/records":
         return _records_route(query)
     if path.startswith("/v1/") and path not in _PAGES:
@@ -284,41 +277,41 @@ def _stated(headers: Mapping[str, str], header: str, form: str, meaning: str) ->
 def deadline_ms(headers: Mapping[str, str]) -> int | None:
     """Return the milliseconds after which the answer is of no use. RequestRefused (400) if it says something else."""
     meaning = f"must be from 1 to {DEADLINE_MS_MAX}"
-    text = _stated(headers, DEADLINE_HEADER, r"\d{1,18}", meaning)
+    text = _stated(headers, Header.DEADLINE, r"\d{1,18}", meaning)
     if text is not None and not 1 <= int(text) <= DEADLINE_MS_MAX:
-        raise RequestRefused(400, f"{DEADLINE_HEADER} {meaning}, got {text!r}")
+        raise RequestRefused(400, f"{Header.DEADLINE} {meaning}, got {text!r}")
     return None if text is None else int(text)
 
 
 def decisions(headers: Mapping[str, str]) -> Mapping[Decided, int]:
     """Return what the client says that it decided, by blocks. RequestRefused (400) if it says something else."""
-    text = headers.get(DECISIONS_HEADER)
+    text = headers.get(Header.DECISIONS)
     if text is None:
         return {}
     try:
         return parse_decisions(text)
     except ValueError as error:
-        raise RequestRefused(400, f"{DECISIONS_HEADER}: {error}") from error
+        raise RequestRefused(400, f"{Header.DECISIONS}: {error}") from error
 
 
 def staleness_s(headers: Mapping[str, str]) -> float | None:
     """Return how old the knowledge of the centre may be. RequestRefused (400) if it says something else."""
-    text = _stated(headers, STALENESS_HEADER, r"\d{1,9}(\.\d{1,6})?", "is a number of seconds")
+    text = _stated(headers, Header.STALENESS, r"\d{1,9}(\.\d{1,6})?", "is a number of seconds")
     return None if text is None else float(text)
 
 
 def generation(headers: Mapping[str, str]) -> int | None:
     """Return the generation that a request means. RequestRefused (400) if it says something else."""
-    text = _stated(headers, GENERATION_HEADER, r"\d{1,18}", "is a number")
+    text = _stated(headers, Header.GENERATION, r"\d{1,18}", "is a number")
     return None if text is None else int(text)
 
 
 def hint(headers: Mapping[str, str]) -> Hint | None:
     """Return what a request advises; None if it does not. What can't be read is passed over: advice fails nothing."""
-    said: dict[str, object] = {"session": headers.get(SESSION_HEADER)}
-    if SESSION_END_HEADER in headers:
-        said["is_last"] = headers[SESSION_END_HEADER] == "1"
-    for name, header in (("retain_s", RETAIN_HEADER), ("priority", PRIORITY_HEADER)):
+    said: dict[str, object] = {"session": headers.get(Header.SESSION)}
+    if Header.SESSION_END in headers:
+        said["is_last"] = headers[Header.SESSION_END] == "1"
+    for name, header in (("retain_s", Header.RETAIN), ("priority", Header.PRIORITY)):
         if _DECIMAL.fullmatch(text := headers.get(header, "").strip()) and text.isascii():
             said[name] = float(text) if "." in text else int(text)
     return Hint.parse(said)
@@ -327,10 +320,11 @@ def hint(headers: Mapping[str, str]) -> Hint | None:
 def hint_headers(advice: Hint) -> list[tuple[str, str]]:
     """Return the headers that say what a hint does; a session's name only if a header can have it."""
     session = advice.session or ""
-    headers = [(SESSION_HEADER, session)] if session.isascii() and session.strip() == session != "" else []
-    headers += [(SESSION_END_HEADER, "1")] if advice.is_last else []
-    headers += [] if advice.retain_s is None else [(RETAIN_HEADER, f"{advice.retain_s:.6f}")]
-    return [*headers, (PRIORITY_HEADER, str(advice.priority))] if advice.priority else headers
+    headers: list[tuple[str, str]] = []
+    headers += [(Header.SESSION, session)] if session.isascii() and session.strip() == session != "" else []
+    headers += [(Header.SESSION_END, "1")] if advice.is_last else []
+    headers += [] if advice.retain_s is None else [(Header.RETAIN, f"{advice.retain_s:.6f}")]
+    return [*headers, (Header.PRIORITY, str(advice.priority))] if advice.priority else headers
 
 
 def urgency(headers: Mapping[str, str]) -> int:

@@ -22,7 +22,7 @@ from kvtide.tier.base import Buffer, Take
 from kvtide.tier.breaker import Breaker, caller_deadline_s
 from kvtide.types import NamedId, Namespace, ObjectId
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, pack_request_head, parse_response_head
-from kvtide.wire.protocol import DEADLINE_HEADER, FORCE_HEADER, GENERATION_HEADER, TENANT_HEADER
+from kvtide.wire.protocol import Header
 
 # Answers that are not an object: errors, listings.
 SMALL_ANSWER_BYTES_MAX = 1 << 20
@@ -372,7 +372,7 @@ class Peer:
                 if is_fresh:
                     link.open(patience)
                 left_ms = max(1, int(1000 * (patience.deadline_s - self._clock.monotonic_s())))
-                answer = call.send(link, [*self._headers, (DEADLINE_HEADER, str(left_ms))], patience)
+                answer = call.send(link, [*self._headers, (Header.DEADLINE, str(left_ms))], patience)
             except BaseException as error:
                 is_stale = not is_fresh and not link.has_answer and isinstance(error, ConnectionError)
                 self._give_back(link, is_usable=False)
@@ -443,7 +443,7 @@ def servers_of(url: str) -> Servers:
         headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
     takes_evicted = _is_second(options, "write", "all", "evicted")
     takes_pieces = _is_second(options, "upload", "whole", "pieces")
-    latest = [(FORCE_HEADER, "1")] if _is_second(options, "force_latest", "0", "1") else []
+    latest = [(Header.FORCE, "1")] if _is_second(options, "force_latest", "0", "1") else []
     return Servers(_endpoints(url, tls), headers, [*headers, *latest], takes_evicted, takes_pieces)
 
 
@@ -500,9 +500,9 @@ def asked_name(object_id: ObjectId) -> tuple[Namespace, list[tuple[str, str]]]:
     if not isinstance(object_id, NamedId):
         return object_id.namespace, []
     tenant, namespace, generation = object_id.name
-    whose = [(TENANT_HEADER, tenant)] if tenant else []
-    latest = [(FORCE_HEADER, "1")] if object_id.is_latest else []
-    return namespace, [*whose, *latest, (GENERATION_HEADER, str(generation))]
+    whose = [(Header.TENANT, tenant)] if tenant else []
+    latest = [(Header.FORCE, "1")] if object_id.is_latest else []
+    return namespace, [*whose, *latest, (Header.GENERATION, str(generation))]
 
 
 def object_target(object_id: ObjectId) -> tuple[str, list[tuple[str, str]]]:

@@ -16,15 +16,11 @@ from kvtide.tier.http.peer import Call, Headers, HttpAnswer, Patience, Peer, Pee
 from kvtide.tier.http.tier import OPERATION_S_MAX
 from kvtide.tier.pool import server_urls
 from kvtide.wire.protocol import (
-    FORCE_HEADER,
-    TENANT_HEADER,
+    Header,
     Record,
     RecordKind,
     RecordList,
     RecordName,
-    checked_value,
-    record_name,
-    record_target,
 )
 
 __all__ = ["RecordsClient", "backed_up", "raise_generation", "raise_to", "records_clients", "restore"]
@@ -61,17 +57,17 @@ class RecordsClient:
 
     def read(self, name: RecordName, is_latest: bool = False, headers: Headers = ()) -> Record | None:
         """Return a record, None if there is none; the centre's if `is_latest`."""
-        answer = self._ask("GET", record_target(name), [*headers, (FORCE_HEADER, "1")] if is_latest else headers)
+        answer = self._ask("GET", name.target, [*headers, (Header.FORCE, "1")] if is_latest else headers)
         return None if answer.status == 404 else _record(name, answer, answer.body)
 
     def write(self, name: RecordName, value: str, headers: Headers = ()) -> Record:
         """Write a record; return it as it is then."""
-        answer = self._ask("PUT", record_target(name), headers, value.encode())
+        answer = self._ask("PUT", name.target, headers, value.encode())
         return _record(name, answer, answer.body)
 
     def remove(self, name: RecordName, headers: Headers = ()) -> Record | None:
         """Remove a record; return the one that tells others of it, None if there was none."""
-        answer = self._ask("DELETE", record_target(name), headers)
+        answer = self._ask("DELETE", name.target, headers)
         return None if answer.status == 404 else _record(name, answer, b"")
 
     def changes(self, after: int = 0, epoch: str = "") -> RecordList:
@@ -94,9 +90,9 @@ class RecordsClient:
         try:
             found = msgspec.json.decode(answer.body, type=RecordList)
             for each in found.records:
-                record_name(each.kind, each.name)
+                RecordName.parse(each.kind, each.name)
                 if each.value or each.kind is RecordKind.GENERATION:
-                    checked_value(each.kind, each.value.encode())
+                    each.kind.checked(each.value.encode())
         except (msgspec.DecodeError, UnicodeError, RequestRefused) as error:
             raise TierUnavailable(f"the server's records can't be read: {error}") from error
         return found
@@ -118,7 +114,7 @@ def _record(name: RecordName, answer: HttpAnswer, body: bytes) -> Record:
     if not (version.isascii() and version.isdecimal() and len(version) <= _VERSION_DIGITS_MAX):
         raise TierUnavailable("the server's record has no version")
     try:
-        return Record("", name.kind, name.name, checked_value(name.kind, body) if body else "", int(version))
+        return Record("", name.kind, name.name, name.kind.checked(body) if body else "", int(version))
     except RequestRefused as error:
         raise TierUnavailable(f"the server's record can't be read: {error}") from error
 
@@ -182,7 +178,7 @@ def restore(clients: Sequence[RecordsClient], records: Sequence[Record]) -> None
     """Write backed-up records; a generation that is higher by now stays. RequestRefused (403) for others' tenants."""
     for client in clients:
         for each in records:
-            name, whose = RecordName(each.kind, each.name), [(TENANT_HEADER, each.tenant)] if each.tenant else []
+            name, whose = RecordName(each.kind, each.name), [(Header.TENANT, each.tenant)] if each.tenant else []
             if each.kind is RecordKind.GENERATION:
                 raise_to(client, name, int(each.value), whose)
             else:

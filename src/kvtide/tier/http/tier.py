@@ -39,13 +39,11 @@ from kvtide.tier.source import read_from_any
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire import StoredObject, parse_object
 from kvtide.wire.protocol import (
-    DECISIONS_HEADER,
     EXISTS_KEYS_MAX,
     LIST_MAX,
-    REASON_HEADER,
-    REMOVED_HEADER,
     ExistsAnswer,
     ExistsQuestion,
+    Header,
     ObjectList,
     PiecesAnswer,
     TenantView,
@@ -232,7 +230,7 @@ class HttpTier(CountingTier):
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove the object from every server. False if none had it."""
         target, headers = object_target(object_id)
-        why = [(REASON_HEADER, reason)] if reason.isalpha() else []
+        why = [(Header.REASON, reason)] if reason.isalpha() else []
         with self._faults:
             answers = [self._send(peer, "DELETE", target, [*headers, *why]) for peer in self._peers]
         return any(answer.status == 204 for answer in answers)
@@ -242,12 +240,12 @@ class HttpTier(CountingTier):
         text = decisions_text(counts)
         if text:
             target, question = f"/v1/{namespace.hex()}/exists", msgspec.json.encode(ExistsQuestion([]))
-            self._ask("POST", target, [(DECISIONS_HEADER, text)], question)
+            self._ask("POST", target, [(Header.DECISIONS, text)], question)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""
         try:
-            return self._ask("HEAD", *object_target(object_id), allowed=(200, 404)).headers.get(REMOVED_HEADER)
+            return self._ask("HEAD", *object_target(object_id), allowed=(200, 404)).headers.get(Header.REMOVED)
         except TierUnavailable:
             return None
 
