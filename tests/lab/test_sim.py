@@ -30,15 +30,12 @@ def test_share_of_the_blocks_is_written_with_a_percent_sign(trace_file: Path) ->
     result = CliRunner().invoke(app, ["trace", str(trace_file), "--capacity", "50%", "--capacity", "3", "--json"])
     report = json.loads(result.stdout)
     assert [row["capacity_blocks"] for row in report["rows"]] == [report["unique_blocks"] // 2] * 3 + [3] * 3
-    assert all(0 < row["saved_s_share"] < 1 for row in report["rows"] if row["policy"] != "belady")
 
 
-def test_compare_draws_every_policy(trace_file: Path, tmp_path: Path) -> None:
-    arguments = ["trace", str(trace_file), "--compare", "--plot", str(tmp_path / "a.png")]
-    result = CliRunner().invoke(app, arguments)
+def test_compare_shows_every_policy(trace_file: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(trace_file), "--compare"])
     assert result.exit_code == 0
     assert all(policy in result.stdout for policy in ("lru", "reuse", "s3fifo", "belady"))
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_prompts_prints_both_figures() -> None:
@@ -81,7 +78,7 @@ def test_bad_arguments_are_refused(trace_file: Path, arguments: list[str], messa
 
 
 def test_several_traces_give_a_line_each(trace_file: Path) -> None:
-    arguments = ["trace", str(trace_file), str(trace_file), "--compare", "--room", "--capacity", "3"]
+    arguments = ["trace", str(trace_file), str(trace_file), "--compare", "--capacity", "3"]
     report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert len(report["rows"]) == 2
     assert set(report["rows"][0]["hit_rates"]) >= {"lru", "s3fifo", "arc", "reuse", "mix", "belady"}

@@ -17,28 +17,13 @@ def memory() -> MemoryTier:
     return MemoryTier(TIER_BYTES, ManualClock(0.0), lambda key: False)
 
 
-def opened(tier: Tier) -> Iterator[Tier]:
-    tier.open()
-    yield tier
-    tier.close()
-
-
-class TestSlow(TierSuite):
+class TestThatDoNothing(TierSuite):
     @pytest.fixture
     def tier(self, clock: ManualClock) -> Iterator[Tier]:
-        yield from opened(Slow(memory(), clock.advance, latency_s=0.01))
-
-
-class TestFaultyThatDoesNothing(TierSuite):
-    @pytest.fixture
-    def tier(self) -> Iterator[Tier]:
-        yield from opened(Faulty(memory(), random.Random(1)))
-
-
-class TestCounting(TierSuite):
-    @pytest.fixture
-    def tier(self) -> Iterator[Tier]:
-        yield from opened(Counting(memory()))
+        tier = Counting(Faulty(Slow(memory(), clock.advance, latency_s=0.01), random.Random(1)))
+        tier.open()
+        yield tier
+        tier.close()
 
 
 def test_slow_tier_takes_latency_and_bandwidth(clock: ManualClock) -> None:

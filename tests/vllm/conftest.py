@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtide_lab.bench.engine_nursery import EngineNursery
-from kvtide_lab.bench.engine_process import EngineProcess
+from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess
 
 # Five pages and a little: computing it takes two seconds.
 PROMPT_TOKENS = 660

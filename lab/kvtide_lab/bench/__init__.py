@@ -1,1 +1,1 @@
-"""Benchmarks. Each module has `run(quick) -> result` and `render(result)`; the command line adds machine and commit."""
+"""Benchmarks: each `run` returns a result of rows; the command line adds machine and commit."""

@@ -18,16 +18,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.console import Group
-from rich.table import Table
 
 from kvtide_lab.bench.agents_sessions import AgentSession, working_set_pages
-from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_peers import Contender, contenders, drop_page_cache, further, settle, side_server
-from kvtide_lab.bench.engine_process import EngineProcess
+from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.bench.services import mooncake_servers
-from kvtide_lab.figures import shown, table_of
 from kvtide_lab.measuring import Show, in_turns
 
 NO_REUSE = "no reuse"
@@ -445,23 +441,3 @@ def _cpu_s(pid: int | None) -> float:
     except OSError:
         return 0.0
     return sum(map(int, fields[11:13])) / _CLOCK_TICKS + sum(_cpu_s(int(child)) for child in children)
-
-
-def render(result: AgentsBench) -> Group:
-    """Return all rows, then the goals and whether they are met."""
-    memory = f"memory for {result.room_tokens:,} of {result.working_set_tokens:,} tokens"
-    rows = table_of(result.rows, f"{result.model}, {result.sessions} agent sessions, {memory}")
-    missing = [f"{name} did not run: {failure}" for name, failure in result.failures.items()]
-    goals = Table("goal", "wanted", "found", "met")
-    least = result.least_ratio.ratio if result.least_ratio else None
-    found = {
-        f"p90 interactivity over every contender's, least row (tied: {TIE})": (least, TIE),
-        "… over native tiering's after the restart": (result.after_restart_vs_native, NATIVE_RATIO_MIN),
-        "nothing shared: plain's seconds over kvtide's": (result.no_reuse_vs_plain, TIE),
-        "answers changed, exact codecs": (-result.answers_changed_exact, 0),
-        "requests failed": (-result.failed_requests, 0),
-    }
-    for goal, (value, wanted) in found.items():
-        if value is not None:
-            goals.add_row(goal, shown(wanted), shown(abs(value)), shown(value >= wanted))
-    return Group(rows, *missing, goals)

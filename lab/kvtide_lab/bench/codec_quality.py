@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import pairwise, product
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.console import Group
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.codec import Codec, LosslessCodec, Profile
@@ -30,9 +29,9 @@ from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.fingerprint import model_fingerprint
 from kvtide.errors import UnencodableBlock
 from kvtide_lab.bench.partial import Partial, ids_digest
-from kvtide_lab.figures import new_figure, table_of
 from kvtide_lab.judge.quality import CacheVerdict, CodedContext, QualityJudge, one_torch_thread
 from kvtide_lab.measuring import Show
+from kvtide_lab.subjects import LoadedModel, long_enough
 
 # Of cachegen's nine positions in a group: how many single deltas follow the anchors in the rows that are not whole.
 SINGLE_DELTAS = (0, 1, 3, 6)
@@ -305,26 +304,12 @@ class Subject(NamedTuple):
     names: list[str]
 
 
-def subject_of(
-    model: Any,
-    name: str,
-    tokenize: Callable[[str], list[int]],
-    layout: BlockLayout,
-    texts: Sequence[Text],
-    size: QualitySize,
-) -> Subject:
+def subject_of(of: LoadedModel, texts: Sequence[Text], size: QualitySize) -> Subject:
     """Take the first texts that are long enough. ValueError if none is."""
-    needed = QualityJudge(model, layout, *size[1:]).tokens_needed
-    subject = Subject(model, name, layout, size, [], [], [])
-    for text in texts:
-        ids = tokenize(text.content[: 8 * needed]) if len(subject.ids) < size.contexts else []
-        if len(ids) >= needed:
-            subject.ids.append(list(ids[:needed]))
-            subject.kinds.append(text.kind)
-            subject.names.append(Path(text.name).name)
-    if not subject.ids:
-        raise ValueError(f"no text has the {needed} tokens that a context and its continuation need")
-    return subject
+    layout = of.layout()
+    found = long_enough(of, texts, QualityJudge(of.model, layout, *size[1:]).tokens_needed, size.contexts)
+    kinds, names = [text.kind for text, _ in found], [Path(text.name).name for text, _ in found]
+    return Subject(of.model, of.folder.name, layout, size, [ids for _, ids in found], kinds, names)
 
 
 def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None) -> Partial[Inputs, Measured]:
@@ -344,11 +329,7 @@ def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None)
 
 
 def run(
-    subject: Subject,
-    profiles: Sequence[Profile],
-    codecs: Sequence[str],
-    partial: Partial[Inputs, Measured],
-    show: Show,
+    subject: Subject, profiles: Sequence[Profile], codecs: Sequence[str], partial: Partial[Inputs, Measured], show: Show
 ) -> CodecQuality:
     """Judge every case that is not in `partial` yet; of all codecs if none is named.
 
@@ -499,54 +480,3 @@ def _row(subject: Subject, case: Case, found: Sequence[Measured], rows: Sequence
         encode_mb_s=raw_bytes / 1e6 / sum(each.encode_s for each in found),
         decode_mb_s=raw_bytes / 1e6 / sum(each.decode_s for each in found),
     )
-
-
-def render(result: CodecQuality) -> Group:
-    """Return the tables that people read."""
-    title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
-    goals = table_of(result.at_kl, "bits at a KL", without=("between",))
-    return Group(table_of(result.rows, title), goals, table_of(result.by_text, f"text by text, bits at {TEXT_KL:g}"))
-
-
-def quality_finding(result: CodecQuality) -> str:
-    """Return in one line the fewest bits of each codec at one KL; nothing where fewer than two reach one."""
-    for kl in sorted({each.kl for each in result.at_kl}):
-        fewest: dict[str, float] = {}
-        for each in result.at_kl:
-            if each.kl == kl and each.bits_per_element is not None:
-                fewest[each.codec] = min(each.bits_per_element, fewest.get(each.codec, each.bits_per_element))
-        if len(fewest) > 1:
-            ranked = sorted(fewest.items(), key=lambda item: item[1])
-            return (
-                f"{result.model}, at a KL of {kl:g}: "
-                + ", ".join(f"{name} {bits:.2f}" for name, bits in ranked)
-                + " bits"
-            )
-    return ""
-
-
-def plot(result: CodecQuality, path: Path) -> None:
-    """Draw rate against distortion, KL on a log scale. ValueError without matplotlib."""
-    figure = new_figure((7, 4.5))
-    axes = figure.add_subplot()
-    lines: dict[str, list[QualityRow]] = {}
-    whole: dict[tuple[str, int], int] = {}
-    for row in result.rows:
-        whole[row.codec, row.level] = max(row.refinements, whole.get((row.codec, row.level), 0))
-    for row in result.rows:
-        if row.kl > 0:
-            is_part = row.level and row.refinements < whole[row.codec, row.level]
-            part = f", level {row.level} in part" if is_part else ""
-            lines.setdefault(f"{row.codec}, {row.coder}, {row.profile} tables{part}", []).append(row)
-    for rows in lines.values():
-        rows.sort(key=lambda row: row.bits_per_element)
-    for name, rows in lines.items():
-        style = "o-" if "rans" in name else "s--"
-        axes.plot([row.bits_per_element for row in rows], [row.kl for row in rows], style, label=name, markersize=4)
-    axes.set_yscale("log")
-    axes.set_xlabel("bits per KV element, everything counted")
-    axes.set_ylabel("KL of the continuation, nats")
-    axes.set_title(quality_finding(result) or f"{result.model}: lower left is better", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=150)

@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Group
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.entropy import EntropyTables, RansCoder, Runs, Streams, rans_paths
 from kvtide.codec.published.integers import PrefixCoder
 from kvtide.codec.tide import TideCodec
-from kvtide_lab.figures import table_of
 from kvtide_lab.judge.quality import block_metas, capture_blocks
 
 TABLES = 128
@@ -148,13 +146,6 @@ def with_tide(result: CodecSpeed, rows: list[TideSpeed]) -> CodecSpeed:
     for row in rows:
         best[row.profile] = max(row.decode_gelem_s, best.get(row.profile, 0.0))
     return msgspec.structs.replace(result, tide_decode_gelem_s=best, tide=rows)
-
-
-def render(result: CodecSpeed) -> Group:
-    """Return the rows as tables for people."""
-    coders = f"codec-speed: memcpy {result.memcpy_gb_s} GB/s, two cores {result.two_core_scaling}x"
-    blocks = table_of(result.tide, "tide: blocks of the real model", without=("quality", "kv_dtype"))
-    return Group(table_of(result.rows, coders), blocks)
 
 
 def make_workload(streams: int) -> Workload:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.table import Table
 
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
 from kvtide_lab.bench.services import server_behind
-from kvtide_lab.figures import new_figure, table_of
 from kvtide_lab.measuring import Show, Spread, spread_of
 
 LOCAL = "raw, local"
@@ -125,11 +122,7 @@ def run(
 
 
 def _way(
-    name: str,
-    engine: Callable[[], EngineProcess],
-    plain: EngineProcess,
-    prompts: list[list[int]],
-    size: CompletionSize,
+    name: str, engine: Callable[[], EngineProcess], plain: EngineProcess, prompts: list[list[int]], size: CompletionSize
 ) -> _Way:
     def asked(process: EngineProcess) -> tuple[list[_Pair], float]:
         process.ask(list(reversed(prompts[0][:_WARM_UP_TOKENS])), 2)
@@ -161,26 +154,3 @@ def _row(way: _Way, raw_bytes: int) -> CompletionRow:
         bytes_vs_raw=way.loaded_bytes / raw_bytes if raw_bytes else 1.0,
         answers_changed=sum(pair.answer["ids"] != pair.computed["ids"] for pair in way.hits),
     )
-
-
-def render(result: CompletionBench) -> Table:
-    """Return both graphs' figures as people read them."""
-    what = f"{result.prompts} prompts of {result.prompt_tokens} + {result.answer_tokens} tokens"
-    title = f"{result.model}, {what}, a server behind {result.link_mbit_s:g} Mbit/s: seconds of a completion"
-    return table_of(result.rows, title, f"computing: {result.computed_s.shown()} s")
-
-
-def plot(result: CompletionBench, path: Path) -> None:
-    """Draw the two graphs: completion on hits and on misses."""
-    figure = new_figure((9, 4))
-    ways = [row.way for row in result.rows]
-    hits, misses = ([row.hit_s.median for row in result.rows], [row.miss_s.median for row in result.rows])
-    for axes, name, seconds in zip(figure.subplots(1, 2), ("hits", "misses"), (hits, misses), strict=True):
-        axes.bar(ways, seconds)
-        axes.axhline(result.computed_s.median, linestyle=":", color="gray")
-        axes.set(ylabel="seconds of a completion", title=name)
-        axes.tick_params(axis="x", rotation=45)
-    best = max(result.rows, key=lambda row: row.hit_speedup.median)
-    finding = f"{best.way} hits are {best.hit_speedup.median:.1f} times as fast as computing"
-    figure.suptitle(f"{result.model} behind {result.link_mbit_s:g} Mbit/s: {finding}")
-    figure.savefig(path)

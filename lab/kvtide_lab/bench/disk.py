@@ -24,7 +24,6 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import numpy as np
 import xxhash
-from rich.table import Table
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import Clock, SystemClock
@@ -34,7 +33,6 @@ from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.disk import DiskTier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
-from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import extremes
 
 _Place = TypeVar("_Place")
@@ -311,9 +309,3 @@ def _fio(fio: str, pattern: str, jobs: int, size: int, count: int, path: Path) -
 
 def _fio_version(fio: str) -> str:
     return subprocess.run([fio, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-
-def render(result: DiskBenchResult) -> Table:
-    """Return the result as people read it."""
-    title = f"disk tier beside {result.fio or 'nothing'}, medians of {result.rounds} rounds in {result.folder}"
-    return table_of(result.rows, title, result.note or None)

@@ -11,14 +11,11 @@ from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 import numpy as np
-from rich.console import Group
 
-from kvtide_lab.bench.engine_nursery import EngineNursery
 from kvtide_lab.bench.engine_peers import (
     LOSSLESS,
     Contender,
@@ -29,8 +26,7 @@ from kvtide_lab.bench.engine_peers import (
     settle,
     side_server,
 )
-from kvtide_lab.bench.engine_process import EngineProcess
-from kvtide_lab.figures import table_of
+from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess
 from kvtide_lab.measuring import Show, in_turns, spread_of
 
 Prompts = list[list[int]]
@@ -136,9 +132,7 @@ class Contest:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for seat in self.seats:
             seat.close()
 
@@ -369,9 +363,3 @@ def _ratio(of: str, slow: Sequence[Turn], fast: Sequence[Turn], measure: Callabl
     ratios = [measure(theirs) / measure(ours) for theirs, ours in zip(slow, fast, strict=True)]
     spread = spread_of(ratios)
     return Ratio(of, len(ratios), spread.median, spread.quarter, spread.three_quarters)
-
-
-def render(result: EngineBenchResult) -> Group:
-    """Return the result as people read it."""
-    missing = [f"{name} did not run: {failure.splitlines()[-1]}" for name, failure in result.failures.items()]
-    return Group(table_of(result.rows, result.model), *missing, table_of(result.ratios, "kvtide's speed over others'"))

@@ -15,16 +15,15 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from rich.table import Table
 
-from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.block import KVDtype
 from kvtide.keys import NamespaceSpec
 from kvtide.server.auth import new_token
 from kvtide.server.scheduler import POLICIES
-from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
-from kvtide.wire import pack_object
+from kvtide.types import BlockKey, ObjectId
 from kvtide_lab.bench.link import open_link
 from kvtide_lab.bench.services import grant_words, kvtide_server
+from kvtide_lab.bench.store_clients import bench_object
 from kvtide_lab.measuring import extremes
 from kvtide_lab.sim.fairness import (
     ClientMix,
@@ -34,11 +33,9 @@ from kvtide_lab.sim.fairness import (
     Served,
     fairness_report,
     fairness_row,
-    render_fairness,
 )
 
 _END_S_MAX = 60.0
-_LAYOUT = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)
 
 
 class FairnessBenchResult(FairnessReport, frozen=True, kw_only=True):
@@ -175,22 +172,10 @@ def _object_file(place: _Place, size: int) -> Path:
     """Return a file with an object of about `size` bytes: that and its header."""
     file = place.folder / f"{size}.kvt"
     if not file.exists():
-        object_id = _object_id(size)
-        meta = BlockMeta(object_id, BlockKey(object_id.namespace), 0, _LAYOUT, "bench")
-        file.write_bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes(size))]))
+        file.write_bytes(bench_object(_object_id(size), bytes(size)))
     return file
 
 
 def _object_id(size: int) -> ObjectId:
-    namespace = NamespaceSpec(b"bench", _LAYOUT.dtype, "bench", _LAYOUT.tokens, b"").digest()
+    namespace = NamespaceSpec(b"bench", KVDtype.FLOAT16, "bench", 16, b"").digest()
     return ObjectId(namespace, BlockKey(size.to_bytes(32, "big")))
-
-
-def render(result: FairnessBenchResult) -> Table:
-    """Return the result as people read it."""
-    table = render_fairness(result)
-    table.caption = (
-        f"{result.rounds} rounds; link: {result.link}; the server fills {result.pace:.0%} of it; small bodies waited "
-        f"{result.small_wait_p99_rounds:.2f} rounds of slices at p99 (vtc)"
-    )
-    return table

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from rich.console import Group
 
 from kvtide.block import KVDtype
 from kvtide.clock import Clock, SystemClock
@@ -19,15 +18,9 @@ from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.generation import FirstToken
 from kvtide.engines.transformers.selective import Rest, SparseSettings
 from kvtide.importance import AllHeads, FirstHeads, Selector
-from kvtide_lab.bench.importance_prompts import (
-    NeedleRow,
-    make_tasks,
-    needle_rows,
-    tokenized,
-)
+from kvtide_lab.bench.importance_prompts import NeedleRow, make_tasks, needle_rows, tokenized
 from kvtide_lab.bench.services import server_behind
 from kvtide_lab.bench.shaped import ShapedProxy, as_fast_as_the_machine
-from kvtide_lab.figures import table_of
 from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix
 from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Random, Recency
 from kvtide_lab.measuring import Show
@@ -357,15 +350,3 @@ def _engine_row(place: str, use: str, tokens: int, tried: Sequence[_Tried]) -> E
         median(each.front_share for each in tried),
         median(each.behind_share for each in tried),
     )
-
-
-def render(result: ImportanceBench) -> Group:
-    """Return the tables that people read, of those that were asked for."""
-    title = f"{result.model}, {result.contexts} contexts of {result.context_tokens} tokens, KV in {result.kv_dtype}"
-    tables: dict[str, Sequence[msgspec.Struct]] = {
-        f"{title}, disk of {result.disk_bytes_s / 1e6:.0f} MB/s": result.rows,
-        "needles": result.needles,
-        "first tokens, whole and in part": result.ttft,
-        "attach": result.engine,
-    }
-    return Group(*(table_of(rows, name) for name, rows in tables.items() if rows))

@@ -15,13 +15,11 @@ import tracemalloc
 from collections.abc import Iterator
 
 import msgspec
-from rich.table import Table
 
 from kvtide.clock import ManualClock
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
-from kvtide_lab.figures import table_of
 from kvtide_lab.sim.policies import policy_named
 
 REQUEST_BLOCKS = 64
@@ -142,9 +140,3 @@ def _key_ns() -> float:
         keys = block_keys(_NAMESPACE, tokens, KEY_BLOCK_TOKENS)
         times.append((time.process_time_ns() - start_ns) / len(keys))
     return statistics.median(times)
-
-
-def render(result: IndexBench) -> Table:
-    """Return the result as a table."""
-    title = f"match + insert + evict; keys of 16 tokens: {result.key_ns_per_block:.0f} ns a block"
-    return table_of(result.rows, title)

@@ -16,13 +16,11 @@ from typing import Any
 
 import msgspec
 import torch
-from rich.console import Group
 from torch.nn import functional
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import SystemClock
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
-from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import Show, Spread, spread_of
 from kvtide_lab.swap.pages import PageSwapper, made_up_pages
 
@@ -250,10 +248,7 @@ def run(
 
 
 def _throughput(
-    engine: Callable[..., EngineProcess],
-    tokens: Sequence[int],
-    size: OffloadSize,
-    show: Show,
+    engine: Callable[..., EngineProcess], tokens: Sequence[int], size: OffloadSize, show: Show
 ) -> list[ThroughputRow]:
     needed = len(size.answers) * size.prompts * size.prompt_tokens
     if len(tokens) < needed:
@@ -304,11 +299,3 @@ def _throughput_row(answer_tokens: int, seconds: dict[str, list[list[float]]]) -
     overhead_s = spread_of([loaded - own for loaded, own in pairs])
     (naive,), own, both, alone = (rates[way] for way in _WAYS)
     return ThroughputRow(answer_tokens, naive, own[0], own[1], both[0], both[1], alone[0], alone[1], overhead_s)
-
-
-def render(result: OffloadBenchResult) -> Group:
-    """Return both tables as people read them."""
-    title = f"{TOKENS} tokens, {STEP_TOKENS} a step, pages apart, on {result.device}"
-    asked = f"{result.model}: requests/s, {result.prompts} prompts of {result.prompt_tokens} tokens"
-    tables: dict[str, Sequence[msgspec.Struct]] = {title: result.swaps, asked: result.throughput}
-    return Group(*(table_of(rows, name) for name, rows in tables.items() if rows))

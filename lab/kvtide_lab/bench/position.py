@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.table import Table
 
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile
@@ -24,10 +23,10 @@ from kvtide.codec.tide.law import LossLaw, PositionLaw, Purpose
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.fingerprint import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
-from kvtide_lab.figures import shown, table_of
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
 from kvtide_lab.judge.quality import one_torch_thread
 from kvtide_lab.measuring import Show
+from kvtide_lab.subjects import LoadedModel
 
 # An embedded copy of four levels: what each is of, and the refinements after its base.
 QUALITY, REFINEMENTS = 9e-4, 3
@@ -162,19 +161,12 @@ def one_of_each_kind_first(texts: Sequence[Text]) -> list[Text]:
     return [text for _, text in sorted(zip(turns, texts, strict=True), key=lambda pair: pair[0])]
 
 
-def subject_of(
-    model: Any,
-    name: str,
-    tokenize: Callable[[str], list[int]],
-    layout: BlockLayout,
-    size: PositionSize,
-    profile: Profile,
-    texts: Sequence[Text],
-) -> PositionSubject:
+def subject_of(of: LoadedModel, size: PositionSize, profile: Profile, texts: Sequence[Text]) -> PositionSubject:
     """Take texts that the law was not fitted on."""
     longest = max(size.texts) + size.answer_tokens + 1
-    ids = [list(tokenize(text.content[: 8 * longest])[:longest]) for text in texts]
-    return PositionSubject(model, name, layout, size, profile, ids, [text.kind for text in texts])
+    ids = [list(of.tokenize(text.content[: 8 * longest])[:longest]) for text in texts]
+    kinds = [text.kind for text in texts]
+    return PositionSubject(of.model, of.folder.name, of.layout(), size, profile, ids, kinds)
 
 
 def partial_of(subject: PositionSubject, path: Path | None) -> Results:
@@ -280,10 +272,3 @@ def _rows(subject: PositionSubject, jobs: Sequence[_Job], results: Results, law:
 def _close(rows: Sequence[PositionRow]) -> float | None:
     ratios = [row.law / row.kl for row in rows if row.kl > 0]
     return fmean(abs(ratio - 1) <= CLOSE for ratio in ratios) if ratios else None
-
-
-def render(result: PositionBench) -> Table:
-    """Return the rows beside the law as a table."""
-    close = f"law within 25 %: {shown(result.law_close_goes_on)} that go on, {shown(result.law_close_copies)} of copies"
-    title = f"{result.model}, {result.codec}, {result.answer_tokens} tokens of answer, held-out texts; {close}"
-    return table_of(result.rows, title)

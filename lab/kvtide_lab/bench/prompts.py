@@ -10,14 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.table import Table
 
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
-from kvtide_lab.figures import new_figure, table_of
 from kvtide_lab.measuring import Show
 
 # The smallest page of vLLM's attention on processors.
@@ -113,29 +110,3 @@ def prompts_of(p: float, size: PromptsSize) -> list[Sequence[int]]:
         rng.choice(frequent) if rng.random() < p else rng.choices(_VOCABULARY, k=PROMPT_TOKENS)
         for _ in range(size.requests)
     ]
-
-
-def render(result: PromptsBench) -> Table:
-    """Return the rows as people read them."""
-    what = f"{result.requests} requests a row of {result.prompt_tokens} + {result.answer_tokens} tokens"
-    pays = "at no p" if result.pays_from_p is None else f"from p = {result.pays_from_p:g} on"
-    return table_of(result.rows, f"{result.model}, {what}", f"more items a second than without a cache {pays}")
-
-
-def plot(result: PromptsBench, path: Path) -> None:
-    """Draw the report's two figures."""
-    figure = new_figure((9, 4))
-    left, right = figure.subplots(1, 2)
-    p = [row.p for row in result.rows]
-    left.plot(p, [row.hit_rate_kvtide for row in result.rows], "o-", label="kvtide")
-    left.plot(p, [row.hit_rate_own for row in result.rows], ":", label="the engine's own cache")
-    left.set(xlabel="p", ylabel="hit rate")
-    right.plot(p, [row.items_per_s_kvtide for row in result.rows], "o-", label="kvtide")
-    right.plot(p, [row.items_per_s_own for row in result.rows], ":", label="the engine's own cache")
-    right.plot(p, [row.items_per_s_none for row in result.rows], "--", label="no cache")
-    right.set(xlabel="p", ylabel="items per second")
-    right.set_ylim(bottom=0)
-    right.legend()
-    gain = result.rows[-1].items_per_s_kvtide / result.rows[-1].items_per_s_none
-    figure.suptitle(f"{result.model}: at p = {p[-1]:g} {gain:.1f} times the items of an engine without a cache")
-    figure.savefig(path)

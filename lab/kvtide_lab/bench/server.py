@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from rich.table import Table
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.tier.buffers import aligned_buffer
@@ -27,7 +26,6 @@ from kvtide.types import ObjectId
 from kvtide.wire.http import pack_request_head
 from kvtide_lab.bench.disk import made_objects
 from kvtide_lab.bench.services import BenchService, started, wait_until
-from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import together
 
 OBJECT_BYTES = 4 << 20
@@ -287,9 +285,3 @@ def _row(side: _Side) -> ServerBenchRow:
         put_gb_s=median([rate.gb_s for rate in side.puts]),
         put_cpu_s_per_gb=median([rate.cpu_s_per_gb for rate in side.puts]),
     )
-
-
-def render(result: ServerBenchResult) -> Table:
-    """Return the result as people read it."""
-    title = f"{result.object_bytes >> 20} MiB bodies, {result.clients} clients, medians of {result.rounds} rounds"
-    return table_of(result.rows, title, result.note or None)

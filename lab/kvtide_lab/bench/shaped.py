@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 # Small, so that little is on its way: what the kernel holds is not yet through the link.
@@ -59,9 +58,7 @@ class ShapedProxy:
         self._acceptor.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_closed = True
         self.cut()
         self._acceptor.join()

@@ -21,18 +21,16 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
-from rich.table import Table
 
-from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.block import KVDtype
 from kvtide.keys import NamespaceSpec
 from kvtide.server.auth import new_token
 from kvtide.server.settings import ServerLimits
-from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
-from kvtide.wire import pack_object
+from kvtide.types import BlockKey, ObjectId
 from kvtide_lab.bench.services import grant_words, kvtide_server, valkey_server
 from kvtide_lab.bench.shaped import ShapedProxy
 from kvtide_lab.bench.siege_attack import Attack
-from kvtide_lab.figures import table_of
+from kvtide_lab.bench.store_clients import bench_object
 from kvtide_lab.measuring import peak_bytes, percentile
 
 MIB = 1 << 20
@@ -46,10 +44,8 @@ _DRAIN_S_MAX = 2.0
 # Python's own end, and that of the tiers.
 _END_S_MAX = 1.0
 _WAIT_S_MAX = 10.0
-_READY_S_MAX = 20.0
 _TENANTS = ("measured", "attacker", "second")
-_LAYOUT = BlockLayout(layers=1, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)
-_NAMESPACE = NamespaceSpec(b"siege", _LAYOUT.dtype, "bench", _LAYOUT.tokens, b"").digest()
+_NAMESPACE = NamespaceSpec(b"siege", KVDtype.FLOAT16, "bench", 16, b"").digest()
 _OBJECT_BYTES = MIB
 _STALLED_BYTES = 12 * MIB
 _KEYS_MAX = 4096
@@ -73,14 +69,11 @@ class SiegeRow(msgspec.Struct, frozen=True):
     holds: bool
 
 
-class SiegeResult(msgspec.Struct, frozen=True, kw_only=True):
+class SiegeResult(msgspec.Struct, frozen=True):
     """Every attack. `holds` if each row does: p99 within its bound, no errors, memory and drain within theirs."""
 
     rows: list[SiegeRow]
     holds: bool
-    p99_factor_max: float = P99_FACTOR_MAX
-    p99_ms_min: float = P99_MS_MIN
-    drain_s_max: float = _DRAIN_S_MAX
 
 
 class _Ground(NamedTuple):
@@ -105,11 +98,6 @@ class _Ground(NamedTuple):
 
 def _path(number: int) -> str:
     return f"/v1/{_NAMESPACE.hex()}/{number.to_bytes(32, 'big').hex()}"
-
-
-def _object(number: int, size: int) -> bytes:
-    meta = BlockMeta(ObjectId(_NAMESPACE, BlockKey(number.to_bytes(32, "big"))), BlockKey(_NAMESPACE), 0, _LAYOUT, "b")
-    return bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes(size))]))
 
 
 def _exists(ground: _Ground, who: str) -> bytes:
@@ -218,7 +206,8 @@ def _prepare(ground: _Ground, connection: http.client.HTTPConnection, name: str)
     if name.startswith("stalled") or name == "head-flood":
         objects += [(10 + number, "attacker", _STALLED_BYTES) for number in range(1 if name == "head-flood" else 8)]
     for number, who, size in objects:
-        status = ground.ask(connection, "PUT", _path(number), who, _object(number, size))
+        content = bench_object(ObjectId(_NAMESPACE, BlockKey(number.to_bytes(32, "big"))), bytes(size))
+        status = ground.ask(connection, "PUT", _path(number), who, content)
         if status not in {http.client.OK, http.client.CREATED}:
             raise ValueError(f"the server does not store: {status}")
     for _ in range(3):
@@ -291,11 +280,3 @@ def _end(process: subprocess.Popen[str]) -> float:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_DRAIN_S_MAX + _WAIT_S_MAX)
     return time.monotonic() - started_s
-
-
-def render(result: SiegeResult) -> Table:
-    """Return the result as people read it."""
-    bound = f"p99 at most {P99_FACTOR_MAX:g} times its quiet value or {P99_MS_MIN:g} ms, no errors"
-    verdict = "holds" if result.holds else "does not hold"
-    caption = f"{verdict}: {bound}, memory within its bound, ends when told to"
-    return table_of(result.rows, "GET of 1 MiB by another tenant, during each attack", caption)

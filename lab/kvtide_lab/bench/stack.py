@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import msgspec
-from rich.table import Table
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.evict import RankedOrder, Ranking, RecencyRanking, ScoreRanking
@@ -21,7 +20,6 @@ from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide_lab.figures import table_of
 from kvtide_lab.sim.workload import Trace
 from kvtide_lab.wrapped import Counting
 
@@ -216,10 +214,3 @@ def trace_requests(trace: Trace) -> Iterator[Request]:
     """Yield a trace's requests; blocks are numbered from 0 in the order in which the trace first names them."""
     for request in trace.requests:
         yield [int.from_bytes(key, "little") for key in request.keys]
-
-
-def render(result: StackBenchResult) -> Table:
-    """Return the result as people read it."""
-    sizes = f"device {result.device_blocks}, memory {result.memory_blocks} of {result.distinct_blocks} blocks"
-    caption = f"{sizes}; GB as if a block had {_BLOCK_BYTES >> 20} MiB"
-    return table_of(result.rows, f"{result.requests} requests, {result.trace} trace", caption)

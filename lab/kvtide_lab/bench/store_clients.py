@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,11 +73,10 @@ def bench_id(number: int) -> ObjectId:
     return ObjectId(Namespace(digest), BlockKey(digest))
 
 
-def bench_object(number: int, size: int) -> bytes:
-    """Return an object for the id of that number, as servers take it, with so many random bytes."""
-    meta = BlockMeta(bench_id(number), BlockKey(bench_id(number).namespace), 0, _LAYOUT, "bench")
-    section = Section(SectionId(SectionKind.DATA, 0, 0, 1), random.Random(number).randbytes(size))
-    return bytes(pack_object(meta, "raw-1", [section]))
+def bench_object(object_id: ObjectId, data: bytes) -> bytes:
+    """Return an object as servers take it, with these bytes."""
+    meta = BlockMeta(object_id, BlockKey(object_id.namespace), 0, _LAYOUT, "bench")
+    return bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), data)]))
 
 
 def move(clients: Sequence[StoreClient], verb: str, numbers: range, values: Sequence[bytes]) -> Took:

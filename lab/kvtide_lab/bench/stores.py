@@ -16,13 +16,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.table import Table
 
 from kvtide.config import Limits
 from kvtide.tier.buffers import aligned_buffer
 from kvtide_lab.bench.services import kvtide_pool, mooncake_servers, pool_url, s3_server, valkey_cluster
 from kvtide_lab.bench.store_clients import TierClient, bench_id, bench_object, move
-from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import quartiles
 
 _VALUE_BYTES = 4 << 20
@@ -218,7 +216,7 @@ _VERBS = ("put", "get", "section", "look_up")
 def run(quick: bool) -> StoresBenchResult:
     """Start the stores and measure. Quick means fewer rounds. ValueError if Mooncake can't run here."""
     rounds = 4 if quick else 15
-    values = [bench_object(number, _VALUE_BYTES) for number in range(_VALUES)]
+    values = [bench_object(bench_id(n), random.Random(n).randbytes(_VALUE_BYTES)) for n in range(_VALUES)]
     size = len(values[0])
     figures: _Figures = {}
     missing: dict[str, str] = {}
@@ -296,13 +294,3 @@ def _row(figures: _Figures, store: str, case: _Case, missing: str) -> StoresBenc
     moved_gb = _VALUES * _VALUE_BYTES / 1e9
     times_ms = (1e3 * section_s / _VALUES, 1e3 * look_up_s / _VALUES)
     return StoresBenchRow(store, case.copies, case.processes, moved_gb / put_s, moved_gb / get_s, *times_ms)
-
-
-def render(result: StoresBenchResult) -> Table:
-    """Return the result as people read it."""
-    title = f"values of {result.value_bytes >> 20} MiB, {result.threads} threads, medians of {result.rounds} rounds"
-    caption = (
-        f"kvtide on Mooncake {result.mooncake} against the fastest of its own client's ways: "
-        f"get {result.get_vs_client:.2f}, put {result.put_vs_client:.2f}, sections {result.section_vs_client:.2f}"
-    )
-    return table_of(result.rows, title, caption)

@@ -5,7 +5,6 @@ Every policy stands beside plain recomputing and beside the paper's system, on t
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from statistics import fmean
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 import torch
-from rich.table import Table
 from transformers import DynamicCache
 
 from kvtide.clock import SystemClock
@@ -28,7 +26,6 @@ from kvtide.store.load.streamed import StreamedReport
 from kvtide_lab.bench.position import passages_of
 from kvtide_lab.bench.services import server_behind
 from kvtide_lab.bench.shaped import as_fast_as_the_machine
-from kvtide_lab.figures import table_of
 from kvtide_lab.judge.position_judge import PositionJudge
 from kvtide_lab.measuring import Show
 from kvtide_lab.sim.links import Link
@@ -265,15 +262,13 @@ class StreamVerdict(NamedTuple):
 
 
 class StreamBench(msgspec.Struct, frozen=True):
-    """All rows and what they say (StreamVerdict). load_before, load_after: processes that wanted to run, ours too."""
+    """All rows and what they say (StreamVerdict)."""
 
     context_tokens: int
     texts: int
     tide: str
     recompute_s: float
     deadline_s: float
-    load_before: float
-    load_after: float
     ttft_within: float | None
     kl_vs_cachegen: float | None
     law_within_25: float | None
@@ -304,7 +299,6 @@ def run(
     show: Show,
 ) -> StreamBench:
     """Play every way over every link. ValueError for too few texts that are long enough, or no profile that fits."""
-    load_before = os.getloadavg()[0]
     with StreamWorld(model, texts, size, profiles) as world:
         codecs = list(dict.fromkeys(door.codec for door in doors))
         for done, codec in enumerate(codecs):
@@ -326,9 +320,8 @@ def run(
                 played = _plays(world, route, door, start_within_s, statistics.median(plain_s))
                 rows.append(row_of(door.name, door.codec, route.link.name, played))
         show("rows", total, total)
-    loads, tide = (load_before, os.getloadavg()[0]), doors[0].codec
     verdict = verdict_of(rows, deadline_s)
-    return StreamBench(size.context_tokens, size.texts, tide, recompute_s, deadline_s, *loads, *verdict, rows)
+    return StreamBench(size.context_tokens, size.texts, doors[0].codec, recompute_s, deadline_s, *verdict, rows)
 
 
 def _plays(
@@ -375,18 +368,3 @@ def verdict_of(rows: Sequence[StreamBenchRow], deadline_s: float) -> StreamVerdi
         abs(row.kl_law / row.kl_model - 1) <= CLOSE for row in ours if row.kl_law is not None and row.kl_model > KL_MIN
     ]
     return StreamVerdict(*(statistics.fmean(each) if each else None for each in (within, halved, near)))
-
-
-def render(result: StreamBench) -> Table:
-    """Return the rows as a table."""
-    shares = (result.ttft_within, result.kl_vs_cachegen, result.law_within_25)
-    within, halved, near = ("none" if share is None else f"{share:.0%}" for share in shares)
-    caption = (
-        f"in time: {within} of kvtide's rows; half of CacheGen's KL, no later: {halved} of links; "
-        f"law within 25 %: {near} of rows; load {result.load_before:.1f} to {result.load_after:.1f}"
-    )
-    title = (
-        f"{result.context_tokens} tokens, {result.texts} held-out texts, {result.tide}; "
-        f"recomputing {result.recompute_s:.2f} s, deadline {result.deadline_s:.2f} s"
-    )
-    return table_of(result.rows, title, caption)

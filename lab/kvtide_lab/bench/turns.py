@@ -5,7 +5,7 @@ Each text is talked with all codecs beside one exact chat; what was found of a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from rich.console import Group
 from transformers import DynamicCache
 
 from kvtide.codec import Profile
@@ -23,9 +22,9 @@ from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.fingerprint import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
-from kvtide_lab.figures import table_of
 from kvtide_lab.judge.quality import one_torch_thread
 from kvtide_lab.measuring import Show
+from kvtide_lab.subjects import LoadedModel, long_enough
 
 # What a turn stores must be there in the next one; on a busy machine that takes a while.
 FLUSH_S_MAX = 120.0
@@ -92,12 +91,7 @@ class ChatJudge:
     def _attached(self, codec: str, folder: Path) -> CachedModel:
         tokens, profiles = self._size.block_tokens, self._profiles
         return attach(
-            self._model,
-            str(folder),
-            codec=codec,
-            profiles=profiles,
-            block_tokens=tokens,
-            fingerprint=self._fingerprint,
+            self._model, str(folder), codec=codec, profiles=profiles, block_tokens=tokens, fingerprint=self._fingerprint
         )
 
     def _take(
@@ -237,20 +231,10 @@ class ChatSubject(NamedTuple):
 Said = dict[str, TurnVerdict]
 
 
-def subject_of(
-    model: Any, name: str, tokenize: Callable[[str], list[int]], texts: Sequence[Text], size: TurnsSize
-) -> ChatSubject:
+def subject_of(of: LoadedModel, texts: Sequence[Text], size: TurnsSize) -> ChatSubject:
     """Take the first texts that are long enough. ValueError if none is."""
-    needed = size.chat.tokens_needed
-    subject = ChatSubject(model, name, size, [], [])
-    for text in texts:
-        ids = tokenize(text.content[: 8 * needed]) if len(subject.ids) < size.texts else []
-        if len(ids) >= needed:
-            subject.ids.append(list(ids[:needed]))
-            subject.kinds.append(text.kind)
-    if not subject.ids:
-        raise ValueError(f"no text has the {needed} tokens that the turns need")
-    return subject
+    found = long_enough(of, texts, size.chat.tokens_needed, size.texts)
+    return ChatSubject(of.model, of.folder.name, size, [ids for _, ids in found], [text.kind for text, _ in found])
 
 
 def partial_of(subject: ChatSubject, profiles: Sequence[Profile], path: Path | None) -> Partial[ChatInputs, Said]:
@@ -327,11 +311,3 @@ def trend_of(kls: Sequence[Sequence[float]]) -> Trend:
     p = float(np.mean(signs @ slopes >= slopes.sum() - 1e-12 * np.abs(slopes).sum()))
     stderr = stdev(slopes) / len(slopes) ** 0.5 if len(slopes) > 1 else None
     return Trend(float(slopes.mean()), stderr, p, p < TREND_P_MAX)
-
-
-def render(result: TurnsBench) -> Group:
-    """Return the tables that people read: turn by turn, then how each codec's loss grows."""
-    what = f"texts: {result.texts}, turns of {result.user_tokens} + {result.answer_tokens} tokens"
-    title = f"{result.model}, {what}, blocks of {result.block_tokens}, KV in {result.kv_dtype}"
-    exact = f"KL a turn, of {', '.join(result.trend)}; the largest behind lossless {result.exact_kl_max:g}"
-    return Group(table_of(result.rows, title), table_of(list(result.trend.values()), exact))

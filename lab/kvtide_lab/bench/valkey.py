@@ -13,12 +13,10 @@ from contextlib import ExitStack, contextmanager
 from socket import IPPROTO_TCP, TCP_NODELAY, create_connection
 
 import msgspec
-from rich.table import Table
 
 from kvtide.tier.buffers import aligned_buffer
 from kvtide_lab.bench.services import valkey_server
 from kvtide_lab.bench.store_clients import StoreClient, TierClient, Took, move
-from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import in_turns, quartiles
 
 _VALUE_BYTES = 4 << 20
@@ -206,13 +204,3 @@ def _row(figures: _Figures, client: str, threads: int) -> ValkeyBenchRow:
         put_cpu_s_per_gb=statistics.median(each.cpu_s for each in puts) / moved_gb,
         get_cpu_s_per_gb=statistics.median(each.cpu_s for each in gets) / moved_gb,
     )
-
-
-def render(result: ValkeyBenchResult) -> Table:
-    """Return the result as people read it."""
-    title = f"{result.server}, values of {result.value_bytes >> 20} MiB, medians of {result.rounds} rounds"
-    caption = (
-        f"against raw RESP: get {result.get_vs_raw_resp:.2f}, put {result.put_vs_raw_resp:.2f}; "
-        f"against redis-py: get {result.get_vs_redis_py:.2f}, with 4 threads {result.get_vs_redis_py_4_threads:.2f}"
-    )
-    return table_of(result.rows, title, caption)

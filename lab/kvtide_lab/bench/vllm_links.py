@@ -14,14 +14,11 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.table import Table
 
-from kvtide_lab.bench.engine_nursery import EngineNursery
-from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
+from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess, kvtide_transfer
 from kvtide_lab.bench.importance import RATES
 from kvtide_lab.bench.services import server_behind
 from kvtide_lab.bench.shaped import ShapedProxy, as_fast_as_the_machine
-from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import Show
 
 CODEC = "tide:9e-4:3"
@@ -170,12 +167,6 @@ def answer_kl(exact: Mapping[str, Any], answer: Mapping[str, Any]) -> float:
     return max(0.0, sum(losses) / len(losses))
 
 
-def render_stream(result: VllmStreamBench) -> Table:
-    """Return the rows as a table."""
-    title = f"vLLM, {result.prompt_tokens} tokens, {result.codec}: computing {result.recompute_s:.2f} s"
-    return table_of(result.rows, title, f"in time: {result.within:.0%}")
-
-
 def run_importance(
     python: Path,
     model: Path,
@@ -255,9 +246,3 @@ def _importance_row(place: str, tried: Sequence[_Tried], raw_bytes: int) -> Vllm
         fmean(each.kl for each in tried),
         fmean(each.top1 for each in tried),
     )
-
-
-def render_importance(result: VllmImportanceBench) -> Table:
-    """Return the rows as a table."""
-    title = f"vLLM, {result.prompt_tokens} tokens, {result.dtype}, {result.share:.0%} exactly"
-    return table_of(result.rows, title, f"computing: {result.recompute_s:.2f} s to the first token")

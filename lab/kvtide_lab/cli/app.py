@@ -10,10 +10,7 @@ from kvtide.cli import run, version_option
 from kvtide_lab.cli import bench, sim
 
 app = typer.Typer(
-    name="kvtide-lab",
-    help="Measure and simulate kvtide.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    name="kvtide-lab", help="Measure and simulate kvtide.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kvtide.cli.report import JsonOption, emit
+from kvtide.cli.report import JsonOption
 from kvtide_lab.bench import disk, fairness, index, server, siege, stack, stores, valkey
 from kvtide_lab.cli import engines, quality
-from kvtide_lab.cli.options import QuickOption
+from kvtide_lab.cli.options import QuickOption, tell
 from kvtide_lab.cli.sim import ClientOption, client_mix
 from kvtide_lab.sim.fairness import FairnessSetup
 from kvtide_lab.sim.workload import read_trace
@@ -36,7 +36,7 @@ def bench_disk(
     as_json: JsonOption = False,
 ) -> None:
     """The disk tier beside fio with the same pattern; it says so if fio is not installed."""
-    emit(disk.run(quick, folder), disk.render, as_json)
+    tell(disk.run(quick, folder), as_json)
 
 
 @app.command("stack")
@@ -49,13 +49,13 @@ def bench_stack(
     if trace is not None and not trace.is_file():
         raise ValueError(f"no file at {trace}")
     requests = stack.trace_requests(read_trace(trace)) if trace else None
-    emit(stack.run(quick, requests, trace_name=trace.name if trace else "made-up"), stack.render, as_json)
+    tell(stack.run(quick, requests, trace_name=trace.name if trace else "made-up"), as_json)
 
 
 @app.command("index")
 def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Match, insert and evict in steady state, by policy, with 10 k and 1 M blocks resident."""
-    emit(index.run(quick), index.render, as_json)
+    tell(index.run(quick), as_json)
 
 
 @app.command("fairness")
@@ -70,7 +70,7 @@ def bench_fairness(
 ) -> None:
     """Clients that share a link of 1 Gbit/s through the server, under every send policy."""
     setup = FairnessSetup(mix=client_mix(client), slots=slots, duration_s=5.0)
-    emit(fairness.run(setup, pace, 1 if quick else 7), fairness.render, as_json)
+    tell(fairness.run(setup, pace, 1 if quick else 7), as_json)
 
 
 @app.command("siege")
@@ -82,22 +82,22 @@ def bench_siege(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a tenant's reads while others try to stop the server, and whether it ends when told to."""
-    emit(siege.run(quick, attack or tuple(siege.ATTACKS)), siege.render, as_json)
+    tell(siege.run(quick, attack or tuple(siege.ATTACKS)), as_json)
 
 
 @app.command("server")
 def bench_server(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """The cache server beside nginx and a raw-socket floor: throughput and CPU."""
-    emit(server.run(quick), server.render, as_json)
+    tell(server.run(quick), as_json)
 
 
 @app.command("valkey")
 def bench_valkey(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """The Valkey tier beside a raw socket and redis-py, on a server that it starts."""
-    emit(valkey.run(quick), valkey.render, as_json)
+    tell(valkey.run(quick), as_json)
 
 
 @app.command("stores")
 def bench_stores(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Mooncake, a Valkey cluster, a pool and a bucket side by side, and Mooncake's own client, on servers it starts."""
-    emit(stores.run(quick), stores.render, as_json)
+    tell(stores.run(quick), as_json)

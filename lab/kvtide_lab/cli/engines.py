@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from msgspec.structs import replace
 
-from kvtide.cli.report import JsonOption, emit, progress_bars
+from kvtide.cli.report import JsonOption, progress_bars
 from kvtide_lab.cli.options import (
     LmcacheOption,
     PartialOption,
-    PlotOption,
     PythonOption,
     QuickOption,
+    tell,
     texts_of,
-    tokenizer,
 )
 from kvtide_lab.config import leave_a_core
+from kvtide_lab.subjects import tokenizer
 
 if TYPE_CHECKING:
     from kvtide_lab.bench.agents_sessions import AgentSession
@@ -61,7 +61,7 @@ def engine(
             Path(work),
             show,
         )
-    emit(result, bench.render, as_json)
+    tell(result, as_json)
 
 
 def agents(
@@ -109,7 +109,7 @@ def agents(
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work, progress_bars() as show:
         setup = bench.AgentsSetup(python or Path(sys.executable), lmcache_python, names, Path(work), folder)
         result = bench.run(setup, chosen, size, results, show)
-    emit(result, bench.render, as_json)
+    tell(result, as_json)
 
 
 def _sessions(
@@ -157,12 +157,10 @@ def offload(
             folder, tokens = _model_and_text()
             with _engines_of(python, folder) as start:
                 result = bench.run(device, models, show, start, tokens, size, folder.name)
-    emit(result, bench.render, as_json)
+    tell(result, as_json)
 
 
-def prompts(
-    python: PythonOption = None, plot: PlotOption = None, quick: QuickOption = False, as_json: JsonOption = False
-) -> None:
+def prompts(python: PythonOption = None, quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """The prefix report's random prompts on real vLLM: hit rate and items per second against p."""
     from kvtide.engines.transformers import converted_folder
     from kvtide_lab.bench import prompts as bench
@@ -170,15 +168,12 @@ def prompts(
     folder = converted_folder()
     with _engines_of(python, folder) as start, progress_bars() as show:
         result = bench.run(start, folder.name, bench.QUICK if quick else bench.FULL, show)
-    emit(result, bench.render, as_json)
-    if plot is not None:
-        bench.plot(result, plot)
+    tell(result, as_json)
 
 
 def completion(
     python: PythonOption = None,
     link: Annotated[float, typer.Option("--link", min=1.0, help="Mbit/s of the link to the server.")] = LINK_MBIT_S,
-    plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -188,16 +183,13 @@ def completion(
     folder, tokens = _model_and_text()
     with _engines_of(python, folder) as start, progress_bars() as show:
         result = bench.run(start, folder.name, tokens, link, bench.QUICK if quick else bench.FULL, show)
-    emit(result, bench.render, as_json)
-    if plot is not None:
-        bench.plot(result, plot)
+    tell(result, as_json)
 
 
 @contextmanager
 def _engines_of(python: Path | None, folder: Path) -> Iterator[Callable[..., EngineProcess]]:
     """Yield what starts an engine of the model (transfer=, options=)."""
-    from kvtide_lab.bench.engine_nursery import EngineNursery
-    from kvtide_lab.bench.engine_process import EngineProcess
+    from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess
 
     interpreter = python or Path(sys.executable)
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work:

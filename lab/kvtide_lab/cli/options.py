@@ -1,20 +1,22 @@
-"""Options that several commands share, and the demo's model and texts as they take them."""
+"""Options that several commands share, and texts and profiles as they take them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
+from kvtide.cli.report import emit
+from kvtide_lab.figures import tables_of
+
 if TYPE_CHECKING:
-    from kvtide.block import BlockLayout
     from kvtide.codec import Profile
     from kvtide.engines.calibrate.texts import Text
 
 QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repeats and cases.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="Write a figure to this PNG file.")]
 PartialOption = Annotated[
     Path | None, typer.Option("--partial", help="Keep each result in this file, and go on from it.")
 ]
@@ -26,39 +28,9 @@ LmcacheOption = Annotated[
 ]
 
 
-class LoadedModel(NamedTuple):
-    """A model with its tokenizer."""
-
-    folder: Path
-    model: Any
-    tokenize: Callable[[str], list[int]]
-
-    def layout(self) -> BlockLayout:
-        """Return the layout of its blocks in transformers."""
-        from kvtide.engines.transformers import BLOCK_TOKENS, model_layout
-
-        return model_layout(self.model, BLOCK_TOKENS)
-
-
-def subject(folder: str | None = None, dtype: str = "float32") -> LoadedModel:
-    """Load a model; without a folder SmolLM2-135M."""
-    from kvtide.engines.transformers import converted_folder, load_model
-
-    chosen = Path(folder) if folder else converted_folder()
-    return LoadedModel(chosen, load_model(chosen, dtype), tokenizer(chosen))
-
-
-def tokenizer(folder: Path) -> Callable[[str], list[int]]:
-    """Load a model's tokenizer."""
-    from kvtide.engines.transformers import load_tokenizer
-
-    loaded = load_tokenizer(folder)
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = loaded(text).input_ids
-        return ids
-
-    return tokenize
+def tell(result: msgspec.Struct, as_json: bool) -> None:
+    """Print a result: as JSON, or as tables with the command, commit and machine that it comes from."""
+    emit(result, tables_of, as_json)
 
 
 def texts_of(paths: list[Path] | None) -> list[Text]:

@@ -10,10 +10,11 @@ import typer
 
 from kvtide.block import KVDtype
 from kvtide.cli.profile import TextOption
-from kvtide.cli.report import JsonOption, emit, progress_bars
-from kvtide_lab.cli.options import PartialOption, PlotOption, QuickOption, profiles_of, subject, texts_of, tokenizer
+from kvtide.cli.report import JsonOption, progress_bars
+from kvtide_lab.cli.options import PartialOption, QuickOption, profiles_of, tell, texts_of
 from kvtide_lab.config import leave_a_core
 from kvtide_lab.sim.links import LINK_MODELS, Link, link_named, read_link
+from kvtide_lab.subjects import subject, tokenizer
 
 if TYPE_CHECKING:
     from kvtide_lab.bench.stream import LinkRoute
@@ -39,7 +40,6 @@ def codec_quality(
     text: TextOption = None,
     model: ModelOption = None,
     profile: Annotated[list[Path] | None, typer.Option("--profile", help="Profiles for that model.")] = None,
-    plot: PlotOption = None,
     codec: Annotated[
         list[str] | None, typer.Option("--codec", help="Judge this codec only, as tide-deep; may be repeated.")
     ] = None,
@@ -55,13 +55,11 @@ def codec_quality(
 
     chosen, known, of = texts_of(text), profiles_of(profile), subject(model)
     size = bench.QUICK if quick else bench.FULL
-    judged = bench.subject_of(of.model, of.folder.name, of.tokenize, of.layout(), chosen, size)
+    judged = bench.subject_of(of, chosen, size)
     results = bench.partial_of(judged, known, partial)
     with progress_bars() as show:
         result = bench.run(judged, known, codec or [], results, show)
-    if plot is not None:
-        bench.plot(result, plot)
-    emit(result, bench.render, as_json)
+    tell(result, as_json)
 
 
 def codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None:
@@ -70,7 +68,7 @@ def codec_speed(quick: QuickOption = False, as_json: JsonOption = False) -> None
 
     result, of = bench.run(quick), subject()
     rows = bench.tide_speeds(of.model, of.tokenize(texts_of(None)[0].content), of.layout(), profiles_of(None), quick)
-    emit(bench.with_tide(result, rows), bench.render, as_json)
+    tell(bench.with_tide(result, rows), as_json)
 
 
 def position(
@@ -93,10 +91,10 @@ def position(
         raise ValueError(f"no profile of kind {codec!r} fits this model")
     # The law that profiles carry was fitted on the others.
     texts = texts_of(text) if text else bench.one_of_each_kind_first(texts_of(None))[1::2]
-    judged = bench.subject_of(of.model, of.folder.name, of.tokenize, layout, size, fitting[0], texts)
+    judged = bench.subject_of(of, size, fitting[0], texts)
     with progress_bars() as show:
         result = bench.run(judged, bench.partial_of(judged, partial), show)
-    emit(result, bench.render, as_json)
+    tell(result, as_json)
 
 
 def turns(
@@ -106,11 +104,11 @@ def turns(
     from kvtide_lab.bench import turns as bench
 
     chosen, known, of = texts_of(text), profiles_of(None), subject()
-    talked = bench.subject_of(of.model, of.folder.name, of.tokenize, chosen, bench.QUICK if quick else bench.FULL)
+    talked = bench.subject_of(of, chosen, bench.QUICK if quick else bench.FULL)
     results = bench.partial_of(talked, known, partial)
     with progress_bars() as show:
         result = bench.run(talked, known, results, show)
-    emit(result, bench.render, as_json)
+    tell(result, as_json)
 
 
 def importance(
@@ -148,7 +146,7 @@ def importance(
     asked = (of.model, of.folder.name, of.tokenize, chosen, profiles_of(None), size, disk_mb_s * 1e6)
     with progress_bars() as show:
         result = bench.run(*asked, show, KVDtype(kv), tables=table or bench.TABLES)
-    emit(result, bench.render, as_json)
+    tell(result, as_json)
 
 
 def _importance_in_vllm(python: Path, text: list[Path] | None, kv: str, tokens: int, as_json: bool) -> None:
@@ -162,7 +160,7 @@ def _importance_in_vllm(python: Path, text: list[Path] | None, kv: str, tokens: 
     asked = ([question.ids for question in questions], layout.raw_bytes // layout.tokens)
     with progress_bars() as show:
         result = vllm_links.run_importance(python, of.folder, task.ids, *asked, importance.HEADLINE_RATIO, kv, show)
-    emit(result, vllm_links.render_importance, as_json)
+    tell(result, as_json)
 
 
 def stream(
@@ -194,7 +192,7 @@ def stream(
     doors = stream.all_doors(codec or stream.TIDE)
     with progress_bars() as show:
         result = stream.run(of.model, ids, profiles_of(None), routes, doors, size, show)
-    emit(result, stream.render, as_json)
+    tell(result, as_json)
 
 
 def _stream_in_vllm(python: Path, links_mbit: list[float], tokens: int, as_json: bool) -> None:
@@ -206,7 +204,7 @@ def _stream_in_vllm(python: Path, links_mbit: list[float], tokens: int, as_json:
     ids = tokenizer(folder)(content[: 8 * (tokens + 300)])
     with progress_bars() as show:
         result = vllm_links.run_stream(python, folder, ids, tokens, links_mbit, show)
-    emit(result, vllm_links.render_stream, as_json)
+    tell(result, as_json)
 
 
 def _route(name: str) -> LinkRoute:

@@ -10,40 +10,24 @@ import msgspec
 import numpy as np
 import typer
 
-from kvtide.cli.report import JsonOption, emit
-from kvtide_lab.cli.options import PlotOption, QuickOption
-from kvtide_lab.sim.fairness import (
-    FAIRNESS_MIX,
-    ClientMix,
-    FairnessSetup,
-    render_fairness,
-    run_fairness,
-)
+from kvtide.cli.report import JsonOption
+from kvtide_lab.cli.options import QuickOption, tell
+from kvtide_lab.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
 from kvtide_lab.sim.hints import HINTS
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
 from kvtide_lab.sim.made import MADE, MADE_PREFIX, made_trace
 from kvtide_lab.sim.policies import POLICIES
-from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, render_pool, run_pool
-from kvtide_lab.sim.prompts import (
-    PROBABILITIES,
-    PromptSetup,
-    plot_prompts,
-    prompt_report,
-    render_prompts,
-    run_prompts,
-)
-from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, render_regions, run_regions
+from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, run_pool
+from kvtide_lab.sim.prompts import PROBABILITIES, PromptReport, PromptSetup, run_prompts
+from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, run_regions
 from kvtide_lab.sim.replay import (
     compare,
-    plot_trace,
-    render_standings,
-    render_trace,
     standing,
     standing_report,
     trace_report,
 )
-from kvtide_lab.sim.shrink import render_shrink, run_shrink
-from kvtide_lab.sim.stream import STREAM_POLICIES, StreamSetup, render_stream, stream_report, sweep
+from kvtide_lab.sim.shrink import run_shrink
+from kvtide_lab.sim.stream import STREAM_POLICIES, StreamSetup, stream_report, sweep
 from kvtide_lab.sim.workload import Trace, WekaReplay, joined, read_trace
 
 app = typer.Typer(help="Run the real index, planner and scheduler on made-up time.", no_args_is_help=True)
@@ -80,13 +64,10 @@ def trace(
     policy: PolicyOption = DEFAULT_POLICY,
     capacity: CapacityOption = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="All policies.")] = False,
-    room: Annotated[bool, typer.Option("--room", help="Several traces: what room LRU needs for as many hits.")] = False,
-    weigh_cost: Annotated[bool, typer.Option("--weigh-cost", help="Tell policies what a prefill costs.")] = False,
     hints: Annotated[
         str | None, typer.Option("--hints", help=f"Advice that comes with the requests: {', '.join(HINTS)}.")
     ] = None,
     sessions: SessionsOption = 50,
-    plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -98,19 +79,17 @@ def trace(
     if len(names) > 1:
         fixed = [each for each in STANDING if each != policy]
         found = [
-            standing(loaded, policy, fixed, _share(each, loaded.unique_blocks), room, hints)
+            standing(loaded, policy, fixed, _share(each, loaded.unique_blocks), hints)
             for loaded in (_trace(name, sessions) for name in names)
             for each in sizes
         ]
-        emit(standing_report(policy, found), render_standings, as_json)
+        tell(standing_report(policy, found), as_json)
         return
     loaded = _trace(names[0], sessions)
     shares = [_share(each, loaded.unique_blocks) for each in sizes]
     policies = (POLICIES_QUICK if quick else list(POLICIES)) if compare_all else ["lru", policy]
-    report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares, weigh_cost, hints))
-    if plot is not None:
-        plot_trace(report, plot)
-    emit(report, render_trace, as_json)
+    report = trace_report(loaded, compare(loaded, list(dict.fromkeys(policies)), shares, hints))
+    tell(report, as_json)
 
 
 def _trace(name: str, sessions: int) -> Trace:
@@ -147,13 +126,13 @@ def shrink(
     """Let refinements of `tide` leave before blocks: hits and what they lose, at equal bytes."""
     loaded = _trace(file, sessions)
     shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK[: 1 if quick else None]]
-    emit(run_shrink(loaded, policy, shares), render_shrink, as_json)
+    tell(run_shrink(loaded, policy, shares), as_json)
 
 
 @app.command("regions")
 def regions(seed: SeedOption = 0, quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Hit rates and bytes between regions, by what they have in common and how fast they synchronise."""
-    emit(run_regions(seed, REQUESTS_QUICK if quick else REQUESTS), render_regions, as_json)
+    tell(run_regions(seed, REQUESTS_QUICK if quick else REQUESTS), as_json)
 
 
 @app.command("pool")
@@ -168,14 +147,13 @@ def pool(
     """Load of a pool's servers, and what a join or a leave moves, for each way to place blocks."""
     counts = tuple(servers) if servers else SERVERS if quick else SERVERS + SERVERS_MANY
     report = run_pool(seed, counts, KEYS_QUICK if quick else KEYS)
-    emit(report, render_pool, as_json)
+    tell(report, as_json)
 
 
 @app.command("prompts")
 def prompts(
     seed: SeedOption = 0,
     pool: Annotated[int, typer.Option("--pool", help="Freed blocks that the pool keeps (K).")] = 4096,
-    plot: PlotOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -183,10 +161,8 @@ def prompts(
     setup = PromptSetup(seed=seed, pool_blocks=pool)
     single = msgspec.structs.replace(setup, frequent_sequences=1)
     points = run_prompts(setup, PROBABILITIES[::3] if quick else PROBABILITIES)
-    report = prompt_report(setup, points, run_prompts(single, [1.0])[0])
-    if plot is not None:
-        plot_prompts(report, plot)
-    emit(report, render_prompts, as_json)
+    report = PromptReport(setup, points, run_prompts(single, [1.0])[0])
+    tell(report, as_json)
 
 
 @app.command("stream")
@@ -226,7 +202,7 @@ def stream(
     links = [found for name in link or list(LINK_MODELS) for found in _links(name, mean_gbit * GBIT, seed)]
     names = list(STREAM_POLICIES) if policy in (None, ["all"]) else list(dict.fromkeys(policy or ()))
     report = stream_report(setup, sweep(setup, links, names))
-    emit(report, render_stream, as_json)
+    tell(report, as_json)
 
 
 def _links(name: str, mean_bytes_per_s: float, seed: int) -> Sequence[Link]:
@@ -254,13 +230,10 @@ def fairness(
 ) -> None:
     """Share a link between clients through the server's own scheduler, under every policy."""
     setup = FairnessSetup(
-        mix=client_mix(client),
-        link_bits_s=1e6 * link,
-        duration_s=min(seconds, 20.0) if quick else seconds,
-        seed=seed,
+        mix=client_mix(client), link_bits_s=1e6 * link, duration_s=min(seconds, 20.0) if quick else seconds, seed=seed
     )
     report = run_fairness(setup)
-    emit(report, render_fairness, as_json)
+    tell(report, as_json)
 
 
 def client_mix(texts: Sequence[str] | None) -> tuple[ClientMix, ...]:

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-from rich.table import Table
 
 from kvtide.server.scheduler import POLICIES, Scheduler, SchedulerSettings, Send, Slice
-from kvtide_lab.figures import table_of
 from kvtide_lab.measuring import percentile
 
 
@@ -204,10 +202,3 @@ def fairness_report(setup: FairnessSetup, rows: list[FairnessRow]) -> FairnessRe
         jain_vtc=index["vtc"],
         rows=rows,
     )
-
-
-def render_fairness(report: FairnessReport) -> Table:
-    """Return the policies as a table."""
-    link = f"{report.clients} clients, {report.link_mbit_s:g} Mbit/s, {report.slots} slots"
-    title = f"{link}, {report.slice_bytes >> 10} KiB slices: a round of them takes {report.slice_round_ms:.1f} ms"
-    return table_of(report.rows, title)

@@ -11,10 +11,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from kvtide.tier.pool.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, Words
-from kvtide_lab.figures import table_of
 
 SERVERS = (8, 12, 13, 16, 100)
 SERVERS_MANY = (1000, 4000)
@@ -143,11 +141,6 @@ def _reads(owners: NDArray[np.uint16], count: int) -> NDArray[np.intp]:
 def _peak(positions: NDArray[np.intp] | NDArray[np.uint16], count: int) -> float:
     loads = np.bincount(positions, minlength=count)
     return float(loads.max() / loads.mean())
-
-
-def render_pool(report: PoolReport) -> Table:
-    """Return the report as people read it."""
-    return table_of(report.rows, f"busiest server against the mean, {report.keys:,} keys, as many requests")
 
 
 def next_map(pool: PoolMap, servers: Iterable[PoolServer]) -> PoolMap:

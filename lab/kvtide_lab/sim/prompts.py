@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
-from rich.table import Table
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies.pool import FreePool
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey
-from kvtide_lab.figures import new_figure, table_of
 from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.workload import tenant_namespace
 
@@ -66,9 +63,7 @@ class PromptPoint(msgspec.Struct, frozen=True):
 class PromptReport(msgspec.Struct, frozen=True):
     """Both figures of the report's experiment; `identical` is its case of one single prompt."""
 
-    prompt_tokens: int
-    block_tokens: int
-    requests: int
+    setup: PromptSetup
     rows: list[PromptPoint]
     identical: PromptPoint
 
@@ -140,32 +135,3 @@ def _point(setup: PromptSetup, p: float) -> PromptPoint:
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(_VOCABULARY) for _ in range(count)]
-
-
-def prompt_report(setup: PromptSetup, points: list[PromptPoint], identical: PromptPoint) -> PromptReport:
-    """Return what `kvtide-lab sim prompts --json` prints."""
-    return PromptReport(setup.prompt_tokens, setup.block_tokens, setup.requests, points, identical)
-
-
-def render_prompts(report: PromptReport) -> Table:
-    """Return both figures as one table; the last line is of one single prompt."""
-    title = f"{report.requests} requests of {report.prompt_tokens} tokens, blocks of {report.block_tokens}"
-    return table_of([*report.rows, report.identical], title)
-
-
-def plot_prompts(report: PromptReport, path: Path) -> None:
-    """Draw hit rate, and items per second with and without the cache, against p. ValueError without matplotlib."""
-    figure = new_figure()
-    left, right = figure.subplots(1, 2)
-    p = [row.p for row in report.rows]
-    left.plot(p, [row.hit_rate for row in report.rows], marker=".")
-    left.set(xlabel="p", ylabel="hit rate")
-    right.plot(p, [row.items_per_s for row in report.rows], marker=".", label="with cache")
-    right.plot(p, [row.items_per_s_uncached for row in report.rows], linestyle="--", label="without")
-    right.set(xlabel="p", ylabel="items per second")
-    right.set_ylim(bottom=0)
-    right.legend()
-    last = report.rows[-1]
-    gain = last.items_per_s / last.items_per_s_uncached - 1
-    figure.suptitle(f"At p = {last.p:g} {last.hit_rate:.0%} of the blocks hit, and the engine does {gain:+.0%} items")
-    figure.savefig(path)

@@ -12,17 +12,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from rich.table import Table
 
-from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock
 from kvtide.server.names import Names
 from kvtide.server.regions import CentralTier, Manifest, Synchroniser
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, Section, SectionId, SectionKind
-from kvtide.wire import pack_object
-from kvtide_lab.figures import table_of
+from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
+from kvtide_lab.bench.store_clients import bench_object
 from kvtide_lab.wrapped import Counting
 
 # A block of a model of 7 to 8 billion parameters with grouped heads, fp16: what one object stands for.
@@ -102,7 +99,7 @@ def _run(seed: int, requests: int, shared: float, sync_bytes_s: float) -> Region
             if region.store.get_into(object_id, buffer) is not None:
                 found += 1
             else:
-                region.store.put_from(object_id, _object(object_id))
+                region.store.put_from(object_id, bench_object(object_id, bytes(64)))
                 region.store.flush(10.0)
             clock.advance(_REQUEST_S)
             since_dump_s += _REQUEST_S
@@ -160,14 +157,3 @@ def _memory(blocks: int, clock: ManualClock) -> MemoryTier:
 def _object_id(block: int) -> NamedId:
     key = BlockKey(hashlib.sha256(block.to_bytes(8, "little")).digest())
     return NamedId.of(ObjectId(_NAMESPACE, key), Name("", _NAMESPACE, 0))
-
-
-def _object(object_id: ObjectId) -> bytes:
-    meta = BlockMeta(object_id, BlockKey(_NAMESPACE), 0, BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16), "simulated")
-    return bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes(64))]))
-
-
-def render_regions(report: RegionsReport) -> Table:
-    """Return the report as people read it."""
-    title = f"{report.regions} regions and a centre, {report.requests:,} requests a row"
-    return table_of(report.rows, f"{title}, a block of {BLOCK_BYTES >> 20} MiB", f"a dump every {DUMP_S:.0f} s")

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from rich.table import Table
 
 from kvtide.clock import ManualClock
 from kvtide.index import RadixIndex
 from kvtide.types import BlockKey
-from kvtide_lab.figures import table_of
 from kvtide_lab.sim.curves import CURVES
 from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.replay import capacity_blocks
@@ -80,8 +78,3 @@ def _row(trace: Trace, policy: str, share: float, kept: int, held_max: int, whol
     rough_share = rough_hits / max(1, hits)
     kl = rough_share * _TIDE.kl[kept - 1] + (1 - rough_share) * _TIDE.kl[-1]
     return ShrinkRow(share, kept, held_max, whole_max, hits / max(1, asked), rough_share, kl)
-
-
-def render_shrink(report: ShrinkReport) -> Table:
-    """Return the rows as a table."""
-    return table_of(report.rows, f"{report.trace}, {report.policy}: refinements leave before blocks, at equal bytes")

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import (
@@ -37,7 +36,6 @@ from kvtide.plan.base import (
 )
 from kvtide.plan.policies import AnchorFirst, CachegenRule, FixedLevel, Layered, TwoEnded
 from kvtide.plan.speeds import Estimator, estimator_named
-from kvtide_lab.figures import table_of
 from kvtide_lab.sim.curves import CURVES, Curve
 from kvtide_lab.sim.links import Link
 
@@ -420,11 +418,7 @@ def _order(curve_name: str, tokens: int) -> tuple[NDArray[np.int64], NDArray[np.
     return order[:, 0], order[:, 1]
 
 
-def sweep(
-    setup: StreamSetup,
-    links: Sequence[Link],
-    policies: Sequence[str],
-) -> list[StreamRow]:
+def sweep(setup: StreamSetup, links: Sequence[Link], policies: Sequence[str]) -> list[StreamRow]:
     """Play `setup.trials` requests of every kind with every policy and the oracle, all from the same moments of a link.
 
     ValueError for an unknown policy.
@@ -508,27 +502,16 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class StreamReport(msgspec.Struct, frozen=True):
-    """All rows with what they rest on: the model, and what the codecs cost and lose."""
+    """All rows with what they rest on, besides the codecs' CURVES."""
 
-    kv_bytes_per_token: int
-    prefill: str
     setup: StreamSetup
-    curves: dict[str, dict[str, list[float] | str]]
     standing: Standing | None
     rows: list[StreamRow]
 
 
 def stream_report(setup: StreamSetup, rows: Sequence[StreamRow]) -> StreamReport:
     """Return what `kvtide-lab sim stream --json` prints."""
-    speed = (
-        f"{setup.prefill_tokens_per_s:g} tokens/s at the start of a context, half of it at token "
-        f"{setup.prefill_double_at:g}"
-    )
-    curves: dict[str, dict[str, list[float] | str]] = {
-        curve.name: {"bits": list(curve.bits), "kl": list(curve.kl), "source": curve.source}
-        for curve in CURVES.values()
-    }
-    return StreamReport(2 * setup.kv_elements, speed, setup, curves, _standing(rows), list(rows))
+    return StreamReport(setup, _standing(rows), list(rows))
 
 
 def _standing(rows: Sequence[StreamRow]) -> Standing | None:
@@ -559,22 +542,3 @@ def _kl(row: StreamRow) -> float:
 
 def _worst(ours: Sequence[StreamRow], others: Sequence[StreamRow]) -> float:
     return max(own.miss_rate - other.miss_rate for own, other in zip(ours, others, strict=True))
-
-
-def render_stream(report: StreamReport) -> Table:
-    """Return all rows as one table."""
-    title = (
-        f"{report.setup.trials} requests a row; {report.kv_bytes_per_token / 1024:g} KiB of KV a token in 16 bits; "
-        f"prefill {report.prefill}; {report.setup.decode_cores} cores decode; chunks of {report.setup.chunk_tokens}"
-    )
-    return table_of(report.rows, title, _caption(report.standing) if report.standing else None)
-
-
-def _caption(standing: Standing) -> str:
-    parts = [
-        f"{standing.policy}: at most {100 * (standing.miss_over_oracle_max or 0):+.1f} points to the oracle's misses"
-    ]
-    if standing.miss_over_cachegen_max is not None and standing.halved_share is not None:
-        parts.append(f"{100 * standing.miss_over_cachegen_max:+.1f} to CacheGen's rule's")
-        parts.append(f"half of its loss or less at no more misses on {100 * standing.halved_share:.0f} % of rows")
-    return ", ".join(parts)

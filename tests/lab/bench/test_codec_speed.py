@@ -41,5 +41,4 @@ def test_quick_run_renders_a_row_for_each_path_and_coder(monkeypatch: pytest.Mon
     monkeypatch.setattr(codec_speed, "SECONDS_QUICK", 0.02)
     result = codec_speed.run(quick=True)
     assert [row.coder for row in result.rows] == ["rans", "prefix"] * (len(result.rows) // 2)
-    assert codec_speed.render(result).renderables[0].row_count == len(result.rows)
     assert result.decode_gsym_s == max(row.decode_gsym_s for row in result.rows if row.coder == "rans")

@@ -59,7 +59,6 @@ def test_frequent_prompts_are_found_and_new_ones_are_not(engine: Any) -> None:
     assert frequent.hit_rate_kvtide == frequent.hit_rate_own == pytest.approx(0.9)
     assert frequent.items_per_s_kvtide == pytest.approx(10 / (1 + 9 * 0.25))
     assert (frequent.items_per_s_none, result.pays_from_p, frequent.answers_changed) == (1.0, 1.0, 0)
-    assert prompts.render(result).row_count == 2
 
 
 def test_requests_of_a_p_are_the_same_at_every_call() -> None:
@@ -90,9 +89,6 @@ def test_completion_is_measured_on_hits_and_on_misses_of_every_codec(engine: Any
     assert (rows["raw"].miss_slowdown.median, rows["cachegen:2"].miss_slowdown.median) == (1.0, 1.5)
     assert (rows["raw"].bytes_vs_raw, rows["tide"].bytes_vs_raw) == (1.0, 0.25)
     assert {row.hit_tokens for row in result.rows} == {20}
-    assert completion.render(result).row_count == len(result.rows)
-    completion.plot(result, tmp_path / "graphs.png")
-    assert (tmp_path / "graphs.png").stat().st_size > 0
 
 
 def test_short_text_is_refused() -> None:

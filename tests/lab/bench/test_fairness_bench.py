@@ -20,7 +20,6 @@ def test_every_policy_is_measured_over_a_real_link() -> None:
     assert result.jain_vtc > max(result.jain_fifo, result.jain_lottery)
     assert rows["vtc"].largest_share < rows["fifo"].largest_share
     assert "vtc" in str(msgspec.json.encode(result))
-    assert fairness.render(result).row_count == 3
 
 
 def test_without_a_namespace_the_sender_keeps_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:

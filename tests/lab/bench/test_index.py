@@ -18,5 +18,4 @@ def test_every_policy_is_measured_at_both_sizes(monkeypatch: pytest.MonkeyPatch)
     assert result.ns_per_block == result.rows[1].ns_per_block > 0
     assert result.growth == result.ns_per_block / result.rows[0].ns_per_block
     assert 50 < result.bytes_per_block < 400
-    assert bench.render(result).row_count == 4
     assert set(msgspec.to_builtins(result)) >= {"ns_per_block", "growth", "bytes_per_block", "key_ns_per_block"}

@@ -61,7 +61,6 @@ def test_bench_goes_on_from_its_file_beside_the_law_of_the_profile(
     monkeypatch.setattr(position, "_judge_job", None)
     again = position.run(subject, position.partial_of(subject, tmp_path / "partial"), lambda *_: None)
     assert again.rows == result.rows
-    assert position.render(result).row_count == len(result.rows)
 
 
 def test_text_that_is_too_short_for_any_prefix_is_an_error(subject: PositionSubject) -> None:

@@ -21,4 +21,3 @@ def test_small_round_measures_every_side(monkeypatch: pytest.MonkeyPatch) -> Non
     keys = json.loads(msgspec.json.encode(result)).keys()
     assert {"get_cpu_s_per_gb_server", "put_cpu_s_per_gb_server", "get_vs_nginx", "get_cpu_vs_nginx"} <= keys
     assert result.put_cpu_vs_floor > 0 and (result.get_cpu_vs_nginx is None) is not has_nginx
-    assert server.render(result).row_count == len(sides)

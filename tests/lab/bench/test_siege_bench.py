@@ -16,7 +16,6 @@ def test_attack_is_measured_beside_the_servers_quiet() -> None:
     assert row["attack"] == "pipelined-401" and row["errors"] == 0
     assert 0 < row["p50_ms"] <= row["p99_ms"] and row["quiet_p99_ms"] > 0 and row["reads"] > 1
     assert 0 < row["rss_over_bound"] <= 1.0 and row["drain_s"] > 0
-    assert siege.render(result).row_count == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ def test_every_store_moves_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row.put_gb_s and row.get_gb_s and row.section_ms and row.look_ups_ms for row in rows.values())
     low, high = result.get_vs_client_spread
     assert low <= result.get_vs_client <= high
-    assert stores.render(result).row_count == 8
 
 
 def test_missing_mooncake_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

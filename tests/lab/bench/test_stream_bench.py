@@ -53,7 +53,6 @@ def test_every_policy_is_judged_by_the_model_on_what_came(tiny_model: Any, monke
     assert all(row.share_computed < 1 and row.bytes > 10_000 and row.kl_model > 0 for row in streamed)
     assert rows["cachegen"].kl_law is None
     assert result.ttft_within == 1.0
-    assert stream.render(result).row_count == len(rows)
 
 
 def row(policy: str, ttft_s: float, kl: float, law: float | None = None, link: str = "slow") -> StreamBenchRow:

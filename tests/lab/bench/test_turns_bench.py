@@ -10,6 +10,7 @@ from kvtide.engines.calibrate.texts import Text
 from kvtide.store.cache import Cache
 from kvtide_lab.bench import turns
 from kvtide_lab.bench.turns import ChatSize, ChatSubject, TurnsBench, TurnsSize, partial_of, run, subject_of, trend_of
+from kvtide_lab.subjects import LoadedModel
 
 SIZE = TurnsSize(2, ChatSize(turns=4, user_tokens=20, answer_tokens=4, block_tokens=8), ("lossless", "cachegen:4"))
 
@@ -79,13 +80,8 @@ def test_growth_on_most_texts_is_a_trend_and_noise_or_few_texts_are_none() -> No
 
 def test_short_texts_are_left_out_and_no_text_is_an_error(tiny_model: Any) -> None:
     texts = [Text("short", "prose", "abc"), Text("long", "prose", "abc" * 99)]
-    found = subject_of(tiny_model, "tiny", lambda text: [ord(letter) for letter in text], texts, SIZE)
+    of = LoadedModel(Path("tiny"), tiny_model, lambda text: [ord(letter) for letter in text])
+    found = subject_of(of, texts, SIZE)
     assert [len(ids) for ids in found.ids] == [96]
     with pytest.raises(ValueError, match="no text has the 96 tokens"):
-        subject_of(tiny_model, "tiny", lambda text: [ord(letter) for letter in text], texts[:1], SIZE)
-
-
-def test_result_is_shown_as_tables(subject: ChatSubject) -> None:
-    result = talked(subject._replace(ids=subject.ids[:1], kinds=["noise"]))
-    rows, trends = turns.render(result).renderables
-    assert (rows.row_count, trends.row_count) == (8, 2)
+        subject_of(of, texts[:1], SIZE)

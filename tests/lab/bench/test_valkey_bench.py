@@ -18,7 +18,6 @@ def test_every_client_moves_every_value(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(row.put_gb_s > 0 and row.get_gb_s > 0 for row in result.rows)
     low, high = result.get_vs_raw_resp_spread
     assert low <= result.get_vs_raw_resp <= high
-    assert valkey.render(result).row_count == 6
 
 
 def test_missing_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

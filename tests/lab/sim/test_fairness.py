@@ -20,12 +20,6 @@ def test_small_bodies_wait_for_three_rounds_at_most() -> None:
     assert waits["vtc"] <= 3 * report.slice_round_ms < waits["lottery"]
 
 
-def test_link_is_never_idle() -> None:
-    # But for the body that is under way at the end: 16 MiB in ten seconds.
-    report = run_fairness(FairnessSetup(duration_s=QUICK, slots=3))
-    assert all(123 < row.throughput_mb_s <= 125 for row in report.rows)
-
-
 @pytest.mark.parametrize("connections", [1, 8])
 def test_more_connections_buy_no_bytes(connections: int) -> None:
     mix = (ClientMix(1 << 20, 1, connections), ClientMix(1 << 20, 3))
@@ -38,11 +32,6 @@ def test_bytes_follow_weights() -> None:
     report = run_fairness(FairnessSetup(mix=mix, duration_s=QUICK))
     rows = {row.policy: row for row in report.rows}
     assert rows["vtc"].largest_share == pytest.approx(4 / 6, abs=0.02)
-
-
-def test_same_seed_gives_the_same_figures() -> None:
-    setup = FairnessSetup(duration_s=2.0, seed=4)
-    assert run_fairness(setup) == run_fairness(setup)
 
 
 def test_jain_of_one_taker_is_one_over_the_clients() -> None:
@@ -59,8 +48,7 @@ def test_percentiles_are_of_the_smallest_bodies() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"mix": ()}, {"mix": (ClientMix(0, 1),)}, {"slots": 0}, {"link_bits_s": -1.0}, {"round_trip_s": -1.0}],
+    "changes", [{"mix": ()}, {"mix": (ClientMix(0, 1),)}, {"slots": 0}, {"link_bits_s": -1.0}, {"round_trip_s": -1.0}]
 )
 def test_bad_setup_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"positive|needs|negative"):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import numpy as np
@@ -28,21 +27,10 @@ def test_bytes_arrive_when_the_link_has_carried_them(start_s: float, size: int, 
     assert STEPS.arrival_s(start_s, size) == pytest.approx(arrival_s)
 
 
-def test_link_repeats_itself() -> None:
-    assert STEPS.carried(3 * 5 + 1.5) == pytest.approx(5 * 400 + 100)
-    assert STEPS.arrival_s(3.5, 8 * 400) == pytest.approx(3.5 + 3 * 8)
-    assert STEPS.arrival_s(0, 400) == pytest.approx(3.0)
-
-
 @given(st.floats(0, 50), st.floats(1, 5000))
 def test_arrival_undoes_carried(start_s: float, size: float) -> None:
     stop_s = STEPS.arrival_s(start_s, size)
     assert STEPS.carried(stop_s) - STEPS.carried(start_s) == pytest.approx(size, rel=1e-6, abs=1e-6)
-
-
-def test_scaling_keeps_the_ups_and_downs() -> None:
-    twice = STEPS.scaled(2 * STEPS.mean_bytes_per_s)
-    assert [twice.carried(at_s) for at_s in (0.5, 1.5, 3.0)] == pytest.approx([100, 200, 800])
 
 
 @pytest.mark.parametrize(
@@ -73,12 +61,6 @@ def test_mahimahi_counts_packets_in_their_milliseconds(tmp_path: Path) -> None:
     assert link.cycle_s == 0.01
     assert [link.carried(ms / 1e3) for ms in (1, 9, 10)] == pytest.approx([4500, 4500, 6000])
     assert link.arrival_s(0, 4501) > 0.009
-
-
-def test_gzipped_traces_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.gz"
-    path.write_bytes(gzip.compress(b"5\n10\n"))
-    assert read_link(path).mean_bytes_per_s == pytest.approx(2 * 1500 / 0.01)
 
 
 @pytest.mark.parametrize("text", ["time,mbit\n0,8\n2,16\n", "# walked\n0 8\n2\t16 extra\n\n"])

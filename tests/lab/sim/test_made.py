@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtide_lab.sim.made import MADE, made_trace
-from kvtide_lab.sim.replay import lru_room, replay, standing
+from kvtide_lab.sim.replay import standing
 from kvtide_lab.sim.shrink import run_shrink
 from kvtide_lab.sim.workload import read_trace
 
@@ -30,16 +30,6 @@ def test_mix_is_close_to_the_best_fixed_policy(name: str) -> None:
     found = standing(made_trace(name, 1500), "mix", ["lru", "s3fifo", "arc", "reuse"], 0.1)
     assert found.regret < 0.02
     assert found.regret == found.hit_rates[found.best] - found.hit_rates["mix"]
-
-
-def test_room_of_lru_is_what_it_needs_for_as_many_hits() -> None:
-    trace = made_trace("loop", 1500)
-    hits = replay(trace, "arc", 200).hit_blocks
-    room = lru_room(trace, hits, 200)
-    assert room is not None
-    assert replay(trace, "lru", int(200 * room)).hit_blocks >= hits
-    assert replay(trace, "lru", int(0.95 * 200 * room)).hit_blocks < hits
-    assert lru_room(trace, 10**9, 200) is None
 
 
 def test_refinements_that_leave_first_give_hits_for_loss_at_equal_bytes() -> None:

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvtide_lab.sim.prompts import PromptSetup, plot_prompts, prompt_report, render_prompts, run_prompts
+from kvtide_lab.sim.prompts import PromptSetup, run_prompts
 
 
 def test_hit_rate_grows_almost_linearly_with_p() -> None:
@@ -42,15 +41,4 @@ def test_bad_settings_are_refused() -> None:
 def test_report_shows_every_point(tmp_path: Path) -> None:
     setup = PromptSetup(requests=20)
     points = run_prompts(setup, [0.2, 0.8])
-    report = prompt_report(setup, points, points[1])
-    assert [row.p for row in report.rows] == [0.2, 0.8]
-    assert render_prompts(report).row_count == 3
-    plot_prompts(report, tmp_path / "prompts.png")
-    assert (tmp_path / "prompts.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    points = run_prompts(PromptSetup(requests=1), [0.5])
-    with pytest.raises(ValueError, match=r"install kvtide\[plot\]"):
-        plot_prompts(prompt_report(PromptSetup(), points, points[0]), tmp_path / "prompts.png")
+    assert [point.p for point in points] == [0.2, 0.8]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvtide.types import BlockKey
 from kvtide_lab.sim.belady import belady_hits
 from kvtide_lab.sim.policies import POLICIES
-from kvtide_lab.sim.replay import BELADY, capacity_blocks, compare, prefill_cost, replay
+from kvtide_lab.sim.replay import BELADY, capacity_blocks, compare, replay
 from kvtide_lab.sim.workload import Trace, TraceSource, build_trace
 
 
@@ -91,11 +91,3 @@ def test_unknown_policy_and_bad_share_are_refused() -> None:
         replay(trace_of([1]), "fifo", 1)
     with pytest.raises(ValueError, match="more than 0 and at most 1, got 0"):
         capacity_blocks(trace_of([1]), 0)
-
-
-def test_prefill_time_counts_attention() -> None:
-    trace = trace_of([1, 2, 3, 4], [1, 2, 5, 6])
-    result = replay(trace, "lru", 8)
-    assert result.hit_rate == 2 / 8
-    whole, half = prefill_cost(4, 16), prefill_cost(2, 16)
-    assert result.saved_s_share == half / (2 * whole) < result.hit_rate

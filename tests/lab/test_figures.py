@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import msgspec
+from rich.console import Console
+
+from kvtide_lab.figures import tables_of
+from kvtide_lab.measuring import Spread
+
+
+class Row(msgspec.Struct):
+    policy: str
+    hit_rate: float | None
+    took_s: Spread
+    parts: list[Row]
+
+
+class Result(msgspec.Struct):
+    requests: int
+    holds: bool
+    ratios: dict[str, float]
+    missing: str
+    rows: list[Row]
+    more: list[Row]
+
+
+def test_result_is_a_line_a_field_and_a_table_for_rows() -> None:
+    rows = [Row("lru", 0.123456, Spread(1.0, 0.5, 2.0), []), Row("mix", None, Spread(3.0, 3.0, 3.0), [])]
+    console = Console(width=100, record=True)
+    console.print(tables_of(Result(12_345, True, {"p50": 1234.5}, "", rows, [])))
+    text = console.export_text()
+    assert all(said in text for said in ("12,345", "yes", "p50 1,234", "0.1235", "1.00 (0.50 … 2.00)", "3.00"))
+    assert "hit rate" in text and "missing" not in text and "more" not in text
