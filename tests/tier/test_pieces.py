@@ -26,9 +26,9 @@ from kvtide.server.uploads import Uploads
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.base import Buffer
 from kvtide.tier.breaker import until
-from kvtide.tier.http import HttpTier, PeerSettings, http_tier
+from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.http.peer import Call, Endpoint, HttpAnswer, Peer
-from kvtide.tier.http.tier import REQUEST_BYTES_MAX, TRIES_MAX, put_in_pieces
+from kvtide.tier.http.tier import REQUEST_BYTES_MAX, TRIES_MAX, HttpTier, put_in_pieces
 from kvtide.wire.protocol import PiecesAnswer
 from kvtide_lab.bench.services import wait_until
 

@@ -1,6 +1,6 @@
 """Objects on a kvtide server. `records` is imported by those who ask for the server's records."""
 
 from kvtide.tier.http.peer import PeerSettings, tls_context
-from kvtide.tier.http.tier import HttpTier, http_tier
+from kvtide.tier.http.tier import http_tier
 
-__all__ = ["HttpTier", "PeerSettings", "http_tier", "tls_context"]
+__all__ = ["PeerSettings", "http_tier", "tls_context"]

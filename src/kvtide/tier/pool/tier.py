@@ -20,7 +20,7 @@ from kvtide.evict import Hint
 from kvtide.outcomes import Decided
 from kvtide.tier.background import Background
 from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take, Tier
-from kvtide.tier.http import HttpTier, PeerSettings, http_tier
+from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.pool.membership import ETCD_OPTIONS, Membership, Watcher, membership_of
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
 from kvtide.tier.source import read_range_of_any, read_ranges
@@ -400,7 +400,7 @@ def _passed_options(url: str) -> Mapping[str, str]:
     return {name: value for name, value in options if name not in _OPTIONS}
 
 
-def _connect(server: PoolServer, options: Mapping[str, str], here: str, clock: Clock) -> HttpTier:
+def _connect(server: PoolServer, options: Mapping[str, str], here: str, clock: Clock) -> Tier:
     """Return a tier on one server: through its socket if it runs on this machine, else over the network."""
     is_here = bool(here) and server.host == here and bool(server.socket_path)
     url = _url(f"http+unix://{quote(server.socket_path)}" if is_here else server.origin, options)
