@@ -188,7 +188,7 @@ class Place(NamedTuple):
         return found
 
 
-class Restored(NamedTuple):
+class RestoredRows(NamedTuple):
     """Rows [start, stop) of some layers that go back to values at once; the rest is as native kernels take it."""
 
     layers: slice
@@ -208,7 +208,7 @@ class RangeRows:
     scales: Units
     # By base step and refinement: blocks of one store ask for the same again and again.
     _planes: dict[tuple[int, int], list[Plane]] = field(default_factory=dict)
-    _restored: list[Restored] = field(default_factory=list)
+    _restored: list[RestoredRows] = field(default_factory=list)
 
     def planes(self, base_units: int, refinement: int) -> list[Plane]:
         """Return what a section holds of these rows, coarsest first."""
@@ -217,25 +217,25 @@ class RangeRows:
             self._planes[key] = planes(self.scales, base_units, refinement)
         return self._planes[key]
 
-    def restored(self) -> list[Restored]:
+    def restored(self) -> list[RestoredRows]:
         """Return what goes back to values: group by group, or all at once where components are values."""
         if not self._restored:
             self._restored.extend(_restored(self.places))
         return self._restored
 
 
-def _restored(places: Sequence[Place]) -> list[Restored]:
+def _restored(places: Sequence[Place]) -> list[RestoredRows]:
     first, count = places[0].group, len(places)
     values = first.shape[1]
     if first.order.size and count * values <= np.iinfo(np.uint16).max + 1:
         orders = [group.order[: stop - start] + i * values for i, (group, start, stop) in enumerate(places)]
         layers, rows = slice(first.layer_start, places[-1].group.layer_stop), places[-1].stop
         order = np.concatenate(orders).astype(np.uint16)
-        return [Restored(layers, 0, rows, first.to_values, (rows, count * values), order, NO_STAGE)]
+        return [RestoredRows(layers, 0, rows, first.to_values, (rows, count * values), order, NO_STAGE)]
     found = []
     for group, start, stop in places:
         layers, stage = slice(group.layer_start, group.layer_stop), group.stage(stop - start, is_back=True)
-        found.append(Restored(layers, start, stop, group.to_values, group.matrix_shape, group.order, stage))
+        found.append(RestoredRows(layers, start, stop, group.to_values, group.matrix_shape, group.order, stage))
     return found
 
 
