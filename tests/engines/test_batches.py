@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvtide.engines.transformers import CachedModel, RestoredRoom, attach, model_layout
+from kvtide.engines.transformers import CachedModel, attach, model_layout
+from kvtide.engines.transformers.groups import RestoredRoom
 
 BLOCK, PAD = 16, 0
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}

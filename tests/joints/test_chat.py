@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvtide.engines.transformers import BLOCK_TOKENS, attach
+from kvtide.engines.transformers import attach
+from kvtide.engines.transformers.cached import BLOCK_TOKENS
 from kvtide.engines.transformers.smollm2 import converted_folder, load_model
 
 pytestmark = pytest.mark.real_model

@@ -21,7 +21,7 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
-from kvtide.engines.transformers import RestoredRoom, filled_cache, model_layout
+from kvtide.engines.transformers.groups import RestoredRoom, filled_cache, model_layout
 from kvtide.engines.transformers.selective import SelectedLayers, SparsePrefix, SparseSettings
 from kvtide.importance import Floats
 from kvtide.store.load.sparse import SparseLoad

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockLayout
 from kvtide.codec.tide import TideCodec
-from kvtide.engines.transformers import block_bits
+from kvtide.engines.transformers.groups import block_bits
 from kvtide_lab.judge.quality import block_metas
 
 # A prefill by pieces: all 8,192 tokens at once take gigabytes of scores.

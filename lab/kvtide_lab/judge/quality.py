@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec
-from kvtide.engines.transformers import block_bits, filled_cache
+from kvtide.engines.transformers.groups import block_bits, filled_cache
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide.wire import pack_object, parse_object
