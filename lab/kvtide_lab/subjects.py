@@ -20,8 +20,7 @@ class LoadedModel(NamedTuple):
 
     def layout(self) -> BlockLayout:
         """Return the layout of its blocks in transformers."""
-        from kvtide.engines.transformers import model_layout
-        from kvtide.engines.transformers.cached import BLOCK_TOKENS
+        from kvtide.engines.transformers import BLOCK_TOKENS, model_layout
 
         return model_layout(self.model, BLOCK_TOKENS)
 
