@@ -176,7 +176,6 @@ class RansTables(EntropyTables):
         return self._rows.astype(np.uint64)
 
     def to_bytes(self) -> bytes:
-        """Return the tables in the form that `RansCoder.parse` reads."""
         return _native.rans_write_tables(self._rows).tobytes()
 
 

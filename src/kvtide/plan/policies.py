@@ -99,7 +99,6 @@ class DeltasFirstWhenSlow(AnchorFirst):
     """The second order of that log: while what is missing would come too late, single deltas, and then the anchors."""
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for what comes next."""
         _check_layered(request)
         missing = {
             fetch: chunk.sizes[fetch.step]

@@ -63,7 +63,6 @@ class LastRate(Estimator):
         self._last = sample.size / sample.seconds
 
     def bytes_per_s(self) -> float | None:
-        """Return the rate to expect, None before the first transfer."""
         return self._last
 
 
@@ -81,7 +80,6 @@ class HarmonicRate(Estimator):
         self._samples.append(sample)
 
     def bytes_per_s(self) -> float | None:
-        """Return the rate to expect, None before the first transfer."""
         if not self._samples:
             return None
         return sum(sample.size for sample in self._samples) / sum(sample.seconds for sample in self._samples)

@@ -254,11 +254,9 @@ class CentralTier(WrappedTier):
         self._manifest = manifest
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Ask the centre."""
         return isinstance(object_id, NamedId) and super().contains(object_id)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        """Read from the centre."""
         return super().get_into(object_id, buffer, offset) if isinstance(object_id, NamedId) else None
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
@@ -272,7 +270,6 @@ class CentralTier(WrappedTier):
         return False
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
-        """Remove from the centre."""
         return isinstance(object_id, NamedId) and super().delete(object_id, reason)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
@@ -280,11 +277,9 @@ class CentralTier(WrappedTier):
         return None
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
-        """Ask the centre in one request."""
         return self.tier.count_leading(object_ids)
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Ask the centre in one request."""
         if all(isinstance(each, NamedId) for each in object_ids):
             return self.tier.contains_each(object_ids)
         return [self.contains(object_id) for object_id in object_ids]

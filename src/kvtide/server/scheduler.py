@@ -187,7 +187,6 @@ class FifoPolicy(SendPolicy):
     has_slices = False
 
     def pick(self, ready: Sequence[Flow]) -> Flow:
-        """Return the flow whose send came first."""
         return min(ready, key=lambda flow: flow.head().turn)
 
 
@@ -229,7 +228,6 @@ class VtcPolicy(SendPolicy):
         self._served[flow] = self._left.pop(flow.owner, self._highest)
 
     def leave(self, flow: Flow) -> None:
-        """Remember the counter."""
         self._left[flow.owner] = self._served.pop(flow)
         if len(self._left) > _LEFT_OWNERS_MAX:
             del self._left[next(iter(self._left))]

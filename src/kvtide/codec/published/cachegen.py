@@ -439,7 +439,6 @@ class CachegenCodec(ProfiledCodec):
         return np.broadcast_to(np.array(losses) / blocks, (1, blocks, len(losses)))
 
     def half(self, layout: BlockLayout, layer: int, which: int, level: int) -> int:
-        """Return what 8 bits hold."""
         return ANCHOR_HALF
 
     def step(self, layout: BlockLayout, layer: int, which: int, values: NDArray[np.uint8] | None) -> float:
@@ -461,7 +460,6 @@ class CachegenCodec(ProfiledCodec):
         return _PREFIX.pack(self.level, self.coder if deltas else 0, 0, *steps, len(tables)) + scales + tables
 
     def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
-        """Return what `pack_head` packed, and the anchors."""
         scales_stop = _PREFIX.size + 2 * 2 * _groups(layout)
         if len(data) < scales_stop:
             raise CorruptPayload(f"layer {layer}: anchors have {len(data)} bytes")
@@ -494,13 +492,11 @@ class ChunkwiseCodec(ProfiledCodec):
         super().__init__(level, _CHUNKWISE_QUALITY, coder, profile)
 
     def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
-        """Return one section a layer."""
         runs = IntegerRuns(2, layout.kv_heads * layout.head_dim, layout.tokens)
         ids = layer_section_ids(layout.layers)
         return [[SectionPart(id_, range(id_.layer_start, id_.layer_stop), 0, runs)] for id_ in ids]
 
     def half(self, layout: BlockLayout, layer: int, which: int, level: int) -> int:
-        """See `half_bins`."""
         return half_bins(layer, which, layout.layers, level)
 
     def name(self, level: int, position: int) -> str:
@@ -508,11 +504,9 @@ class ChunkwiseCodec(ProfiledCodec):
         return f"share.{level}"
 
     def pack_head(self, steps: Sequence[float], scales: bytes, deltas: Distribution | None) -> bytes:
-        """Return level and scales."""
         return _CHUNKWISE_PREFIX.pack(self.level, 0, 0) + scales
 
     def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
-        """Return what `pack_head` packed, and the numbers."""
         numbers_start = _CHUNKWISE_PREFIX.size + 2 * 2 * layout.tokens
         if len(data) <= numbers_start:
             raise CorruptPayload(f"layer {layer}: expected more than {numbers_start} bytes, got {len(data)}")

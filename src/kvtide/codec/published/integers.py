@@ -49,7 +49,6 @@ class PrefixTables(EntropyTables):
         return np.where(self._rows > 0, np.uint64(1 << LENGTH_MAX) >> self._rows.astype(np.uint64), np.uint64(0))
 
     def to_bytes(self) -> bytes:
-        """Return the tables in the form that `PrefixCoder.parse` reads."""
         return _native.prefix_write_tables(self._rows).tobytes()
 
 

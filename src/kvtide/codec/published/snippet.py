@@ -38,7 +38,6 @@ class _VectorBins(ChunkwiseCodec):
         self._is_delta = is_delta
 
     def half(self, layout: BlockLayout, layer: int, which: int, level: int) -> int:
-        """Return the largest symbol of a layer."""
         reached = [bins for start, bins in LAYER_BINS if layer >= start]
         return (reached[-1] if self._is_delta else LAYER_BINS[0][1]) // 2 - 1
 
