@@ -30,7 +30,6 @@ NO_REUSE = "no reuse"
 BEFORE, AFTER = "before", "after"
 # Of two that are this close one is not better: a row of a few answers says no more.
 TIE = 0.97
-NATIVE_RATIO_MIN = 1.3
 # The seconds of a shorter answer over its tokens are its wait over next to nothing: among few answers they are the p90.
 ANSWER_TOKENS_MIN = 8
 EXACT = ("kvtide", "kvtide lossless")
