@@ -43,7 +43,6 @@ __all__ = [
     "ProbeQuestion",
     "Selector",
     "UseRecord",
-    "WriterId",
     "chunks_of",
     "expected_gain",
     "is_order",
@@ -252,7 +251,6 @@ def _share(value: float) -> float:
     return value
 
 
-WriterId = bytes
 WRITER_BYTES = 8
 # Writers that a record remembers: those that wrote last.
 WRITERS_MAX = 8
@@ -300,9 +298,9 @@ class UseRecord:
     block: BlockKey
     layers: int
     tokens: int
-    entries: Mapping[WriterId, UseEntry] = field(default_factory=dict)
+    entries: Mapping[bytes, UseEntry] = field(default_factory=dict)
 
-    def noted(self, writer: WriterId, importance: Floats, time_s: float) -> UseRecord:
+    def noted(self, writer: bytes, importance: Floats, time_s: float) -> UseRecord:
         """Return the record with one more use. importance: (layers, tokens), finite, not negative."""
         if importance.shape != (self.layers, self.tokens) or len(writer) != WRITER_BYTES:
             raise ValueError(f"importance {importance.shape} of {self.layers} layers, {self.tokens} tokens; {writer!r}")
@@ -328,7 +326,7 @@ class UseRecord:
                 both[writer] = entry
         return self._with(both)
 
-    def _with(self, entries: Mapping[WriterId, UseEntry]) -> UseRecord:
+    def _with(self, entries: Mapping[bytes, UseEntry]) -> UseRecord:
         last = sorted(entries.items(), key=lambda item: _order(*item), reverse=True)[:WRITERS_MAX]
         return UseRecord(self.block, self.layers, self.tokens, dict(sorted(last)))
 
@@ -374,7 +372,7 @@ class UseRecord:
             raise CorruptPayload(f"{count} writers in a use record of {len(view)} bytes")
         if xxhash.xxh3_128_digest(view[:-_DIGEST_BYTES]) != view[-_DIGEST_BYTES:]:
             raise CorruptPayload("checksum of the use record does not match")
-        entries: dict[WriterId, UseEntry] = {}
+        entries: dict[bytes, UseEntry] = {}
         for offset in range(_HEAD.size, len(view) - _DIGEST_BYTES, entry_bytes):
             writer, uses, time_s, weight = _ENTRY.unpack_from(view, offset)
             mean = np.frombuffer(view[offset + _ENTRY.size : offset + entry_bytes], dtype="<f2")
@@ -385,7 +383,7 @@ class UseRecord:
         return cls(block, layers, tokens, entries)
 
 
-def _order(writer: WriterId, entry: UseEntry) -> tuple[float, int, bytes, float, bytes]:
+def _order(writer: bytes, entry: UseEntry) -> tuple[float, int, bytes, float, bytes]:
     # Total, so that whoever merges in whatever order keeps the same entries. A writer's own time never falls.
     return (entry.time_s, entry.version, writer, entry.weight, entry.mean.tobytes())
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
-from kvtide.codec.published.cachegen import PROFILE_KINDS, ProfileFitter
+from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
@@ -30,7 +30,7 @@ def fitted(kind: str, layout: BlockLayout = LAYOUT) -> Profile:
     return fitter.profile(texts=2)
 
 
-@pytest.mark.parametrize("kind", PROFILE_KINDS)
+@pytest.mark.parametrize("kind", ProfileFitter.KINDS)
 @pytest.mark.parametrize("coder", [0, 1])
 def test_shared_tables_make_objects_smaller_and_change_nothing(kind: str, coder: int) -> None:
     profile, meta, bits = fitted(kind), block_meta(LAYOUT), smooth_bits(LAYOUT, 99)
@@ -48,7 +48,7 @@ def test_shared_tables_make_objects_smaller_and_change_nothing(kind: str, coder:
     assert sizes[1] < 0.8 * sizes[0]
 
 
-@pytest.mark.parametrize("kind", PROFILE_KINDS)
+@pytest.mark.parametrize("kind", ProfileFitter.KINDS)
 def test_profile_survives_its_own_bytes_and_its_digest_names_it(kind: str) -> None:
     profile = fitted(kind)
     again = Profile.parse(profile.to_bytes())

@@ -43,7 +43,7 @@ from kvtide.tier.disk.segment import (
 from kvtide.tier.files import Files
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
-from kvtide.wire import NO_LABEL, pack_object, parse_object
+from kvtide.wire import ObjectLabel, pack_object, parse_object
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -233,7 +233,7 @@ def test_ten_gigabytes_of_segments_open_in_a_second(tmp_path: Path) -> None:
                 offset = ALIGN_BYTES + sequence * record_bytes(size)
                 file.seek(offset)
                 each = object_id(number * 1000 + sequence)
-                file.write(pack_record_header(RecordHeader(each, NO_LABEL, number, sequence, offset, size, 0)))
+                file.write(pack_record_header(RecordHeader(each, ObjectLabel(), number, sequence, offset, size, 0)))
             file.truncate(offset + record_bytes(size))
     started_s = time.monotonic()
     tier = open_tier(tmp_path, 64 << 30)

@@ -32,7 +32,7 @@ from kvtide.tier.disk.segment import (
     segment_name,
 )
 from kvtide.tier.files import Files
-from kvtide.wire import NO_LABEL, ObjectLabel
+from kvtide.wire import ObjectLabel
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "segment-2.seg"
 
@@ -244,7 +244,7 @@ def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: py
 def golden_pages() -> list[bytes]:
     label = ObjectLabel(b"lossless-1".ljust(16, b"\0"), object_id(0).key, 768)
     record = RecordHeader(object_id(1), label, 7, 3, 8192, 123_456, 1_700_000_000_123)
-    removed = RecordHeader(object_id(2), NO_LABEL, 7, 4, 139_264, 1, 0, RecordState.REMOVED)
+    removed = RecordHeader(object_id(2), ObjectLabel(), 7, 4, 139_264, 1, 0, RecordState.REMOVED)
     segment = SegmentHeader(7, 1_700_000_000_000, 1)
     return [pack_segment_header(segment), pack_record_header(record), pack_record_header(removed)]
 

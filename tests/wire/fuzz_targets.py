@@ -13,10 +13,10 @@ from kvtide.wire.http import HEAD_END, parse_request_head
 from kvtide.wire.protocol import (
     DEADLINE_MS_MAX,
     Header,
+    LookUps,
     deadline_ms,
     etag,
     is_tag_matched,
-    parse_look_ups,
     parse_target,
     staleness_s,
     urgency,
@@ -43,7 +43,7 @@ def fuzz_request(data: bytes) -> None:
     """Parse a request as the server does: its head, then everything that its target, headers and body say."""
     end = data.find(HEAD_END) + len(HEAD_END)
     with suppress(RequestRefused):
-        parse_look_ups(data[end:])
+        LookUps.parse(data[end:])
     try:
         head = parse_request_head(data[:end])
     except RequestRefused as error:

@@ -22,10 +22,10 @@ from kvtide.wire.http import (
 from kvtide.wire.protocol import (
     ExistsRoute,
     ListRoute,
+    LookUps,
     ObjectRoute,
     PageRoute,
     deadline_ms,
-    parse_look_ups,
     parse_target,
     urgency,
 )
@@ -133,4 +133,4 @@ def test_deadline_is_read_or_refused() -> None:
 
 def test_look_up_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(RequestRefused):
-        parse_look_ups(b'{"keys": ["\xfc"]}')
+        LookUps.parse(b'{"keys": ["\xfc"]}')

@@ -30,7 +30,7 @@ from kvtide.cli.store import (
 )
 from kvtide.clock import SystemClock
 from kvtide.codec import Profile
-from kvtide.codec.published import PROFILE_KINDS, ProfileFitter
+from kvtide.codec.published import ProfileFitter
 from kvtide.codec.tide import COSTS
 from kvtide.config import TENANT_SALT_VARIABLE, cache_home
 from kvtide.engines import installed_profiles, option_bytes, read_profile
@@ -53,7 +53,7 @@ FilesArgument = Annotated[list[Path] | None, typer.Argument(help="Profiles besid
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 
 _TIDE_KINDS = tuple(f"tide-{cost}" for cost in COSTS)
-_KINDS = (*PROFILE_KINDS, *_TIDE_KINDS)
+_KINDS = (*ProfileFitter.KINDS, *_TIDE_KINDS)
 _SEED = 1
 _Progress = Callable[[str, int, int], None]
 

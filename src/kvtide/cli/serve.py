@@ -19,13 +19,11 @@ from kvtide.cli.report import JsonOption, say
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server import (
-    ACCESS_LOGGER,
-    AUDIT_LOGGER,
     Service,
     backing_for,
     new_token,
     token_digest,
-    write_log,
+    write_logs,
 )
 from kvtide.server.settings import (
     DEFAULT_LISTEN,
@@ -104,9 +102,7 @@ def _serve(
     member = _member(settings, pool, name) if pool is not None else None
     service = Service(settings, backing, clock, member, read)
     try:
-        for logger, path in ((ACCESS_LOGGER, settings.access_log), (AUDIT_LOGGER, settings.audit_log)):
-            if path is not None:
-                write_log(logger, path)
+        write_logs(settings.access_log, settings.audit_log)
         backing.open()
         if member is not None:
             member.open()

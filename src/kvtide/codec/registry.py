@@ -127,9 +127,9 @@ def _snippet() -> Codec:
 
 
 def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-    from kvtide.codec.tide import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
+    from kvtide.codec.tide import TideCodec
 
-    quality, refinements = (*arguments, *(str(DEFAULT_QUALITY), str(DEFAULT_REFINEMENTS))[len(arguments) :])
+    quality, refinements = (*arguments, *("5e-3", "2")[len(arguments) :])
     try:
         return TideCodec(profile, float(quality), int(refinements))
     except ValueError as error:

@@ -20,11 +20,9 @@ from kvtide.errors import CorruptPayload
 from kvtide.tier import shown_url
 
 __all__ = [
-    "calibrate_command",
     "device_part",
     "installed_profiles",
     "option_bytes",
-    "option_text",
     "read_profile",
     "untested_vllm",
     "vllm_distribution",

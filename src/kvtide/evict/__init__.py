@@ -14,7 +14,6 @@ from kvtide.evict.ranking import (
 )
 
 __all__ = [
-    "DEFAULT_POLICY",
     "Advice",
     "EvictionOrder",
     "Hint",
@@ -28,11 +27,11 @@ __all__ = [
 ]
 
 # The order of memory whose URL names none.
-DEFAULT_POLICY = "mix"
+_DEFAULT = "mix"
 
 
-def order_named(name: str, clock: Clock, bytes_max: int) -> EvictionOrder:
-    """Make an order by its name: `lru`, `s3fifo`, `mix` or `pool`. ValueError for an unknown one."""
+def order_named(name: str | None, clock: Clock, bytes_max: int) -> EvictionOrder:
+    """Make an order by its name: `lru`, `s3fifo`, `mix`, also for None, or `pool`. ValueError for an unknown one."""
     from kvtide.evict.policies import PolicyOrder, PoolOrder, policy_named
 
-    return PoolOrder(clock) if name == "pool" else PolicyOrder(policy_named(name), clock, bytes_max)
+    return PoolOrder(clock) if name == "pool" else PolicyOrder(policy_named(name or _DEFAULT), clock, bytes_max)

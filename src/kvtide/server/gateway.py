@@ -185,7 +185,7 @@ class Gateway:
             raise RequestRefused(411 if size is None else 413, f"expected at most {most} bytes of JSON")
         body, give_back = await receive(exchange, self._shared, size)
         try:
-            return protocol.parse_look_ups(body)
+            return protocol.LookUps.parse(body)
         finally:
             give_back()
 

@@ -55,6 +55,13 @@ class AccessLine(msgspec.Struct, frozen=True):
     took_s: float
 
 
+def write_logs(access: Path | None, audit: Path | None) -> None:
+    """Let the access and the audit log go to files, if there are any. OSError if one can't be written."""
+    for logger, path in ((ACCESS_LOGGER, access), (AUDIT_LOGGER, audit)):
+        if path is not None:
+            write_log(logger, path)
+
+
 def write_log(logger: str, path: Path) -> None:
     """Let a logger's lines go to a file, opened again if somebody moves it away. OSError if it can't be written."""
     handler = WatchedFileHandler(path, encoding="utf-8")

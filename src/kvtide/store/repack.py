@@ -18,7 +18,7 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase, PackedCodec
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, WriterId, expected_gain, packing_orders, record_id
+from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, expected_gain, packing_orders, record_id
 from kvtide.store.notes import USES_CODEC, read_note, write_note
 from kvtide.tier.base import Tier
 from kvtide.tier.buffers import aligned_buffer
@@ -44,7 +44,7 @@ _IMPORTANT_RATIO = 0.25
 class UseStore:
     """Uses of blocks as this process saw them, joined with what others stored. Not thread-safe."""
 
-    def __init__(self, tier: Tier, writer: WriterId, clock: Clock) -> None:
+    def __init__(self, tier: Tier, writer: bytes, clock: Clock) -> None:
         """writer: 8 bytes that no other process has."""
         self._tier = tier
         self._writer = writer

@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.config import Limits
-from kvtide.evict import DEFAULT_POLICY, EvictionOrder, RankedOrder, Ranking, ScoreRanking, order_named
+from kvtide.evict import EvictionOrder, RankedOrder, Ranking, ScoreRanking, order_named
 from kvtide.tier.base import POOL_SCHEMES, DeviceMemory, IsPinned, Tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
@@ -179,7 +179,7 @@ def _order_of(url: str, clock: Clock, bytes_max: int, ranking: Ranking | None) -
     if policy is None and ranking is not None:
         # Whoever brings a ranking knows more of single objects than a policy over prefixes does.
         return RankedOrder(ranking)
-    return order_named(policy or DEFAULT_POLICY, clock, bytes_max)
+    return order_named(policy, clock, bytes_max)
 
 
 @contextmanager

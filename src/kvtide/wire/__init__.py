@@ -3,7 +3,6 @@
 from kvtide.wire.object import (
     ENTRY_BYTES,
     HEADER_BYTES,
-    NO_LABEL,
     ObjectLabel,
     SectionEntry,
     StoredObject,
@@ -12,7 +11,6 @@ from kvtide.wire.object import (
     header_and_table_bytes,
     object_bytes,
     object_bytes_max,
-    object_label,
     object_quality,
     pack_around,
     pack_object,
@@ -24,7 +22,6 @@ from kvtide.wire.object import (
 __all__ = [
     "ENTRY_BYTES",
     "HEADER_BYTES",
-    "NO_LABEL",
     "ObjectLabel",
     "SectionEntry",
     "StoredObject",
@@ -33,7 +30,6 @@ __all__ = [
     "header_and_table_bytes",
     "object_bytes",
     "object_bytes_max",
-    "object_label",
     "object_quality",
     "pack_around",
     "pack_object",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import xxhash
 
@@ -209,20 +209,17 @@ def _header_checksum(data: memoryview, section_count: int) -> bytes:
 class ObjectLabel(NamedTuple):
     """The fields of an object's header that listings need, as they stand there."""
 
-    codec: bytes
-    parent: bytes
-    start: int
+    codec: bytes = bytes(_CODEC_BYTES)
+    parent: bytes = bytes(DIGEST_BYTES)
+    start: int = 0
 
-
-NO_LABEL = ObjectLabel(bytes(_CODEC_BYTES), bytes(DIGEST_BYTES), 0)
-
-
-def object_label(data: bytes | bytearray | memoryview) -> ObjectLabel:
-    """Return the label in an object's header, unchecked; NO_LABEL if these bytes are no object."""
-    if len(data) < HEADER_BYTES or data[: len(_MAGIC)] != _MAGIC:
-        return NO_LABEL
-    fields = _HEADER.unpack_from(data)
-    return ObjectLabel(codec=fields[7], parent=fields[6], start=fields[13])
+    @classmethod
+    def of(cls, data: bytes | bytearray | memoryview) -> Self:
+        """Return the label in an object's header, unchecked; zeros if these bytes are no object."""
+        if len(data) < HEADER_BYTES or data[: len(_MAGIC)] != _MAGIC:
+            return cls()
+        fields = _HEADER.unpack_from(data)
+        return cls(codec=fields[7], parent=fields[6], start=fields[13])
 
 
 def object_quality(head: bytes | bytearray | memoryview) -> float:

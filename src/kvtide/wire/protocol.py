@@ -48,7 +48,6 @@ __all__ = [
     "hint",
     "hint_headers",
     "is_tag_matched",
-    "parse_look_ups",
     "parse_target",
     "staleness_s",
     "urgency",
@@ -386,16 +385,16 @@ class LookUps(NamedTuple):
     keys: list[BlockKey]
     leading_only: bool
 
-
-def parse_look_ups(body: bytes | bytearray | memoryview) -> LookUps:
-    """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
-    try:
-        question = msgspec.json.decode(body, type=ExistsQuestion)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestRefused(400, f'expected {{"keys": [...]}}: {error}') from error
-    if len(question.keys) > EXISTS_KEYS_MAX:
-        raise RequestRefused(400, f"at most {EXISTS_KEYS_MAX} keys at once, got {len(question.keys)}")
-    for key in question.keys:
-        if not _KEY.fullmatch(key):
-            raise RequestRefused(400, f"expected keys of 64 lower-case hex digits, got {key[:80]!r}")
-    return LookUps([BlockKey(bytes.fromhex(key)) for key in question.keys], question.leading_only)
+    @classmethod
+    def parse(cls, body: bytes | bytearray | memoryview) -> Self:
+        """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
+        try:
+            question = msgspec.json.decode(body, type=ExistsQuestion)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestRefused(400, f'expected {{"keys": [...]}}: {error}') from error
+        if len(question.keys) > EXISTS_KEYS_MAX:
+            raise RequestRefused(400, f"at most {EXISTS_KEYS_MAX} keys at once, got {len(question.keys)}")
+        for key in question.keys:
+            if not _KEY.fullmatch(key):
+                raise RequestRefused(400, f"expected keys of 64 lower-case hex digits, got {key[:80]!r}")
+        return cls([BlockKey(bytes.fromhex(key)) for key in question.keys], question.leading_only)

@@ -517,18 +517,17 @@ class ChunkwiseCodec(ProfiledCodec):
         return LayerHead(level, (1.0, 1.0), scales, None, data[numbers_start:])
 
 
-PROFILE_KINDS = ("cachegen", "chunkwise")
-
-
 class ProfileFitter:
     """Counts what a codec would code, block by block, and makes tables of the counts in the end.
 
     Steps follow the standard deviations of the first text's blocks, which must be given to `scale` before `add`.
     """
 
+    KINDS = ("cachegen", "chunkwise")
+
     def __init__(self, kind: str, model: str, layout: BlockLayout) -> None:
-        if kind not in PROFILE_KINDS:
-            raise ValueError(f"profiles are made for {', '.join(PROFILE_KINDS)}, got {kind!r}")
+        if kind not in self.KINDS:
+            raise ValueError(f"profiles are made for {', '.join(self.KINDS)}, got {kind!r}")
         self._layout = layout
         self.deviation: NDArray[np.float32] = np.zeros((layout.layers, 2), dtype=np.float32)
         self._kind = kind

@@ -1,6 +1,6 @@
 """The codec `tide-1` (docs/codec.md)."""
 
-from kvtide.codec.tide.codec import DEFAULT_QUALITY, DEFAULT_REFINEMENTS, TideCodec
+from kvtide.codec.tide.codec import TideCodec
 from kvtide.codec.tide.coding import APART_TOKENS
 from kvtide.codec.tide.counts import TideCounts, finished_profile
 from kvtide.codec.tide.fit import (
@@ -19,8 +19,6 @@ from kvtide.codec.tide.section import Steps
 __all__ = [
     "APART_TOKENS",
     "COSTS",
-    "DEFAULT_QUALITY",
-    "DEFAULT_REFINEMENTS",
     "THIRD",
     "AllRows",
     "Moments",

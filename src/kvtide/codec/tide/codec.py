@@ -25,8 +25,6 @@ from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, StoredLayers, load
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
-DEFAULT_QUALITY = 5e-3
-DEFAULT_REFINEMENTS = 2
 # Of a value's significand, the hidden one too.
 _PRECISION_BITS = {KVDtype.FLOAT32: 24, KVDtype.FLOAT16: 11, KVDtype.BFLOAT16: 8}
 
@@ -40,8 +38,8 @@ class TideCodec:
     def __init__(
         self,
         profile: Profile | None = None,
-        quality: float = DEFAULT_QUALITY,
-        refinements: int = DEFAULT_REFINEMENTS,
+        quality: float = 5e-3,
+        refinements: int = 2,
         path: str | None = None,
     ) -> None:
         """quality: the KL divergence of the next token, in nats, that all refinements together are to have.

@@ -38,7 +38,7 @@ from kvtide.tier.disk.segment import (
 )
 from kvtide.tier.files import Files
 from kvtide.types import BlockKey, ObjectId
-from kvtide.wire import ObjectLabel, object_label
+from kvtide.wire import ObjectLabel
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class SegmentLog:
     def append(self, object_id: ObjectId, body: Buffer) -> CatalogEntry:
         """Store an object. TierFull if there is no room."""
         with self._write_lock:
-            label = object_label(body)
+            label = ObjectLabel.of(body)
             return self._append_to(self._writer_for(record_bytes(len(body)), object_id, label), object_id, body, label)
 
     def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> CatalogEntry:

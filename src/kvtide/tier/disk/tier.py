@@ -23,7 +23,7 @@ from kvtide.tier.disk.log import SegmentLog
 from kvtide.tier.disk.segment import CatalogEntry, RecordState, stamp_ms
 from kvtide.tier.files import Files
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
-from kvtide.wire import NO_LABEL
+from kvtide.wire import ObjectLabel
 
 _log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class DiskTier(Tier):
         with self._serving("list"):
             self._log.refresh()
         for entry in self._log.catalog.newest():
-            if entry.header.label != NO_LABEL:
+            if entry.header.label != ObjectLabel():
                 yield ListedBlock(*entry.header.id, BlockKey(entry.header.label.parent))
 
     def stats(self) -> TierStats:

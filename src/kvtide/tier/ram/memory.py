@@ -19,7 +19,7 @@ from kvtide.evict import EvictionOrder, Hint, RankedOrder, States
 from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved, Removals, Tier
 from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer, copy_bytes, touch
 from kvtide.types import BlockKey, ObjectId, TierStats
-from kvtide.wire import HEADER_BYTES, object_label
+from kvtide.wire import HEADER_BYTES, ObjectLabel
 
 FramesT = TypeVar("FramesT", bound="Frames")
 _FRAME_BYTES_MAX = 64 << 10
@@ -253,7 +253,7 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
                 return frames is not None
             if frames.frames_of(size) > frames.free_frames and not self.order.wants(object_id):
                 return False
-            label = object_label(buffer)
+            label = ObjectLabel.of(buffer)
             parent = BlockKey(label.parent if label.start else object_id.namespace)
             runs = frames.take(size)
             if runs is None:

@@ -21,7 +21,7 @@ from kvtide.clock import Clock
 from kvtide.config import environment_variable
 from kvtide.tier.base import Tier
 from kvtide.types import ObjectId
-from kvtide.wire import head_bytes, object_label
+from kvtide.wire import ObjectLabel, head_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Keyring:
 def sealing_key_id(tier: Tier, object_id: ObjectId) -> bytes | None:
     """Return the id of the key that sealed what an unwrapped tier has there; None if that is absent or not sealed."""
     head = memoryview(bytearray(HEAD_BYTES + KEY_ID_BYTES))
-    if tier.get_into(object_id, head) != len(head) or object_label(head).codec.rstrip(b"\0") != SEALED_CODEC.encode():
+    if tier.get_into(object_id, head) != len(head) or ObjectLabel.of(head).codec.rstrip(b"\0") != SEALED_CODEC.encode():
         return None
     return bytes(head[HEAD_BYTES:])
 
