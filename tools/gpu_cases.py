@@ -12,12 +12,12 @@ import torch
 from tests.gpu.rans_calls import prepare_decode, prepare_encode
 from tests.gpu.twin import TwinKernels
 
+from gpu_swap import KernelSwapper
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
 from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.memory import DevicePiece
 from kvtide_gpu.pages import KernelPages
-from kvtide_lab.swap.device import KernelSwapper
 
 REPEATS, WARM_UPS = 9, 2
 GIB = 1 << 30

@@ -7,11 +7,11 @@ import torch
 from tests.gpu.ordered import Order, OrderedKernels
 from tests.gpu.twin import needs_compiler
 
+from gpu_swap import KernelSwapper
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.testing import smooth_bits
 from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.pages import KernelPages
-from kvtide_lab.swap.device import KernelSwapper
 
 pytestmark = needs_compiler
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtide_lab.swap.pages import PageSwapper, runs
+from kvtide_lab.swap import PageSwapper, runs
 
 
 def _layers(device: str = "cpu") -> list[torch.Tensor]:

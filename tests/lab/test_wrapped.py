@@ -4,13 +4,13 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from tests.wrapped import Faulty, Slow
 
 from kvtide.clock import ManualClock
-from kvtide.errors import TierUnavailable
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.ram import MemoryTier
-from kvtide_lab.wrapped import Counting, Faulty, Paced, Slow
+from kvtide_lab.wrapped import Counting, Paced
 
 
 def memory() -> MemoryTier:
@@ -35,32 +35,6 @@ def test_slow_tier_takes_latency_and_bandwidth(clock: ManualClock) -> None:
     assert clock.monotonic_s() - started_s == pytest.approx(6.0)
 
 
-def test_faulty_tier_repeats_with_its_seed() -> None:
-    def outcomes(seed: int) -> list[bool]:
-        tier, results = Faulty(memory(), random.Random(seed), fault_share=0.5), []
-        tier.open()
-        for number in range(50):
-            try:
-                results.append(tier.put_from(object_id(number), object_bytes(number)))
-            except TierUnavailable:
-                results.append(False)
-        assert tier.faults == results.count(False)
-        return results
-
-    assert outcomes(3) == outcomes(3) != outcomes(4)
-    assert 10 < sum(outcomes(3)) < 40
-
-
-def test_faulty_tier_flips_one_bit() -> None:
-    tier = Faulty(memory(), random.Random(1), flip_share=1.0)
-    tier.open()
-    tier.put_from(object_id(1), object_bytes(1))
-    data = read_all(tier, 1)
-    assert data is not None
-    assert sum((a ^ b).bit_count() for a, b in zip(data, object_bytes(1), strict=True)) == 1
-    assert tier.flips == 1
-
-
 def test_counting_tier_counts_calls_and_bytes_that_moved() -> None:
     tier = Counting(memory())
     tier.open()
@@ -69,13 +43,6 @@ def test_counting_tier_counts_calls_and_bytes_that_moved() -> None:
     read_all(tier, 2)
     assert (tier.calls["put"], tier.calls["get"]) == (1, 2)
     assert (tier.bytes["put"], tier.bytes["get"]) == (1000, 1000)
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="latency"):
-        Slow(memory(), lambda seconds: None, latency_s=-1.0)
-    with pytest.raises(ValueError, match="shares"):
-        Faulty(memory(), random.Random(1), fault_share=2.0)
 
 
 def test_paced_reads_share_one_device() -> None:

@@ -12,6 +12,7 @@ from tests.servers import hints_heard, running_server
 from tests.store.load.test_whole import BIG, Layers, load
 from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import opened, stored_records
+from tests.wrapped import Faulty
 
 from kvtide.block import BlockLayout
 from kvtide.clock import ManualClock, SystemClock
@@ -30,7 +31,7 @@ from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import Name, NamedId, ObjectId
 from kvtide.wire import object_quality, parse_object
-from kvtide_lab.wrapped import Counting, Faulty
+from kvtide_lab.wrapped import Counting
 
 pytest.importorskip("cryptography")
 from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, sealing_key_id

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.wrapped import Slow
 
 from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
@@ -17,7 +18,7 @@ from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide_lab.bench.services import wait_until
-from kvtide_lab.wrapped import Counting, Slow
+from kvtide_lab.wrapped import Counting
 
 PAGE = 4096
 

@@ -22,7 +22,7 @@ from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import SystemClock
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
 from kvtide_lab.measuring import Show, Spread, spread_of
-from kvtide_lab.swap.pages import PageSwapper, made_up_pages
+from kvtide_lab.swap import PageSwapper, made_up_pages
 
 TOKENS = 8192
 STEP_TOKENS = 1024

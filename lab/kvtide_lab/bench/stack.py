@@ -175,7 +175,6 @@ class _Admitting(WrappedTier):
         self._place = counting.tier
 
     def would_admit(self, object_id: ObjectId, size: int) -> bool:
-        """Ask the tier itself."""
         return self._place.would_admit(object_id, size)
 
 

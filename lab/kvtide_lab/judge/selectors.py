@@ -14,7 +14,6 @@ class GroupHeads(AllHeads):
         super().__init__("one-per-group")
 
     def heads(self, heads: int, kv_heads: int) -> list[int]:
-        """Return one head a group."""
         return list(range(0, heads, heads // kv_heads))
 
 

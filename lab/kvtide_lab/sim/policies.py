@@ -32,7 +32,6 @@ class SlruPolicy(HeapPolicy):
         self.plan(blocks_max)
 
     def plan(self, blocks_max: int) -> None:
-        """Protect a share of what fits now."""
         self._protected_max = int(_PROTECTED_SHARE * blocks_max)
 
     def priority(self, run: Run) -> float:
@@ -55,7 +54,6 @@ class SlruPolicy(HeapPolicy):
                 self.enter(run)
 
     def resize(self, run: Run, delta: int) -> None:
-        """Keep the count of protected blocks."""
         if run in self._protected:
             self._protected_blocks += delta
             if not run.held:
@@ -82,7 +80,6 @@ class ScorePolicy(HeapPolicy):
     """Importance times frequency (IMPRESS): uses times the mean number of important tokens of the run's blocks."""
 
     def priority(self, run: Run) -> float:
-        """Return the score."""
         return run.uses * run.value
 
 
@@ -119,16 +116,13 @@ class SievePolicy(EvictionPolicy):
         self._hand: Run | None = None
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
-        """Mark the runs that are used again."""
         for run in path:
             run.tag = 1 if run.uses > 1 else 0
 
     def split(self, upper: Run, lower: Run) -> None:
-        """Mark the upper part as the lower one is."""
         upper.tag = lower.tag
 
     def enter(self, run: Run) -> None:
-        """Put the run at the head."""
         self._older[run] = self._newest
         self._newer[run] = None
         if self._newest is not None:
@@ -138,7 +132,6 @@ class SievePolicy(EvictionPolicy):
             self._oldest = run
 
     def leave(self, run: Run) -> None:
-        """Take the run out; a hand on it moves on."""
         newer, older = self._newer.pop(run), self._older.pop(run)
         if self._hand is run:
             self._hand = newer

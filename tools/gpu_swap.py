@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvtide_gpu.kernels import THREADS, Kernels, Opened, Staging, address, warp_blocks
-from kvtide_lab.swap.pages import Swap, runs
+from kvtide_lab.swap import Swap, runs
 
 PIECE_BYTES = 16 << 20
 # One is gathered, one is copied, one is about to be.
