@@ -109,8 +109,6 @@ policies on several traces | kvtide-lab sim trace FILE FILE made:loop --compare 
     tests/lab/test_sim.py::test_several_traces_give_a_line_each
 traces as tenants of one cache | kvtide-lab sim trace made:loop+made:drift --compare | @measure | @traces | OURS
     tests/lab/test_sim.py::test_traces_share_a_cache_as_tenants_and_hints_come_with_each
-refinements leave before blocks, simulated | kvtide-lab sim shrink FILE | @measure | @a-trace | OURS
-    tests/lab/test_sim.py::test_shrink_prints_a_row_for_each_way_to_spend_the_bytes
 advice of clients, simulated | kvtide-lab sim trace FILE --policy mix --hints ends | @measure | @a-trace | OURS
     tests/lab/sim/test_hints.py::test_true_ends_help_and_lies_cost_little
 regions, simulated | kvtide-lab sim regions | @measure | simulator | CACHEGEN

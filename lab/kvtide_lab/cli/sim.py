@@ -1,4 +1,4 @@
-"""`kvtide-lab sim trace | shrink | regions | pool | prompts | stream | fairness`: what is simulated."""
+"""`kvtide-lab sim trace | regions | pool | prompts | stream | fairness`: what is simulated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from kvtide_lab.sim.replay import (
     standing_report,
     trace_report,
 )
-from kvtide_lab.sim.shrink import run_shrink
 from kvtide_lab.sim.stream import STREAM_POLICIES, StreamSetup, stream_report, sweep
 from kvtide_lab.sim.workload import Trace, WekaReplay, joined, read_trace
 
@@ -112,21 +111,6 @@ def _share(capacity: str, unique_blocks: int) -> float:
     if not value > 0:
         raise ValueError(f"--capacity must be positive, got {capacity!r}")
     return min(1.0, value)
-
-
-@app.command("shrink")
-def shrink(
-    file: Annotated[str, typer.Argument(help="A trace, as for `trace`.")] = MADE_PREFIX + "sessions",
-    policy: PolicyOption = DEFAULT_POLICY,
-    capacity: CapacityOption = None,
-    sessions: SessionsOption = 50,
-    quick: QuickOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Let refinements of `tide` leave before blocks: hits and what they lose, at equal bytes."""
-    loaded = _trace(file, sessions)
-    shares = [_share(each, loaded.unique_blocks) for each in capacity or SHARES_QUICK[: 1 if quick else None]]
-    tell(run_shrink(loaded, policy, shares), as_json)
 
 
 @app.command("regions")

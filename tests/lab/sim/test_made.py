@@ -10,7 +10,6 @@ import pytest
 
 from kvtide_lab.sim.made import MADE, made_trace
 from kvtide_lab.sim.replay import standing
-from kvtide_lab.sim.shrink import run_shrink
 from kvtide_lab.sim.workload import read_trace
 
 
@@ -30,15 +29,6 @@ def test_mix_is_close_to_the_best_fixed_policy(name: str) -> None:
     found = standing(made_trace(name, 1500), "mix", ["lru", "s3fifo", "arc", "reuse"], 0.1)
     assert found.regret < 0.02
     assert found.regret == found.hit_rates[found.best] - found.hit_rates["mix"]
-
-
-def test_refinements_that_leave_first_give_hits_for_loss_at_equal_bytes() -> None:
-    rows = run_shrink(made_trace("sessions", 800), "lru", [0.02]).rows
-    whole, shrunk = rows[0], next(row for row in rows if row.kept == 2)
-    assert whole.rough_share == 0.0
-    assert shrunk.hit_rate > whole.hit_rate
-    assert shrunk.kl > whole.kl
-    assert all(row.whole_blocks < whole.whole_blocks < row.held_blocks for row in rows[1:])
 
 
 def test_sessions_of_texts_are_read_from_a_folder(tmp_path: Path) -> None:
