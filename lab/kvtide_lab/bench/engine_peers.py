@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtide_lab.bench.engine_process import kvtide_transfer
-from kvtide_lab.bench.link import open_link
-from kvtide_lab.bench.services import end, kvtide_server, wait_until
+from kvtide_lab.bench.services import end, kvtide_server, open_link, wait_until
 from kvtide_lab.config import engine_environment
 
 PEERS = ("native", "lmcache")

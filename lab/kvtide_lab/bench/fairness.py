@@ -21,8 +21,7 @@ from kvtide.keys import NamespaceSpec
 from kvtide.server.auth import new_token
 from kvtide.server.scheduler import POLICIES
 from kvtide.types import BlockKey, ObjectId
-from kvtide_lab.bench.link import open_link
-from kvtide_lab.bench.services import grant_words, kvtide_server
+from kvtide_lab.bench.services import grant_words, kvtide_server, open_link
 from kvtide_lab.bench.store_clients import bench_object
 from kvtide_lab.measuring import extremes
 from kvtide_lab.sim.fairness import (

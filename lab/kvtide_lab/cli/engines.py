@@ -26,7 +26,7 @@ from kvtide_lab.config import leave_a_core
 from kvtide_lab.subjects import tokenizer
 
 if TYPE_CHECKING:
-    from kvtide_lab.bench.agents_sessions import AgentSession
+    from kvtide_lab.bench.agents import AgentSession
     from kvtide_lab.bench.engine_process import EngineProcess
 
 LINK_MBIT_S = 1000.0
@@ -116,12 +116,12 @@ def _sessions(
     folder: Path | None, tokenize: Callable[[str], list[int]], context_tokens: int, turns_max: int
 ) -> list[AgentSession]:
     """Return the sessions of a folder, or made-up ones. ValueError if there are none."""
-    from kvtide_lab.bench import agents_sessions
+    from kvtide_lab.bench.agents import made_up_sessions, read_sessions
 
     if folder is not None:
-        return agents_sessions.read_sessions(folder, tokenize, context_tokens, turns_max)
+        return read_sessions(folder, tokenize, context_tokens, turns_max)
     contents = [text.content for text in texts_of(None)]
-    return agents_sessions.made_up_sessions(contents, tokenize, context_tokens, turns_max)
+    return made_up_sessions(contents, tokenize, context_tokens, turns_max)
 
 
 def offload(

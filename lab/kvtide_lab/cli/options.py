@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from kvtide.cli.report import emit
-from kvtide_lab.figures import tables_of
+from kvtide_lab.measuring import tables_of
 
 if TYPE_CHECKING:
     from kvtide.codec import Profile

@@ -20,12 +20,7 @@ from kvtide_lab.sim.policies import POLICIES
 from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, run_pool
 from kvtide_lab.sim.prompts import PROBABILITIES, PromptReport, PromptSetup, run_prompts
 from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, run_regions
-from kvtide_lab.sim.replay import (
-    compare,
-    standing,
-    standing_report,
-    trace_report,
-)
+from kvtide_lab.sim.replay import compare, standing, standing_report, trace_report
 from kvtide_lab.sim.stream import STREAM_POLICIES, StreamSetup, stream_report, sweep
 from kvtide_lab.sim.workload import Trace, WekaReplay, joined, read_trace
 

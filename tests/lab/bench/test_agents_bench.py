@@ -20,11 +20,15 @@ from kvtide_lab.bench.agents import (
     AgentAnswer,
     AgentPhase,
     AgentsBench,
+    AgentSession,
     AgentsSetup,
     AgentsSize,
+    AgentTurn,
+    made_up_sessions,
+    read_sessions,
     result_of,
+    working_set_pages,
 )
-from kvtide_lab.bench.agents_sessions import AgentSession, AgentTurn, made_up_sessions, read_sessions, working_set_pages
 
 SIZE = AgentsSize(at_once=(1, 2), sessions=2, turns=3, context_tokens=1000, answer_tokens_max=4, no_reuse=4)
 

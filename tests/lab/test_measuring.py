@@ -3,8 +3,7 @@ from __future__ import annotations
 import msgspec
 from rich.console import Console
 
-from kvtide_lab.figures import tables_of
-from kvtide_lab.measuring import Spread
+from kvtide_lab.measuring import Spread, tables_of
 
 
 class Row(msgspec.Struct):
