@@ -231,7 +231,7 @@ def test_generate_streams_what_is_not_here_which_is_here_for_the_next_call(
         # Slow as computing is here, what is stored elsewhere comes over the link.
         assert cached.last is not None and cached.last.streamed is not None and cached.last.hit_tokens == 96
         assert cached.last.streamed.fetch is not None and cached.last.streamed.stored_tokens > 0
-        assert cached.cache.backfill.flush(10)
+        assert cached.cache.access.backfill.flush(10)
         assert cached.cache.flush(10)
         source.objects.clear()
         second = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)

@@ -23,7 +23,7 @@ from kvtide.group import Hit, Parts, hit_of
 from kvtide.index import LruPolicy, RadixIndex, RestoreReport
 from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
 from kvtide.plan import Judge
-from kvtide.store.load import Backfill, BlockSource, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
+from kvtide.store.load import BlockSource, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.notes import read_judge, write_judge
 from kvtide.store.profiles import ProfileFollower
 from kvtide.store.storing import QUEUE_TIER, Admission, Moves, PendingBlock, PlaceNotes, Placer, QueuedBlock, Storer
@@ -102,8 +102,6 @@ class Cache:
         self.moves: Moves | None = None
         # What it knows of link, decoding and prefill; engines tell it what they compute.
         self.judge = Judge(limits.load_s_max)
-        # Completes what a streamed load has left unfinished, for the faster tiers.
-        self.backfill = Backfill(tiers, lambda meta, data: tiers.keep_above(meta.id, data), clock)
         self.access = LoadAccess(
             tiers,
             index,
@@ -115,7 +113,6 @@ class Cache:
             self.guarded,
             self._queued,
             LoadWorkers(limits.load_threads),
-            self.backfill,
             len(codec.coarser) if isinstance(codec, LevelledCodec) else 0,
         )
         self._counts = self.access.counts
@@ -172,9 +169,8 @@ class Cache:
         for meta in self._storer.close(self._limits.close_s_max):
             self.index.remove(meta.id.key, QUEUE_TIER)
         self._placer.do_chores()
-        self.backfill.close()
         self.guarded("store the judge's record", self._store_judge, None)
-        self.access.workers.close()
+        self.access.close()
         self._storer = None
         self.guarded("close", self.tiers.close, None)
 
@@ -339,8 +335,7 @@ class Cache:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
         if self._storer is not None:
             self._storer.check()
-        self.access.workers.check()
-        self.backfill.check()
+        self.access.check()
         self.index.check()
         self.tiers.check()
 

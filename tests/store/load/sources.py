@@ -16,7 +16,7 @@ from kvtide.errors import TierUnavailable
 from kvtide.index import LruPolicy, RadixIndex
 from kvtide.outcomes import DecisionCounter
 from kvtide.plan import Judge, PrefillSpeed
-from kvtide.store.load import Backfill, LoadAccess, LoadWorkers
+from kvtide.store.load import LoadAccess, LoadWorkers
 from kvtide.store.load.run import FetchJob, LoadRequest, layered_job
 from kvtide.testing import block_meta
 from kvtide.tier.base import Buffer, ObjectInfo, Take, Tier
@@ -172,7 +172,6 @@ def access_of(source: MadeSource | TierStack, judge: Judge | None = None) -> Loa
         FaultGuard(),
         lambda object_id: None,
         LoadWorkers(2),
-        Backfill(tiers, lambda meta, data: False, clock),
     )
 
 

@@ -7,10 +7,8 @@ from contextlib import ExitStack
 import pytest
 from tests.store.load.sources import AnyOf, MadeSource, made_objects, parsed
 
-from kvtide.block import BlockMeta
 from kvtide.clock import SystemClock
-from kvtide.store.load import Backfill
-from kvtide.store.load.backfill import BackfillLimits, PartialLoad
+from kvtide.store.load.backfill import Backfill, BackfillLimits, PartialLoad
 from kvtide.types import ObjectId
 from kvtide.wire.receiver import Receiver
 
@@ -32,8 +30,8 @@ class Store:
     def __init__(self) -> None:
         self.objects: dict[ObjectId, bytes] = {}
 
-    def put(self, meta: BlockMeta, data: bytes) -> bool:
-        self.objects[meta.id] = data
+    def put(self, object_id: ObjectId, data: bytes) -> bool:
+        self.objects[object_id] = data
         return True
 
 

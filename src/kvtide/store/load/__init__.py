@@ -10,12 +10,10 @@ from kvtide.store.load.access import (
     Strategy,
     level_meta,
 )
-from kvtide.store.load.backfill import Backfill
 from kvtide.store.load.whole import Whole
 
 __all__ = [
     "QUALITY_SLACK",
-    "Backfill",
     "BlockSource",
     "LoadAccess",
     "LoadReport",

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,12 +27,14 @@ from kvtide.errors import CorruptPayload
 from kvtide.index import RadixIndex
 from kvtide.outcomes import Choice, DecisionCounter, Why
 from kvtide.plan import Judge, Way
-from kvtide.store.load.backfill import Backfill
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.faults import Counts, FaultGuard
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId, Section
 from kvtide.wire import StoredObject, object_bytes_max
+
+if TYPE_CHECKING:
+    from kvtide.store.load.backfill import Backfill
 
 _log = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
@@ -200,15 +202,40 @@ class LoadAccess:
     guarded: FaultGuard
     queued: Callable[[ObjectId], BlockSource | None]
     workers: LoadWorkers
-    backfill: Backfill
     coarser_levels: int = 0
     quality_max: float = field(init=False)
     coarse: CoarseBlocks = field(init=False)
     counts: Counts = field(init=False, default_factory=Counts)
+    _backfill: Backfill | None = field(init=False, default=None)
+    _making: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.quality_max = self.quality * (1 + QUALITY_SLACK)
         self.coarse = CoarseBlocks(self.clock)
+
+    @property
+    def backfill(self) -> Backfill:
+        """What completes, for the faster tiers, what a streamed load has left unfinished; the first one makes it."""
+        from kvtide.store.load.backfill import Backfill
+
+        with self._making:
+            if self._backfill is None:
+                self._backfill = Backfill(self.tiers, self.tiers.keep_above, self.clock)
+            return self._backfill
+
+    def close(self) -> None:
+        """Stop the threads that load and complete. Idempotent."""
+        with self._making:
+            backfill = self._backfill
+        if backfill is not None:
+            backfill.close()
+        self.workers.close()
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        self.workers.check()
+        if self._backfill is not None:
+            self._backfill.check()
 
     @contextmanager
     def pinned(self, metas: Sequence[BlockMeta]) -> Iterator[None]:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtide.block import BlockMeta
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
 from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeSource
+from kvtide.types import ObjectId
 from kvtide.wire import StoredObject
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Stores a whole object, and tells whether somebody took it; called in the keeper's thread.
-Put = Callable[[BlockMeta, bytes], bool]
+Put = Callable[[ObjectId, bytes], bool]
 
 
 class PartialLoad(NamedTuple):
@@ -152,7 +152,7 @@ class Backfill:
         data = left.receiver.whole(block)
         if data is None:
             _log.debug("%s came damaged and is not kept", stored.meta.id)
-        return data is not None and self._put(stored.meta, data)
+        return data is not None and self._put(stored.meta.id, data)
 
     def _bring(self, left: PartialLoad, block: int, start: int, stop: int) -> bool:
         """Fetch a range, from where it stopped as long as a read brings anything."""
