@@ -36,7 +36,7 @@ OPEN = {
     *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.faults", "tier.files", "tier.source"),
     *("tier.http.records", "tier.stack.invalidation"),
     *("engines.paged.device", "plan.base", "plan.policies"),
-    *("store.repack", "store.load.run", "store.load.run", "store.load.sparse", "store.load.streamed"),
+    *("store.profiles", "store.repack", "store.load.run", "store.load.sparse", "store.load.streamed"),
 }
 PRODUCT = Path(__file__).resolve().parents[1] / "src" / "kvtide"
 FUNCTION_LINES_MAX = 60

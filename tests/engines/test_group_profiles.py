@@ -27,7 +27,7 @@ from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide.engines.transformers import CachedModel, ModelContexts, attach
 from kvtide.errors import UnsupportedModel
 from kvtide.group import ALL_ROWS
-from kvtide.store import ProfileStore, profile_name
+from kvtide.store.profiles import ProfileStore, profile_name
 
 BLOCK = 64
 # Of each text, what quality is judged on comes after whole blocks.

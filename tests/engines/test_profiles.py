@@ -22,7 +22,7 @@ from kvtide.engines import calibrate_command, option_bytes, read_profile
 from kvtide.engines.calibrate import restored_kl
 from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide.engines.transformers import CachedModel, attach, model_layout
-from kvtide.store import ProfileStore
+from kvtide.store.profiles import ProfileStore
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 256,

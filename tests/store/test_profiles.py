@@ -22,11 +22,12 @@ from kvtide.clock import ManualClock
 from kvtide.codec import AwaitingCodec, CodecRegistry, Profile, ProfileShape
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
-from kvtide.store import ProfileStore, ProfileVersion, newest_of, profile_name, profiles
+from kvtide.store import profiles
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import MissReason, Whole
 from kvtide.store.notes import VERSION_CODEC, write_note
-from kvtide.store.profiles import LOOK_S, LOOK_S_MAX, RENEW_S, START_S_MAX
+from kvtide.store.profile_follower import LOOK_S, LOOK_S_MAX, RENEW_S, START_S_MAX
+from kvtide.store.profiles import ProfileStore, ProfileVersion, newest_of, profile_name
 from kvtide.store.storing import PendingBlock
 from kvtide.testing import smooth_bits
 from kvtide.tier import Tier
@@ -150,7 +151,7 @@ def test_blocks_are_lossless_until_a_profile_comes(
     tmp_path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), awaiting(tmp_path, clock) as cache:
-        cache.profiles.seek(NAME, "kvtide calibrate HERE")
+        cache.profiles.seek(b"a model", b"", "kvtide calibrate HERE")
         fill(cache, metas_of(LAYOUT, 2))
         clock.advance(LOOK_S)
         fill(cache, metas_of(LAYOUT, 3)[2:])
@@ -171,7 +172,7 @@ def test_blocks_are_lossless_until_a_profile_comes(
 def test_profile_is_found_at_the_start_and_a_newer_one_later(tmp_path: Path, clock: ManualClock) -> None:
     with awaiting(tmp_path, clock) as cache:
         put(cache, FIRST)
-        cache.profiles.seek(NAME, "")
+        cache.profiles.seek(b"a model", b"", "")
         fill(cache, metas_of(LAYOUT, 1))
         put(cache, SECOND)
         clock.advance(RENEW_S)
@@ -183,7 +184,7 @@ def test_profile_is_found_at_the_start_and_a_newer_one_later(tmp_path: Path, clo
 def test_removed_profile_is_used_no_more(tmp_path: Path, clock: ManualClock) -> None:
     with awaiting(tmp_path, clock) as cache:
         put(cache, FIRST)
-        cache.profiles.seek(NAME, "")
+        cache.profiles.seek(b"a model", b"", "")
         ProfileStore(cache.tiers).remove(FIRST.digest, 2.0)
         clock.advance(RENEW_S)
         fill(cache, metas_of(LAYOUT, 1))
@@ -194,11 +195,11 @@ def test_removed_profile_is_used_no_more(tmp_path: Path, clock: ManualClock) -> 
 def test_old_profile_that_an_object_names_is_found_in_the_background(tmp_path: Path, clock: ManualClock) -> None:
     with awaiting(tmp_path, clock) as writer:
         put(writer, FIRST)
-        writer.profiles.seek(NAME, "")
+        writer.profiles.seek(b"a model", b"", "")
         contents = fill(writer, metas_of(LAYOUT, 1))
         put(writer, SECOND)
     with awaiting(tmp_path, clock) as reader:
-        reader.profiles.seek(NAME, "")
+        reader.profiles.seek(b"a model", b"", "")
         missed = reader.load(metas_of(LAYOUT, 1), Whole(Collector()))
         assert (missed.blocks, missed.reason) == (0, MissReason.UNKNOWN_CODEC)
         fill(reader, metas_of(LAYOUT, 2)[1:])
@@ -212,7 +213,7 @@ def test_unknown_profile_is_looked_for_once_in_a_while(
 ) -> None:
     with awaiting(tmp_path, clock) as writer:
         put(writer, FIRST)
-        writer.profiles.seek(NAME, "")
+        writer.profiles.seek(b"a model", b"", "")
         fill(writer, metas_of(LAYOUT, 1))
         ProfileStore(writer.tiers).remove(FIRST.digest, 2.0)
     asked: list[bytes] = []
@@ -235,23 +236,23 @@ def test_model_that_changes_during_a_look_gets_no_profile_of_the_one_before(
     with awaiting(tmp_path, clock) as cache:
         put(cache, FIRST)
 
-        def changing(self: ProfileStore, name: bytes, kind: str) -> list[ProfileVersion]:
+        def changing(self: ProfileStore, name: bytes, kind: str, group: str) -> list[ProfileVersion]:
             monkeypatch.undo()
-            cache.profiles.seek(profile_name(b"other", b""), "")
-            return versions(self, name, kind)
+            cache.profiles.seek(b"other", b"", "")
+            return versions(self, name, kind, group)
 
         monkeypatch.setattr(ProfileStore, "versions", changing)
-        cache.profiles.seek(NAME, "")
+        cache.profiles.seek(b"a model", b"", "")
         assert cache.profiles.is_waiting
         cache.profiles.look()
         assert cache.profiles.is_waiting
 
 
 def test_profiles_in_memory_are_bounded(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.store.profiles.FOUND_MAX", 1)
+    monkeypatch.setattr("kvtide.store.profile_follower.FOUND_MAX", 1)
     with awaiting(tmp_path, clock) as cache:
         put(cache, FIRST)
-        cache.profiles.seek(NAME, "")
+        cache.profiles.seek(b"a model", b"", "")
         put(cache, SECOND)
         clock.advance(RENEW_S)
         cache.profiles.look()
@@ -261,7 +262,7 @@ def test_profiles_in_memory_are_bounded(tmp_path: Path, clock: ManualClock, monk
 def test_profile_that_left_the_store_by_age_is_put_again(tmp_path: Path, clock: ManualClock) -> None:
     with awaiting(tmp_path, clock) as cache:
         put(cache, FIRST)
-        cache.profiles.seek(NAME, "")
+        cache.profiles.seek(b"a model", b"", "")
         for info in list(cache.tiers.objects()):
             if info.size > 4096:
                 cache.tiers.delete(info.id, "evicted")
@@ -275,7 +276,7 @@ def test_profile_that_left_the_store_by_age_is_put_again(tmp_path: Path, clock: 
 def test_silent_store_costs_the_start_a_bounded_time(clock: ManualClock, tmp_path: Path) -> None:
     # Nobody listens there; what can't be asked is not there.
     with awaiting("http://127.0.0.1:9", clock) as cache:
-        cache.profiles.seek(NAME, "kvtide calibrate HERE")
+        cache.profiles.seek(b"a model", b"", "kvtide calibrate HERE")
         fill(cache, metas_of(LAYOUT, 1))
         assert cache.stats().blocks_without_profile == 1
 
@@ -285,13 +286,13 @@ def test_start_waits_less_for_the_store_than_the_storing_thread(
 ) -> None:
     waits: list[float] = []
 
-    def versions(self: ProfileStore, name: bytes, kind: str) -> list[ProfileVersion]:
+    def versions(self: ProfileStore, name: bytes, kind: str, group: str) -> list[ProfileVersion]:
         waits.append(caller_deadline_s() - clock.monotonic_s())
         return []
 
     monkeypatch.setattr(ProfileStore, "versions", versions)
     with awaiting(tmp_path, clock) as cache:
-        cache.profiles.seek(NAME, "")
+        cache.profiles.seek(b"a model", b"", "")
         clock.advance(LOOK_S)
         fill(cache, metas_of(LAYOUT, 1))
     assert waits == [START_S_MAX, LOOK_S_MAX]
@@ -310,7 +311,7 @@ def test_installed_profile_serves_until_the_store_has_one(tmp_path: Path, clock:
     registry = CodecRegistry([SECOND])
     codec = registry.make_by_group("tide:1e-3", [ProfileShape(LAYOUT)])
     with cache_for(str(tmp_path), codec, registry, clock=clock) as cache:
-        cache.profiles.seek(NAME, "")
+        cache.profiles.seek(b"a model", b"", "")
         fill(cache, metas_of(LAYOUT, 1))
         put(cache, FIRST)
         clock.advance(LOOK_S)
@@ -325,7 +326,7 @@ def test_profile_of_another_shape_is_not_taken(tmp_path: Path, clock: ManualCloc
     other = fitted(replace(LAYOUT, kv_heads=2))
     with awaiting(tmp_path, clock) as cache:
         put(cache, other)
-        cache.profiles.seek(NAME, "")
+        cache.profiles.seek(b"a model", b"", "")
         fill(cache, metas_of(LAYOUT, 1))
         assert codec_ids(cache) == [("lossless-2", None)]
 

@@ -22,8 +22,8 @@ from kvtide.keys import TokenIds, block_keys, tokens_array
 from kvtide.outcomes import Decided
 from kvtide.plan import Decision, PrefillSpeed, decide
 from kvtide.plan.base import Chunk, Request
-from kvtide.store import ProfileStore
 from kvtide.store.load import QUALITY_SLACK
+from kvtide.store.profiles import ProfileStore
 from kvtide.tier import Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.seal import SEALED_CODEC

@@ -34,7 +34,7 @@ from kvtide.codec.published import ProfileFitter
 from kvtide.codec.tide import COSTS
 from kvtide.config import TENANT_SALT_VARIABLE, cache_home
 from kvtide.engines import installed_profiles, option_bytes, read_profile
-from kvtide.store import ProfileStore, ProfileVersion, newest_of, profile_name
+from kvtide.store.profiles import ProfileStore, ProfileVersion, newest_of, profile_name
 from kvtide.tier import Tier, shown_url
 
 app = typer.Typer(help="Profiles of models: what lossy codecs know of each, kept in the store.", no_args_is_help=True)

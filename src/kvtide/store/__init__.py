@@ -3,7 +3,6 @@
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import BlockSource
 from kvtide.store.notes import NOTES
-from kvtide.store.profiles import ProfileStore, ProfileVersion, newest_of, profile_name
 from kvtide.store.storing import Move, Moves, PendingBlock
 
 __all__ = [
@@ -13,9 +12,5 @@ __all__ = [
     "Move",
     "Moves",
     "PendingBlock",
-    "ProfileStore",
-    "ProfileVersion",
     "cache_for",
-    "newest_of",
-    "profile_name",
 ]

@@ -25,7 +25,7 @@ from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
 from kvtide.plan import Judge
 from kvtide.store.load import BlockSource, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.notes import read_judge, write_judge
-from kvtide.store.profiles import ProfileFollower
+from kvtide.store.profile_follower import ProfileFollower
 from kvtide.store.storing import QUEUE_TIER, Admission, Moves, PendingBlock, PlaceNotes, Placer, QueuedBlock, Storer
 from kvtide.tier import stack_of
 from kvtide.tier.breaker import until

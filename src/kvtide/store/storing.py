@@ -18,7 +18,7 @@ from kvtide.codec import Codec, LevelledCodec, LosslessCodec, OrderingCodec
 from kvtide.config import Limits, step_back
 from kvtide.index import TIERS_MAX, RadixIndex
 from kvtide.store.load import BlockSource, LoadAccess, level_meta
-from kvtide.store.profiles import ProfileFollower
+from kvtide.store.profile_follower import ProfileFollower
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 

@@ -42,7 +42,7 @@ from kvtide.group import LayerGroup
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
 from kvtide.plan.policies import policy_named
-from kvtide.store import Cache, PendingBlock, cache_for, profile_name
+from kvtide.store import Cache, PendingBlock, cache_for
 from kvtide.store.load.streamed import Streamed
 from kvtide.types import Namespace
 
@@ -422,7 +422,7 @@ def _seek_profile(cache: Cache, model: Any, store: str, kind: str, identity: Mod
     has_folder = bool(folder) and Path(folder).is_dir()
     own = identity.given_fingerprint or (b"" if has_folder else identity.fingerprint)
     command = calibrate_command(folder, store, kind, own, bool(salt))
-    cache.profiles.seek(profile_name(identity.fingerprint, salt), command)
+    cache.profiles.seek(identity.fingerprint, salt, command)
 
 
 def _settings(importance: float | Impress | SparseSettings | None) -> SparseSettings | None:

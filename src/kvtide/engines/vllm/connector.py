@@ -44,7 +44,7 @@ from kvtide.engines.vllm.model import ServedRequest, check_policy, profile_finge
 from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, LookupCounts
 from kvtide.group import ALL_ROWS, state_every
-from kvtide.store import Cache, Moves, cache_for, profile_name
+from kvtide.store import Cache, Moves, cache_for
 
 if TYPE_CHECKING:
     from kvtide.engines.vllm.events import BlockEvents
@@ -302,7 +302,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         given, salt = self._settings.fingerprint.encode(), self._settings.tenant_salt.encode()
         folder = str(self._vllm_config.model_config.model)
         command = calibrate_command(folder, self._settings.store, codec.profile_kind, given, bool(salt))
-        cache.profiles.seek(profile_name(profile_fingerprint(self._vllm_config, self._settings), salt), command)
+        cache.profiles.seek(profile_fingerprint(self._vllm_config, self._settings), salt, command)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads."""

@@ -215,7 +215,7 @@ class LoadAccess:
 
     @property
     def backfill(self) -> Backfill:
-        """What completes, for the faster tiers, what a streamed load has left unfinished; the first one makes it."""
+        """The one that completes, for faster tiers, what streamed loads have left unfinished; the first makes it."""
         from kvtide.store.load.backfill import Backfill
 
         with self._making:
