@@ -105,7 +105,7 @@ completion by codec, hit and miss | kvtide-lab bench completion | @measure | @en
     tests/lab/bench/test_documents_bench.py::test_completion_is_measured_on_hits_and_on_misses_of_every_codec
 eviction beside the best possible | kvtide-lab sim trace FILE --policy P --capacity 3% | @measure | @a-trace | OURS
     tests/lab/test_sim.py::test_trace_prints_hit_rates_between_lru_and_bound
-policies on several traces | kvtide-lab sim trace FILE FILE made:loop --compare --room | @measure | @traces | OURS
+policies on several traces | kvtide-lab sim trace FILE FILE made:loop --compare | @measure | @traces | OURS
     tests/lab/test_sim.py::test_several_traces_give_a_line_each
 traces as tenants of one cache | kvtide-lab sim trace made:loop+made:drift --compare | @measure | @traces | OURS
     tests/lab/test_sim.py::test_traces_share_a_cache_as_tenants_and_hints_come_with_each
