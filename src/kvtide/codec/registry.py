@@ -129,7 +129,7 @@ def _snippet() -> Codec:
 def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
     from kvtide.codec.tide import TideCodec
 
-    quality, refinements = (*arguments, *("5e-3", "2")[len(arguments) :])
+    quality, refinements = (*arguments, *(str(TideCodec.QUALITY), str(TideCodec.REFINEMENTS))[len(arguments) :])
     try:
         return TideCodec(profile, float(quality), int(refinements))
     except ValueError as error:

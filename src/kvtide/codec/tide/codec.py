@@ -34,12 +34,15 @@ class TideCodec:
 
     codec_id = "tide-1"
     is_lossless = False
+    # Of a spec that does not say.
+    QUALITY = 5e-3
+    REFINEMENTS = 2
 
     def __init__(
         self,
         profile: Profile | None = None,
-        quality: float = 5e-3,
-        refinements: int = 2,
+        quality: float = QUALITY,
+        refinements: int = REFINEMENTS,
         path: str | None = None,
     ) -> None:
         """quality: the KL divergence of the next token, in nats, that all refinements together are to have.

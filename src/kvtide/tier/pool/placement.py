@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -129,12 +128,6 @@ class Placement:
         count = np.uint64(len(self.map.servers))
         first = heads[:, None] + np.arange(self.replicas, dtype=np.uint64)[None, :]
         return (first % count).astype(np.uint16)
-
-    def slots_of(self, position: int) -> Sequence[int]:
-        """Return the slots that a server owns, at any rank; empty for `mod`, which has none."""
-        if self._table is None:
-            return ()
-        return np.flatnonzero((self._table == position).any(axis=1)).tolist()
 
 
 def _ranked(pool: PoolMap, replicas: int) -> Table:
