@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 import socketserver
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
+from tests.processes import frozen
 from tests.server.worlds import World, ask, put
 from tests.servers import RunningServer, ServerProcess, running_server, server_process
 
@@ -182,26 +182,24 @@ def halves(tmp_path: Path) -> Iterator[tuple[RunningServer, ServerProcess]]:
         with region as server:
             wait_until(lambda: ask(server, "GET", 1)[0].getheader("Kvtide-As-Of") is not None, "the centre")
             yield server, centre
-            centre.process.send_signal(signal.SIGCONT)
 
 
 def test_a_frozen_centre_holds_nobody_up_for_long(halves: tuple[RunningServer, ServerProcess]) -> None:
     region, centre = halves
     put(region, 1)
-    centre.process.send_signal(signal.SIGSTOP)
-    with ThreadPoolExecutor(13) as pool:
-        absent = [pool.submit(timed, lambda n=n: ask(region, "GET", n)[0].status) for n in range(100, 112)]
-        stored_s, status = pool.submit(timed, lambda: ask(region, "PUT", 2, object_bytes(2))[0].status).result()
-    assert status == 201
-    assert stored_s < SILENT_S_MAX, f"a PUT waited {stored_s:.1f} s"
-    assert {each.result()[1] for each in absent} == {404}
-    assert max(each.result()[0] for each in absent) < 2 * SILENT_S_MAX
-    # From now on the centre is left alone.
-    assert ask(region, "GET", 1)[1] == object_bytes(1)
-    took_s, (answer, reason) = timed(lambda: ask(region, "GET", 1, Force_Latest="1"))
-    assert answer.status == 503 and b"can't be had" in reason
-    assert took_s < SILENT_S_MAX
-    centre.process.send_signal(signal.SIGCONT)
+    with frozen(centre.process.pid):
+        with ThreadPoolExecutor(13) as pool:
+            absent = [pool.submit(timed, lambda n=n: ask(region, "GET", n)[0].status) for n in range(100, 112)]
+            stored_s, status = pool.submit(timed, lambda: ask(region, "PUT", 2, object_bytes(2))[0].status).result()
+        assert status == 201
+        assert stored_s < SILENT_S_MAX, f"a PUT waited {stored_s:.1f} s"
+        assert {each.result()[1] for each in absent} == {404}
+        assert max(each.result()[0] for each in absent) < 2 * SILENT_S_MAX
+        # From now on the centre is left alone.
+        assert ask(region, "GET", 1)[1] == object_bytes(1)
+        took_s, (answer, reason) = timed(lambda: ask(region, "GET", 1, Force_Latest="1"))
+        assert answer.status == 503 and b"can't be had" in reason
+        assert took_s < SILENT_S_MAX
     wait_until(lambda: ask(region, "GET", 3, Force_Latest="1")[0].status == 404, "the centre to be asked again")
 
 
@@ -218,19 +216,19 @@ def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
         assert centre.region is not None
         recovery = centre.region.recovery
         wait_until(lambda: recovery is not None and recovery.is_over, "the centre to have asked its regions")
-        silent.process.send_signal(signal.SIGSTOP)
-        with ThreadPoolExecutor(17) as pool:
-            asked = [
-                pool.submit(timed, lambda n=n: ask(centre, "GET", n, Force_Latest="1")[0].status)
-                for n in range(100, 116)
-            ]
-            stored_s, status = pool.submit(timed, lambda: ask(centre, "PUT", 2, object_bytes(2))[0].status).result()
-        assert status == 201
-        assert stored_s < SILENT_S_MAX, f"the centre's PUT waited {stored_s:.1f} s"
-        assert {each.result()[1] for each in asked} == {503}, "nobody knows"
-        took_s, (answer, content) = timed(lambda: ask(centre, "GET", 7, Force_Latest="1"))
-        assert (answer.status, content) == (200, object_bytes(7)), "another region has it"
-        assert took_s < SILENT_S_MAX
+        with frozen(silent.process.pid):
+            with ThreadPoolExecutor(17) as pool:
+                asked = [
+                    pool.submit(timed, lambda n=n: ask(centre, "GET", n, Force_Latest="1")[0].status)
+                    for n in range(100, 116)
+                ]
+                stored_s, status = pool.submit(timed, lambda: ask(centre, "PUT", 2, object_bytes(2))[0].status).result()
+            assert status == 201
+            assert stored_s < SILENT_S_MAX, f"the centre's PUT waited {stored_s:.1f} s"
+            assert {each.result()[1] for each in asked} == {503}, "nobody knows"
+            took_s, (answer, content) = timed(lambda: ask(centre, "GET", 7, Force_Latest="1"))
+            assert (answer.status, content) == (200, object_bytes(7)), "another region has it"
+            assert took_s < SILENT_S_MAX
 
 
 def test_a_centre_that_trickles_is_given_up(tmp_path: Path) -> None:
@@ -409,10 +407,9 @@ def test_a_deadline_reaches_the_centre_and_does_not_count_against_it(
     halves: tuple[RunningServer, ServerProcess],
 ) -> None:
     region, centre = halves
-    centre.process.send_signal(signal.SIGSTOP)
-    for number in range(100, 104):
-        took_s, (answer, _) = timed(lambda n=number: ask(region, "GET", n, Deadline_Ms="200"))  # type: ignore[misc]
-        assert answer.status == 504, "nobody knows whether the centre has it"
-        assert took_s < SILENT_S_MAX
-    centre.process.send_signal(signal.SIGCONT)
+    with frozen(centre.process.pid):
+        for number in range(100, 104):
+            took_s, (answer, _) = timed(lambda n=number: ask(region, "GET", n, Deadline_Ms="200"))  # type: ignore[misc]
+            assert answer.status == 504, "nobody knows whether the centre has it"
+            assert took_s < SILENT_S_MAX
     assert ask(region, "GET", 104, Force_Latest="1")[0].status == 404, "it was never left alone"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import socket
 import socketserver
 import threading
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from tests.processes import frozen
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
@@ -219,15 +218,14 @@ def test_a_frozen_valkey_keeps_nobody_beyond_the_deadline(is_connected: bool) ->
         data, ids = object_bytes(1, 8 << 20), [object_id(number) for number in range(20)]
         if is_connected:
             assert tier.put_from(object_id(1), data)
-        os.kill(server.pid, signal.SIGSTOP)
-        calls: list[Callable[[], object]] = [
-            lambda: tier.contains(object_id(1)),
-            lambda: tier.get_into(object_id(1), memoryview(bytearray(9 << 20))),
-            lambda: tier.put_from(object_id(2), data),
-            lambda: tier.count_leading(ids),
-        ]
-        assert max(asked_until(call) for call in calls) < DEADLINE_S + SPARE_S
-        os.kill(server.pid, signal.SIGCONT)
+        with frozen(server.pid):
+            calls: list[Callable[[], object]] = [
+                lambda: tier.contains(object_id(1)),
+                lambda: tier.get_into(object_id(1), memoryview(bytearray(9 << 20))),
+                lambda: tier.put_from(object_id(2), data),
+                lambda: tier.count_leading(ids),
+            ]
+            assert max(asked_until(call) for call in calls) < DEADLINE_S + SPARE_S
         assert tier.put_from(object_id(3), data), "a deadline says nothing of the server"
         assert tier.contains(object_id(3)), "and the next call waits by the tier's own bounds"
 

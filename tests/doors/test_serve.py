@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tests.doors.register import door
 from tests.doors.user import BLOCK, PROMPT, Regions, bearer, grant, metric, serving, status
+from tests.processes import frozen
 from tests.server.worlds import ask, put
 from tests.servers import ServerProcess
 
@@ -347,10 +348,7 @@ def test_latest_is_found_before_it_is_synchronised(regions: Regions) -> None:
 @door("bound on staleness")
 def test_region_says_when_it_knows_too_little(regions: Regions) -> None:
     put(regions.quick, 5)
-    regions.centre.process.send_signal(signal.SIGSTOP)
-    try:
+    with frozen(regions.centre.process.pid):
         assert status(regions.quick, "GET", 5) == 200
         assert status(regions.quick, "GET", 6, Max_Staleness="0") == 503
-    finally:
-        regions.centre.process.send_signal(signal.SIGCONT)
     wait_until(lambda: status(regions.quick, "GET", 6, Max_Staleness="9") == 404, "the centre to be back")

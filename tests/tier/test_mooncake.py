@@ -8,12 +8,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
 import pytest
+from tests.processes import frozen
 from tests.stores import opened
 
 from kvtide.clock import SystemClock
@@ -61,24 +61,6 @@ def emptied(servers: MooncakeServers, options: str = "") -> Iterator[MooncakeTie
         for info in list(tier.objects()):
             tier.delete(info.id, "removed")
         yield tier
-
-
-@contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        # Threads stop one by one: beside a busy neighbour the last ones still answer for a while.
-        wait_until(lambda: all(each in "Tt" for each in _thread_states(pid)), f"all threads of {pid} to stop")
-        yield
-    finally:
-        # Who hung may have been ended for it.
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
-def _thread_states(pid: int) -> list[str]:
-    paths = Path(f"/proc/{pid}/task").glob("*/stat")
-    return [path.read_text(encoding="ascii").rpartition(")")[2].split()[0] for path in paths]
 
 
 def child_pid(tier: MooncakeTier) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 import urllib.request
 from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
+from tests.processes import frozen
 from tests.stores import opened
 
 from kvtide.clock import ManualClock, SystemClock
@@ -141,11 +140,10 @@ def test_frozen_store_keeps_nobody_beyond_the_deadline(server: BenchService) -> 
             assert tier.put_from(object_id(1), data)
         with until(clock.monotonic_s() + 20):
             assert read_all(tier, 1, len(data) + 1) == data, "a deadline changes nothing else"
-        os.kill(server.pid, signal.SIGSTOP)
-        began_s = clock.monotonic_s()
-        for call in (read_all, lambda tier, number: tier.put_from(object_id(2), data)):
-            with until(clock.monotonic_s() + 0.5), pytest.raises(TierUnavailable):
-                call(tier, 1)
-        assert clock.monotonic_s() - began_s < s3.SILENCE_S_MAX + 2.0
-        os.kill(server.pid, signal.SIGCONT)
+        with frozen(server.pid):
+            began_s = clock.monotonic_s()
+            for call in (read_all, lambda tier, number: tier.put_from(object_id(2), data)):
+                with until(clock.monotonic_s() + 0.5), pytest.raises(TierUnavailable):
+                    call(tier, 1)
+            assert clock.monotonic_s() - began_s < s3.SILENCE_S_MAX + 2.0
         assert read_all(tier, 1, len(data) + 1) == data, "a deadline says nothing of the store"
