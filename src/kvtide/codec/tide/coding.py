@@ -46,7 +46,6 @@ from kvtide.codec.tide.section import (
     join_refinement,
     join_state_counts,
     keep_apart,
-    load_values,
     split_base,
     split_refinement,
     split_state_counts,
@@ -55,8 +54,6 @@ from kvtide.errors import CorruptPayload, UnencodableBlock
 
 # The first tokens of a prompt take a share of all later attention, and their keys and values are unlike all others.
 APART_TOKENS = 4
-# Behind the first one, a token whose values have no more than so many times the variance of others is like them.
-_USUAL_ENERGY_MAX = 4.0
 # Loudness is measured on components of at least a step's scale, or on the so many largest: others are all zeros.
 _LOUD_COMPONENTS_MIN = 8
 # Coefficients that a trellis takes are 16ths of a step.
@@ -83,7 +80,7 @@ def encode_range(
     model: TideModel, path: str, steps: Steps, meta: BlockMeta, stored: StoredLayers
 ) -> tuple[list[bytes], Fit]:
     """Return base and refinements of some layers, and how well the profile fits. UnencodableBlock if not finite."""
-    apart = tokens_apart(model, meta, stored) if steps.is_trellis else first_apart(meta)
+    apart = first_apart(meta)
     levels = levels_of(model, steps, stored, apart, path)
     sections = []
     for refinement in range(steps.refinements + 1):
@@ -104,28 +101,6 @@ def first_apart(meta: BlockMeta) -> NDArray[np.uint8]:
 def coded_tokens(meta: BlockMeta) -> int:
     """Return how many tokens of a block are coded unless they are too loud."""
     return meta.layout.tokens - int(first_apart(meta).sum())
-
-
-def tokens_apart(model: TideModel, meta: BlockMeta, stored: StoredLayers) -> NDArray[np.uint8]:
-    """Return 1 for each token that a trellis leaves out whatever the step: the first ones, but those like others.
-
-    All behind the very first are coded that are no louder than the profile's in any group of layers. UnencodableBlock
-    if one is not finite.
-    """
-    apart = first_apart(meta)
-    tokens = np.flatnonzero(apart)[1:]
-    if not len(tokens):
-        return apart
-    # A finite value may be too large for its square.
-    values, usual = load_values(stored.at(tokens)).astype(np.float64), np.ones(len(tokens), dtype=bool)
-    for group in model.groups_of(stored.layer_start):
-        mean, weight = model.mean_and_weight(group)
-        mine = values[group.layer_start - stored.layer_start : group.layer_stop - stored.layer_start]
-        rows = mine.transpose(2, 0, 1, 3, 4).reshape(len(tokens), -1)
-        energy = np.square((rows - mean) * weight).sum(axis=1)
-        usual &= energy <= _USUAL_ENERGY_MAX * float(np.exp2(group.scales / (UNITS / 2)).sum())
-    apart[tokens[usual]] = 0
-    return apart
 
 
 def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8], path: str) -> Levels:
