@@ -71,7 +71,7 @@ newcomer: .venv/installed
 EXTRAS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 write_extras = $(BIN)/python -c '$(EXTRAS); print(*(each for name in sys.argv[1:] for each in extras[name]), sep="\n")'
 .venv/installed: .venv/demo
-	@$(write_extras) valkey s3 seal mooncake dev >.venv/extras.txt
+	@$(write_extras) valkey s3 seal dev >.venv/extras.txt
 	@$(PIP) --requirement .venv/extras.txt --editable ./gpu
 	@touch $@
 

@@ -24,14 +24,7 @@ from typer.testing import CliRunner
 from kvtide.block import BlockLayout
 from kvtide.cli.app import app
 from kvtide.cli.store import pays_from
-from kvtide_lab.bench.services import (
-    mooncake_folder,
-    mooncake_servers,
-    s3_command,
-    s3_server,
-    valkey_command,
-    valkey_server,
-)
+from kvtide_lab.bench.services import s3_command, s3_server, valkey_command, valkey_server
 
 BLOCKS = 3
 
@@ -59,17 +52,13 @@ def url_of(kind: str, folder: Path, stack: ExitStack) -> str:
             port = stack.enter_context(s3_server("kvtide-cli")).port
             options = "allow_http=true&skip_signature=true&region=nowhere"
             return f"s3://kvtide-cli/here?endpoint=http://127.0.0.1:{port}&{options}"
-        case "mooncake":
-            if mooncake_folder() is None:
-                pytest.skip("no Mooncake; pip install mooncake-transfer-engine-non-cuda, apt install libibverbs1")
-            return f"{stack.enter_context(mooncake_servers()).url}&wait_s_max=20"
     pytest.importorskip("cryptography")
     (folder / "keys").write_text("1" * 64)
     url = url_of(kind.removeprefix("sealed "), folder, stack)
     return f"{url}{'&' if '?' in url else '?'}seal=file:{folder / 'keys'}"
 
 
-KINDS = ("folder", "server", "pool", "valkey", "bucket", "mooncake", "sealed folder", "sealed pool", "sealed valkey")
+KINDS = ("folder", "server", "pool", "valkey", "bucket", "sealed folder", "sealed pool", "sealed valkey")
 
 
 @pytest.fixture(scope="module", params=KINDS)

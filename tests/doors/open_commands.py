@@ -74,8 +74,6 @@ server beside others | kvtide-lab bench server | @measure | @process | OURS
     tests/lab/bench/test_server_bench.py::test_small_round_measures_every_side
 Valkey beside others | kvtide-lab bench valkey | @measure | Valkey | OURS
     tests/lab/bench/test_valkey_bench.py::test_every_client_moves_every_value
-Mooncake beside others | kvtide-lab bench stores | @measure | Mooncake | OURS
-    tests/lab/bench/test_stores_bench.py::test_every_store_moves_every_value
 streaming over shaped links | kvtide-lab bench stream | @measure | @tiny | CACHEGEN
     tests/lab/bench/test_stream_bench.py::test_every_policy_is_judged_by_the_model_on_what_came
 who gets how much of a link | kvtide-lab bench fairness | @measure | a link of 1 Gbit/s | CACHEGEN

@@ -13,7 +13,6 @@ CELLS = {
     "@valkey": "docs/operations.md: Valkey and Redis",
     "@pool": "docs/operations.md: A pool of kvtide servers",
     "@regions": "docs/regions.md: Regions and a centre",
-    "@mooncake": "docs/operations.md: Mooncake",
     "@buckets": "docs/operations.md: Buckets: S3, Google, Azure",
     "@sealed": "docs/seal.md: Sealed stores",
     "@sending": "docs/operations.md: Sharing a server's link",
@@ -59,9 +58,6 @@ lifetime in Valkey | ttl_s | @valkey | Valkey | OURS
 largest value in Valkey | value_bytes_max | @valkey | Valkey | OURS
 a Valkey cluster | valkey://… HOST | @valkey | cluster of six | OURS
     tests/tier/test_valkey.py::test_objects_spread_over_all_primaries
-Mooncake's store | mooncake://HOST prefix | @mooncake | Mooncake | OURS
-copies in Mooncake | mooncake://… replicas | @mooncake | two stores of Mooncake | OURS
-    tests/tier/test_mooncake.py::test_each_store_has_a_copy
 S3 bucket | s3://BUCKET | @buckets | SeaweedFS | CACHEGEN
     tests/tier/test_s3.py::test_long_object_moves_in_parts
 Azure container | az:// | @buckets | Azurite | OURS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,14 +22,7 @@ from kvtide.config import Limits
 from kvtide.engines.transformers import attach
 from kvtide.testing.tier_suite import object_bytes
 from kvtide.tier.disk import DiskTier
-from kvtide_lab.bench.services import (
-    free_ports,
-    mooncake_folder,
-    mooncake_servers,
-    valkey_command,
-    valkey_server,
-    wait_until,
-)
+from kvtide_lab.bench.services import free_ports, valkey_command, valkey_server, wait_until
 
 HELD = 'kvtide_tier_objects{tier="memory"}'
 
@@ -227,20 +219,6 @@ def test_valkey_objects_expire(tiny_model: Any, valkey: str) -> None:
 def test_valkey_takes_no_larger_values(tiny_model: Any, valkey: str) -> None:
     answer(tiny_model, f"{valkey}&prefix=small&value_bytes_max=1000", PROMPT)
     assert not any(key.startswith("small:") for key in keys(valkey))
-
-
-@door("Mooncake's store")
-def test_mooncake_keeps_blocks_under_its_prefix(tiny_model: Any) -> None:
-    if mooncake_folder() is None:
-        pytest.skip("no Mooncake; pip install mooncake-transfer-engine-non-cuda, apt install libibverbs1")
-    with mooncake_servers() as servers:
-        url = f"{servers.url}&wait_s_max=20"
-        answer(tiny_model, f"{url}&prefix=here", PROMPT)
-        assert answer(tiny_model, f"{url}&prefix=here", PROMPT).hit_tokens == RESTORED
-        assert answer(tiny_model, f"{url}&prefix=there", PROMPT).hit_tokens == 0
-        place = f"http://127.0.0.1:{servers.admin_port}/get_all_keys"
-        with urllib.request.urlopen(place, timeout=5) as keys:
-            assert Counter(line.partition(b":")[0] for line in keys) == {b"here": BLOCKS, b"there": BLOCKS}
 
 
 @pytest.fixture(scope="module")

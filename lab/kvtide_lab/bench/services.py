@@ -282,11 +282,6 @@ class MooncakeServers(NamedTuple):
     admin_port: int
     stores: list[BenchService]
 
-    @property
-    def url(self) -> str:
-        """Return the store's URL, without further options."""
-        return f"mooncake://127.0.0.1:{self.master.port}?admin={self.admin_port}"
-
     def segments(self) -> int:
         """Return how many stores the master knows."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/get_all_segments", timeout=5) as answer:

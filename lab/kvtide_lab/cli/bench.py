@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtide.cli.report import JsonOption
-from kvtide_lab.bench import disk, fairness, index, server, siege, stack, stores, valkey
+from kvtide_lab.bench import disk, fairness, index, server, siege, stack, valkey
 from kvtide_lab.cli import engines, quality
 from kvtide_lab.cli.options import QuickOption, tell
 from kvtide_lab.cli.sim import ClientOption, client_mix
@@ -95,9 +95,3 @@ def bench_server(quick: QuickOption = False, as_json: JsonOption = False) -> Non
 def bench_valkey(quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """The Valkey tier beside a raw socket and redis-py, on a server that it starts."""
     tell(valkey.run(quick), as_json)
-
-
-@app.command("stores")
-def bench_stores(quick: QuickOption = False, as_json: JsonOption = False) -> None:
-    """Mooncake, a Valkey cluster, a pool and a bucket side by side, and Mooncake's own client, on servers it starts."""
-    tell(stores.run(quick), as_json)

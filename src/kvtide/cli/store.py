@@ -42,9 +42,7 @@ PREFILLS = (500.0, 5000.0, 50000.0)
 
 StoreOption = Annotated[
     str,
-    typer.Option(
-        "--store", help="A path, disk://, http(s)://, pool://, valkey://, mooncake:// or s3:// URL, with options."
-    ),
+    typer.Option("--store", help="A path, disk://, http(s)://, pool://, valkey:// or s3:// URL, with options."),
 ]
 HeadsOption = Annotated[
     int, typer.Option("--limit", min=0, help="Objects whose headers are read, newest first; 0: all.")

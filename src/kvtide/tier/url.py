@@ -1,4 +1,4 @@
-"""Tiers by URL: memory://, disk:///path, http://host:port, pool://…, valkey://host, mooncake://host, s3://bucket.
+"""Tiers by URL: memory://, disk:///path, http://host:port, pool://…, valkey://host, s3://bucket.
 
 A path that begins with `/`, `./`, `../` or `~` is a disk store too. `?seal=` keeps a store's objects encrypted, but for
 memory's. device:// is the memory of a device that an engine hands in.
@@ -195,7 +195,6 @@ def _needing(extra: str) -> Iterator[None]:
 _HOUSES = {
     **dict.fromkeys(("http", "https", "http+unix"), ("http", "http_tier")),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), ("valkey", "ValkeyTier")),
-    "mooncake": ("mooncake", "MooncakeTier"),
     **dict.fromkeys(("s3", "gs", "az"), ("s3", "S3Tier")),
     **dict.fromkeys(POOL_SCHEMES, ("pool", "pool_tier")),
 }
