@@ -43,6 +43,9 @@ def codec_quality(
     codec: Annotated[
         list[str] | None, typer.Option("--codec", help="Judge this codec only, as tide-deep; may be repeated.")
     ] = None,
+    beginnings: Annotated[
+        bool, typer.Option("--beginnings", help="Judge tide at 5e-3 on many beginnings, each before four bodies.")
+    ] = False,
     partial: PartialOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
@@ -52,10 +55,18 @@ def codec_quality(
     With `--partial FILE` a run that was stopped goes on, and runs of some codecs each add to one table.
     """
     from kvtide_lab.bench import codec_quality as bench
+    from kvtide_lab.judge.beginnings import texts_with_beginnings
 
-    chosen, known, of = texts_of(text), profiles_of(profile), subject(model)
-    size = bench.QUICK if quick else bench.FULL
-    judged = bench.subject_of(of, chosen, size)
+    if beginnings and text:
+        raise ValueError("--beginnings has its own texts: leave out --text")
+    known, of = profiles_of(profile), subject(model)
+    if beginnings:
+        known = [each for each in known if each.kind.startswith("tide") and each.fits(of.layout())]
+        codec = codec or [each.kind for each in known]
+        judged = bench.subject_of(of, texts_with_beginnings(quick), bench.BEGINNING, bench.BEGINNING_QUALITIES)
+    else:
+        size, qualities = (bench.QUICK, bench.TIDE_QUALITIES_QUICK) if quick else (bench.FULL, bench.TIDE_QUALITIES)
+        judged = bench.subject_of(of, texts_of(text), size, qualities)
     results = bench.partial_of(judged, known, partial)
     with progress_bars() as show:
         result = bench.run(judged, known, codec or [], results, show)

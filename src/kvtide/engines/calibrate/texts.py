@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -132,12 +132,12 @@ def split_texts(texts: Sequence[Sequence[int]]) -> TextSplit:
 
 def evaluation_texts() -> list[Text]:
     """Return the texts that codecs are judged on: twelve or more where everything is installed."""
-    return [*_found(_EVALUATION), _reference(evaluation=True)]
+    return [*texts_at(_EVALUATION), _reference(evaluation=True)]
 
 
 def calibration_texts() -> list[Text]:
     """Return the texts that profiles are fitted on, ten where all are installed; none is among the evaluation texts."""
-    return [_reference(evaluation=False), *_found(_CALIBRATION)][:_CALIBRATION_MAX]
+    return [_reference(evaluation=False), *texts_at(_CALIBRATION)][:_CALIBRATION_MAX]
 
 
 def held_out_texts() -> list[Text]:
@@ -205,12 +205,14 @@ def read_texts(paths: list[Path]) -> list[Text]:
     return texts
 
 
-def _found(names: tuple[tuple[str, str], ...]) -> Iterator[Text]:
-    for kind, name in names:
-        for path in _paths(name)[:1]:
-            content = path.read_bytes()[:TEXT_BYTES_MAX].decode("utf-8", errors="replace")
-            if len(content) >= TEXT_BYTES_MIN:
-                yield Text(path.name, kind, content)
+def texts_at(names: Sequence[tuple[str, str]]) -> list[Text]:
+    """Return the texts of some kinds at some places, `std/…` or `site/…`, those that are there and long enough."""
+    paths = [(kind, path) for kind, name in names for path in _paths(name)[:1]]
+    texts = [
+        Text(path.name, kind, path.read_bytes()[:TEXT_BYTES_MAX].decode("utf-8", errors="replace"))
+        for kind, path in paths
+    ]
+    return [text for text in texts if len(text.content) >= TEXT_BYTES_MIN]
 
 
 def _paths(name: str) -> list[Path]:
