@@ -274,7 +274,7 @@ class TextRow(msgspec.Struct, frozen=True):
 
 
 class OverAsked(msgspec.Struct, frozen=True):
-    """What whole objects of a profile lose over what they were asked for: the mean of all texts, and the worst one."""
+    """Loss of whole objects of a profile over what was asked: the mean of all texts, and the worst one."""
 
     codec: str
     quality: float
