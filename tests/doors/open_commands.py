@@ -65,7 +65,7 @@ LAB = table(
 codecs by bits and quality | kvtide-lab bench codec-quality | @measure | made-up cases | ASCEND
     tests/lab/bench/test_codec_quality.py::test_each_case_is_judged_once_and_parts_take_the_best_tables
 tide's promise on many beginnings | kvtide-lab bench codec-quality --beginnings | @measure | SmolLM2-135M | OURS
-    tests/lab/bench/test_codec_quality.py::test_beginnings_stand_before_four_bodies_and_runs_within_them
+    tests/lab/bench/test_beginnings.py::test_worst_text_is_named_and_a_run_goes_on
 loss by position, beside the law in profiles | kvtide-lab bench position | @measure | @tiny | OURS
     tests/lab/bench/test_position_bench.py::test_bench_goes_on_from_its_file_beside_the_law_of_the_profile
 loss over a chat | kvtide-lab bench turns | @measure | @tiny | OURS

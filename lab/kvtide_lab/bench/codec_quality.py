@@ -195,9 +195,6 @@ class QualitySize(NamedTuple):
 
 FULL = QualitySize(contexts=12, context_tokens=1536, continuation=128, greedy=32)
 QUICK = QualitySize(contexts=1, context_tokens=256, continuation=128, greedy=8)
-# Of each beginning before each body.
-BEGINNING = QualitySize(contexts=1000, context_tokens=1536, continuation=128, greedy=1)
-BEGINNING_QUALITIES = ((5e-3, 0),)
 
 # Cases that are worked on at once, each by one thread: a pass of the model by two threads takes as long as its slower
 # half, and many times that where the machine is busy.
@@ -273,17 +270,6 @@ class TextRow(msgspec.Struct, frozen=True):
     kls_over_asked: list[float]
 
 
-class OverAsked(msgspec.Struct, frozen=True):
-    """Loss of whole objects of a profile over what was asked: the mean of all texts, and the worst one."""
-
-    codec: str
-    quality: float
-    texts: int
-    mean: float
-    worst: float
-    worst_text: str
-
-
 class CodecQuality(msgspec.Struct, frozen=True):
     """All rows, what they were measured on, and what they say.
 
@@ -302,7 +288,6 @@ class CodecQuality(msgspec.Struct, frozen=True):
     chunkwise_over_tide: float | None
     embedded_penalty: float | None
     at_kl: list[BitsAtKl]
-    over_asked: list[OverAsked]
     by_text: list[TextRow]
     rows: list[QualityRow]
 
@@ -317,17 +302,14 @@ class Subject(NamedTuple):
     ids: list[list[int]]
     kinds: list[str]
     names: list[str]
-    qualities: Qualities
 
 
-def subject_of(
-    of: LoadedModel, texts: Sequence[Text], size: QualitySize, qualities: Qualities = TIDE_QUALITIES
-) -> Subject:
+def subject_of(of: LoadedModel, texts: Sequence[Text], size: QualitySize) -> Subject:
     """Take the first texts that are long enough. ValueError if none is."""
     layout = of.layout()
     found = long_enough(of, texts, QualityJudge(of.model, layout, *size[1:]).tokens_needed, size.contexts)
     kinds, names = [text.kind for text, _ in found], [Path(text.name).name for text, _ in found]
-    return Subject(of.model, of.folder.name, layout, size, [ids for _, ids in found], kinds, names, qualities)
+    return Subject(of.model, of.folder.name, layout, size, [ids for _, ids in found], kinds, names)
 
 
 def partial_of(subject: Subject, profiles: Sequence[Profile], path: Path | None) -> Partial[Inputs, Measured]:
@@ -353,7 +335,8 @@ def run(
 
     ValueError for an unknown name, and for a text that a codec refuses.
     """
-    every = chosen(cases(profiles, subject.layout, subject.qualities), codecs)
+    qualities = TIDE_QUALITIES_QUICK if subject.size == QUICK else TIDE_QUALITIES
+    every = chosen(cases(profiles, subject.layout, qualities), codecs)
     contexts = range(len(subject.ids))
     missing = [[case for case in every if partial.get(case.id, context) is None] for context in contexts]
     total = len(every) * len(contexts)
@@ -371,9 +354,7 @@ def run(
     at_kl = bits_at_kl(rows)
     ratios = (ratio_to_tide(at_kl, "cachegen", "shared"), ratio_to_tide(at_kl, "chunkwise", "payload"))
     judged = (subject.name, subject.layout.dtype.value, len(contexts), *subject.size[1:], subject.kinds)
-    by_text = _by_text(subject, every, partial)
-    over = _over_asked(subject.qualities, by_text)
-    return CodecQuality(*judged, *ratios, embedded_penalty(rows), at_kl, over, by_text, rows)
+    return CodecQuality(*judged, *ratios, embedded_penalty(rows), at_kl, _by_text(subject, every, partial), rows)
 
 
 def _found(subject: Subject, context: int, missing: Sequence[Case]) -> Iterator[tuple[Case, list[Measured]]]:
@@ -470,15 +451,6 @@ def _by_text(subject: Subject, every: Sequence[Case], partial: Partial[Inputs, M
             over.append(points[-1].kl / (case.quality or 1.0))
         rows.append(TextRow(name, text, bits_of_points(points, TEXT_KL), over))
     return rows
-
-
-def _over_asked(qualities: Qualities, rows: Sequence[TextRow]) -> list[OverAsked]:
-    found = []
-    for codec, (place, (quality, _)) in product(dict.fromkeys(row.codec for row in rows), enumerate(qualities)):
-        over = {row.text: row.kls_over_asked[place] for row in rows if row.codec == codec}
-        worst = max(over, key=lambda text: over[text])
-        found.append(OverAsked(codec, quality, len(over), fmean(over.values()), over[worst], worst))
-    return found
 
 
 def _row(subject: Subject, case: Case, found: Sequence[Measured], rows: Sequence[QualityRow]) -> QualityRow:

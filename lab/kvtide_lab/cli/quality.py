@@ -19,7 +19,9 @@ from kvtide_lab.subjects import subject, tokenizer
 if TYPE_CHECKING:
     from kvtide_lab.bench.stream import LinkRoute
 
-ModelOption = Annotated[str | None, typer.Option("--model", help="A model folder; default: SmolLM2-135M.")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="A model folder, or gemma-3-270m; default: SmolLM2-135M.")
+]
 VllmOption = Annotated[
     Path | None, typer.Option("--python", help="An interpreter with vLLM: measure in that, behind links.")
 ]
@@ -44,7 +46,7 @@ def codec_quality(
         list[str] | None, typer.Option("--codec", help="Judge this codec only, as tide-deep; may be repeated.")
     ] = None,
     beginnings: Annotated[
-        bool, typer.Option("--beginnings", help="Judge tide at 5e-3 on many beginnings, each before four bodies.")
+        bool, typer.Option("--beginnings", help="Judge tide at 5e-3 on many beginnings of texts.")
     ] = False,
     partial: PartialOption = None,
     quick: QuickOption = False,
@@ -54,19 +56,18 @@ def codec_quality(
 
     With `--partial FILE` a run that was stopped goes on, and runs of some codecs each add to one table.
     """
+    from kvtide_lab.bench import beginnings as of_beginnings
     from kvtide_lab.bench import codec_quality as bench
-    from kvtide_lab.judge.beginnings import texts_with_beginnings
 
-    if beginnings and text:
-        raise ValueError("--beginnings has its own texts: leave out --text")
     known, of = profiles_of(profile), subject(model)
     if beginnings:
-        known = [each for each in known if each.kind.startswith("tide") and each.fits(of.layout())]
-        codec = codec or [each.kind for each in known]
-        judged = bench.subject_of(of, texts_with_beginnings(quick), bench.BEGINNING, bench.BEGINNING_QUALITIES)
-    else:
-        size, qualities = (bench.QUICK, bench.TIDE_QUALITIES_QUICK) if quick else (bench.FULL, bench.TIDE_QUALITIES)
-        judged = bench.subject_of(of, texts_of(text), size, qualities)
+        if codec:
+            raise ValueError("--beginnings judges all forms of tide: leave out --codec")
+        with progress_bars() as show:
+            tell(of_beginnings.run(of, known, of_beginnings.texts(text, quick), partial, show), as_json)
+        return
+    size = bench.QUICK if quick else bench.FULL
+    judged = bench.subject_of(of, texts_of(text), size)
     results = bench.partial_of(judged, known, partial)
     with progress_bars() as show:
         result = bench.run(judged, known, codec or [], results, show)

@@ -5,7 +5,7 @@ from kvtide.engines.transformers.contexts import Context, ModelContexts
 from kvtide.engines.transformers.fingerprint import fingerprint_in, model_fingerprint
 from kvtide.engines.transformers.groups import model_layout
 from kvtide.engines.transformers.selective import Impress
-from kvtide.engines.transformers.smollm2 import converted_folder, load_model, load_to_fork, load_tokenizer
+from kvtide.engines.transformers.smollm2 import converted, converted_folder, load_model, load_to_fork, load_tokenizer
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -14,6 +14,7 @@ __all__ = [
     "Impress",
     "ModelContexts",
     "attach",
+    "converted",
     "converted_folder",
     "fingerprint_in",
     "load_model",

