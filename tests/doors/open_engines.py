@@ -119,8 +119,6 @@ data parallel ranks that share a store | --data-parallel-size | @beside | @real-
     tests/vllm/test_home.py::test_what_one_data_parallel_rank_stored_another_restores
 found by name, in vLLM | "kv_connector": "KVTideConnector" | docs/vllm.md: Quick start | @real-vllm | OURS
     tests/vllm/test_home.py::test_second_process_restores_by_the_short_name_and_is_seen
-routers hear of blocks, from vLLM | --kv-events-config BlockStored BlockRemoved | @came | @real-vllm | OURS
-    tests/vllm/test_home.py::test_subscriber_of_kv_events_hears_of_restored_and_of_stored_blocks
 agents' hints, in vLLM | agent_hint session retain_s priority is_last | @request | @real-vllm | OURS
     tests/vllm/test_home.py::test_agent_s_hint_reaches_the_tiers_and_bad_ones_fail_nothing
 requests that load or store nothing, in vLLM | kvtide_no_load kvtide_no_store | @request | @real-vllm | OURS

@@ -1,4 +1,4 @@
-"""kvtide's wheel in a vLLM server as a user runs it: found by name, seen in metrics and events, driven by requests."""
+"""kvtide's wheel in a vLLM server as a user runs it: found by name, seen in metrics, driven by requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
 from tests.servers import server_process
 from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
-from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from kvtide_lab.config import engine_environment
 from wheel import install_wheel
@@ -38,11 +35,10 @@ def _free_port() -> int:
 
 
 class Server:
-    """A running `vllm serve` and a subscriber of its KV events."""
+    """A running `vllm serve`."""
 
-    def __init__(self, port: int, events: Any) -> None:
+    def __init__(self, port: int) -> None:
         self._base = f"http://127.0.0.1:{port}"
-        self._events = events
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"{self._base}{path}", timeout=60) as answer:
@@ -74,22 +70,13 @@ class Server:
             self.complete([5, 6, 7], 2)
         return self.metric(name, **labels) >= count
 
-    def raw_batches(self, wait_s: float) -> list[bytes]:
-        """Return the payloads that came, waiting for the first."""
-        found: list[bytes] = []
-        while self._events.poll(1000 * wait_s if not found else 200):
-            _, _, payload = self._events.recv_multipart()
-            found.append(payload)
-        return found
-
 
 @contextmanager
 def serving(python: Path, model: Path, store: str, log: Path, more: Sequence[str] = ()) -> Iterator[Server]:
     """Run vLLM's own server; kvtide is named by its short name alone. more: words of its command."""
-    port, events_port = _free_port(), _free_port()
+    port = _free_port()
     transfer = {"kv_connector": "KVTideConnector", "kv_role": "kv_both"}
     transfer["kv_connector_extra_config"] = {"store": store, "codec": "lossless"}  # type: ignore[assignment]
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{events_port}"}
     flags = {
         "--model": model,
         "--served-model-name": "m",
@@ -99,27 +86,20 @@ def serving(python: Path, model: Path, store: str, log: Path, more: Sequence[str
         "--port": port,
         "--host": "127.0.0.1",
         "--kv-transfer-config": json.dumps(transfer),
-        "--kv-events-config": json.dumps(events),
     }
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *more]
     command += [str(word) for flag in flags.items() for word in flag]
     # What a user has is the wheel alone: no checkout, neither by a path nor by where it is started.
     environment = engine_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-    context = zmq.Context()
-    subscriber = context.socket(zmq.SUB)
-    # vLLM's publisher connects to an address without a star.
-    subscriber.bind(f"tcp://127.0.0.1:{events_port}")
-    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=log.parent)
-    server = Server(port, subscriber)
+    server = Server(port)
     try:
         _wait(server, process, log)
         yield server
     finally:
         process.terminate()
         process.wait(60)
-        context.destroy(0)
 
 
 def _wait(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -127,8 +107,6 @@ def _wait(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
     while True:
         try:
             server.get("/health")
-            # A subscriber that is connected to subscribes when it is asked for what came.
-            server.raw_batches(0.5)
             return
         except (urllib.error.URLError, ConnectionError):
             tail = log.read_text(errors="replace")[-3000:]
@@ -174,28 +152,6 @@ def test_what_one_data_parallel_rank_stored_another_restores(
         assert server.reaches("vllm:kvtide_stored_blocks_total", FULL_PAGES, engine="0")
         assert server.complete(ids, rank=1)["choices"][0]["token_ids"] == expected
         assert server.metric("vllm:kvtide_loaded_tokens_total", engine="1") == FULL_PAGES * PAGE_TOKENS
-
-
-def _decoded(server: Server) -> list[Any]:
-    """Read events as vLLM's own subscriber does, with vLLM's own types."""
-    decoder = msgspec.msgpack.Decoder(KVEventBatch)
-    return [event for payload in server.raw_batches(30.0) for event in decoder.decode(payload).events]
-
-
-def test_subscriber_of_kv_events_hears_of_restored_and_of_stored_blocks(server: Server, tokens: list[int]) -> None:
-    stored = [event for event in _decoded(server) if isinstance(event, BlockStored)]
-    ours = [event for event in stored if event.ownership == "kvtide:disk"]
-    # Restored blocks first, then those that this engine has stored.
-    assert len(ours) >= FULL_PAGES + 3
-    assert ours[0].parent_block_hash is None and ours[0].token_ids == tokens[: len(ours[0].token_ids)]
-    assert {event.medium for event in ours} == {"STORAGE"} and {event.locality for event in ours} == {"LOCAL"}
-    assert {event.kv_cache_spec_kind for event in ours} == {"full_attention"}
-    chain = [hashed for event in ours[:FULL_PAGES] for hashed in event.block_hashes]
-    parents = [event.parent_block_hash for event in ours[1:FULL_PAGES]]
-    assert parents == [event.block_hashes[-1] for event in ours[: FULL_PAGES - 1]] and len(set(chain)) == len(chain)
-    # The same names as vLLM's own events of its pages, so that a router joins them.
-    gpu = {hashed for event in stored if event.medium not in ("STORAGE", "CPU") for hashed in event.block_hashes}
-    assert set(ours[-1].block_hashes) <= gpu
 
 
 def test_request_says_not_to_load_and_not_to_store(server: Server, plain: Any, tokens: list[int]) -> None:

@@ -232,7 +232,7 @@ def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytes
     connector: Any = object.__new__(module.KVTideConnector)
     connector._settings, connector._codec = ConnectorSettings.parse(options), "cachegen"
     connector._model, connector._vllm_config, connector._clock = SimpleNamespace(label="", slots=None), None, None
-    connector._tells_events, connector._registry = False, None
+    connector._registry = None
     pool = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
     monkeypatch.setattr(module, "page_pools", lambda *args: (pool, None))
     cache = SimpleNamespace(open=list, tiers=SimpleNamespace(tier_names=()))
@@ -284,10 +284,8 @@ def test_fault_in_counting_or_tracing_fails_no_request() -> None:
     connector._settings, connector._requests = ConnectorSettings.parse({"store": "memory://"}), {}
     connector._scheduler = SimpleNamespace(match=lambda *words: 0, cache=SimpleNamespace(guarded=FaultGuard()))
     connector._lookups = SimpleNamespace(asked=fail, answered=fail, options=fail)
-    connector._events = SimpleNamespace(take=fail)
     connector.on_new_request(_request())
     assert connector.get_num_new_matched_tokens(_request(), 0) == (0, False)
-    assert connector.take_events() == ()
 
 
 def _names(request: Any, tokens: int = 12) -> list[Any]:

@@ -26,7 +26,7 @@ from kvtide.plan import Judge
 from kvtide.store.load import BlockSource, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.notes import read_judge, write_judge
 from kvtide.store.profile_follower import ProfileFollower
-from kvtide.store.storing import QUEUE_TIER, Admission, Moves, PendingBlock, PlaceNotes, Placer, QueuedBlock, Storer
+from kvtide.store.storing import QUEUE_TIER, Admission, PendingBlock, PlaceNotes, Placer, QueuedBlock, Storer
 from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
 from kvtide.tier.faults import FaultGuard
@@ -98,8 +98,6 @@ class Cache:
         self._sessions = Sessions[ObjectId]()
         # What engines decide about the tokens of prompts; told to the tiers in the background.
         self.decisions = DecisionCounter()
-        # Where objects go: given before `open` by who takes what is in it.
-        self.moves: Moves | None = None
         # What it knows of link, decoding and prefill; engines tell it what they compute.
         self.judge = Judge(limits.load_s_max)
         self.access = LoadAccess(
@@ -122,7 +120,7 @@ class Cache:
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
         assert len(self.tiers.tier_names) <= QUEUE_TIER
-        self.tiers.observe(PlaceNotes(self.index, self.moves, self.tiers.tier_names))
+        self.tiers.observe(PlaceNotes(self.index))
         self.guarded("open", self.tiers.open, None)
         started_s = self._clock.monotonic_s()
         report = self.guarded("list", self._restore, RestoreReport(0, 0))

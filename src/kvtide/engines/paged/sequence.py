@@ -14,7 +14,6 @@ from kvtide.evict import Hint
 from kvtide.group import part_keys
 from kvtide.keys import KeyChain, NamespaceSpec
 from kvtide.outcomes import Decided
-from kvtide.store import Move
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 
@@ -96,7 +95,7 @@ class WorkerReport(NamedTuple):
     """A worker's findings of a step.
 
     `lost`: blocks that were promised and are not there. `failed`: requests whose loads did not bring everything.
-    `rough`: requests whose blocks came rougher than the store has them. `moves`: where objects went, if anybody asked.
+    `rough`: requests whose blocks came rougher than the store has them.
     """
 
     step: int
@@ -104,12 +103,11 @@ class WorkerReport(NamedTuple):
     lost: tuple[BlockKey, ...] = ()
     failed: tuple[str, ...] = ()
     rough: tuple[str, ...] = ()
-    moves: tuple[Move, ...] = ()
 
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Return this step's findings and another worker's, or later ones."""
         loads, lost, failed = self.loads + other.loads, self.lost + other.lost, self.failed + other.failed
-        return WorkerReport(self.step, loads, lost, failed, self.rough + other.rough, self.moves + other.moves)
+        return WorkerReport(self.step, loads, lost, failed, self.rough + other.rough)
 
 
 SALTS_MAX = 1024

@@ -391,8 +391,7 @@ class WorkerHalf:
         """Return what the scheduler half should know, once."""
         with self._changed:
             found, self._report = self._report, WorkerReport(0)
-        moves = self.cache.moves.take() if self.cache.moves is not None else ()
-        return found._replace(step=step, moves=moves)
+        return found._replace(step=step)
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call, by name: of loads that ended, and of blocks and their profiles.

@@ -6,15 +6,14 @@ Invariant: a request never fails for the cache's sake; pages that could not be f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -44,10 +43,7 @@ from kvtide.engines.vllm.model import ServedRequest, check_policy, profile_finge
 from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, LookupCounts
 from kvtide.group import ALL_ROWS, state_every
-from kvtide.store import Cache, Moves, cache_for
-
-if TYPE_CHECKING:
-    from kvtide.engines.vllm.events import BlockEvents
+from kvtide.store import Cache, cache_for
 
 # The scheduler half only asks; what it would keep in memory is of no use to the workers.
 ASKING_MEMORY_BYTES = 1 << 20
@@ -95,8 +91,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layers = {name: position for position, name in enumerate(self._model.layer_names)}
         # Layers that come in turn are worth waiting for where they come from this machine and into its memory.
         self._may_load_in_step = settings.is_local and isinstance(self._codec, LayeredCodec) and device == "cpu"
-        events = vllm_config.kv_events_config
-        self._tells_events = events is not None and events.enable_kv_cache_events
         self._requests: dict[str, ServedRequest] = {}
         self._worker: WorkerHalf | None = None
         self._cache_counts: CacheCounts | None = None
@@ -105,7 +99,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_half()
             self._lookups = LookupCounts(self._scheduler.cache, self._clock)
-            self._events = self._block_events(self._scheduler.cache)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -134,14 +127,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             settings.tail_tokens,
         )
 
-    def _block_events(self, cache: Cache) -> BlockEvents | None:
-        if not self._tells_events:
-            return None
-        # Who tells no router needs none of it.
-        from kvtide.engines.vllm.events import BlockEvents
-
-        return BlockEvents(self._kv_cache_config, self._model.layout.tokens, cache.tiers.tier_names[-1])
-
     @property
     def scheduler(self) -> SchedulerHalf:
         """The scheduler half; only in the scheduler's process."""
@@ -149,8 +134,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def _tell(self, action: Callable[..., None], *words: Any) -> None:
-        """Tell who counts or announces what happens; a fault in it is no request's."""
-        self.scheduler.cache.guarded("count and announce", partial(action, *words), None)
+        """Tell who counts what happens; a fault in it is no request's."""
+        self.scheduler.cache.guarded("count", partial(action, *words), None)
 
     def on_new_request(self, request: Any) -> None:
         """Remember the request: its tokens are needed when its blocks fill."""
@@ -192,11 +177,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the step's orders."""
         total = scheduler_output.total_num_scheduled_tokens
-        orders = self.scheduler.plan(self._scheduled(scheduler_output), total)
-        if self._events is not None:
-            requests = {name: served.request for name, served in self._requests.items()}
-            self._tell(self._events.ordered, orders, requests)
-        return StepMetadata(orders)
+        return StepMetadata(self.scheduler.plan(self._scheduled(scheduler_output), total))
 
     def _scheduled(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
@@ -211,14 +192,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Learn from the workers' reports."""
         if connector_output.kv_connector_worker_meta is not None:
-            report = connector_output.kv_connector_worker_meta.report
-            self.scheduler.heard(report)
-            if self._events is not None:
-                self._tell(self._events.heard, report)
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return what routers are to be told of blocks, which vLLM publishes beside its own."""
-        return () if self._events is None else self.scheduler.cache.guarded("tell routers", self._events.take, ())
+            self.scheduler.heard(connector_output.kv_connector_worker_meta.report)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Say where loaded tokens come from: by the store, in front of which a worker's memory may have them."""
@@ -243,8 +217,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Serve nothing that was stored before, as after an update of the weights: names change from now on."""
         self.scheduler.reset(os.urandom(EPOCH_BYTES))
-        if self._events is not None:
-            self._events.reset()
         return True
 
     # The workers' side
@@ -272,8 +244,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         encoder = codec.through(self._encoder(pool)) if isinstance(codec, AwaitingCodec) else pool.encoder(codec)
         rank, device = get_tensor_model_parallel_rank(), pool.memory if settings.device_bytes_max else None
         cache = cache_for(settings.store, encoder, self._registry, limits, self._clock, device=device)
-        # All ranks store a block at once, so that the first one speaks for all.
-        cache.moves = Moves() if self._tells_events and rank == 0 else None
         cache.open()
         if isinstance(codec, AwaitingCodec):
             self._seek_profile(cache, codec)
@@ -344,7 +314,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return what this side has counted since it was asked last."""
         counts: dict[str, float] = {}
         if self._scheduler is not None:
-            counts = self._lookups.take() | (self._events.take_counts() if self._events is not None else {})
+            counts = self._lookups.take()
         elif self._worker is not None and self._cache_counts is not None:
             counts = self._worker.take_counts() | self._cache_counts.take()
         return LoadStats(counts) if counts else None

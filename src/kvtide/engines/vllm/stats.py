@@ -63,7 +63,6 @@ COUNTED: Mapping[str, Counted] = MappingProxyType(
         "request_options": Counted("Options in requests' kv_transfer_params, used or left out.", ("what",)),
         "hints_heard": Counted("Pieces of advice about sessions that came to a cache."),
         "hints_ignored": Counted("Those of them that no tier believed or takes."),
-        "block_events": Counted("KV events of blocks that routers were told.", ("kind", "medium")),
     }
 )
 
