@@ -46,7 +46,6 @@ __all__ = [
     "chunks_of",
     "expected_gain",
     "is_order",
-    "key_scores",
     "packing_orders",
     "record_id",
     "select_chunks",
@@ -393,18 +392,6 @@ def packing_orders(scores: Floats) -> Orders:
     if scores.ndim != 2 or not np.isfinite(scores).all():
         raise ValueError(f"expected finite scores (layers, tokens), got {scores.shape}")
     return np.argsort(-scores, axis=1, kind="stable").astype(np.uint16)
-
-
-def key_scores(keys: Floats) -> Floats:
-    """Return how little each token's keys are like their mean, (layers, tokens); who stores them sees no queries.
-
-    keys: (layers, tokens, kv_heads, head_dim). Tokens that keys tell apart are those that queries can single out
-    (KeyDiff, arXiv 2504.15364, drops the others).
-    """
-    mean = keys.mean(axis=1, keepdims=True)
-    lengths = np.linalg.norm(keys, axis=-1) * np.linalg.norm(mean, axis=-1)
-    likeness = (keys * mean).sum(axis=-1) / np.maximum(lengths, np.finfo(np.float32).tiny)
-    return np.asarray(np.nan_to_num(-likeness.sum(axis=-1)), np.float32)
 
 
 def is_order(orders: NDArray[np.uint16]) -> bool:

@@ -167,18 +167,3 @@ def test_golden_bytes_of_keys_apart_are_still_written_and_read() -> None:
     out = np.empty_like(BITS)
     codec.decode(META, parse_object(stored).sections(), out)
     assert np.array_equal(out, BITS)
-
-
-def test_tokens_that_keys_tell_apart_lead_where_nobody_knows_better() -> None:
-    bits = BITS.copy()
-    bits[:, 0] = bits[:, 0, :1]
-    bits[:, 0, [3, 11]] ^= np.array(1 << (8 * bits.itemsize - 1), bits.dtype)
-    sections = CODEC.by_keys().encode(META, bits)
-    orders = CODEC.layout_of(META, sections).orders
-    assert (np.sort(orders[:, :2], axis=1) == [3, 11]).all()
-    out = np.empty_like(bits)
-    CODEC.decode(META, sections, out)
-    assert np.array_equal(out, bits)
-    # Who has seen queries knows better.
-    told = CODEC.by_keys().ordered(orders_of(5)).encode(META, bits)
-    assert np.array_equal(CODEC.layout_of(META, told).orders, orders_of(5))

@@ -102,8 +102,6 @@ never rougher in the store than it says | start_within_s=0.5 | @stream | @link |
 
 VLLM = table(
     """
-load what matters, in vLLM | "importance": 0.25 | docs/vllm.md: A part of what is stored | @real-vllm | IMPRESS
-    tests/vllm/test_streams.py::test_a_share_comes_exactly_and_the_rest_rough
 a prefix streamed to a deadline, in vLLM | "start_within_s": 0.5, "quality": 5e-3 | docs/streaming.md: In vLLM
     @real-vllm | CACHEGEN
     tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start

@@ -38,7 +38,6 @@ amount and number of what is sent at a time | slots slice_bytes tenant_slots_max
 quotas in an engine's memory and disk | limits by tenant salt | quotas that local tiers ask | OURS
 blocks that stay longer | priority of a namespace | hints that rankings ask | OURS
 encode stored blocks anew | kvtide recompress | a command that decodes and encodes a store | ASCEND
-importance in vLLM | "importance": 0.25 | sparse loads in the connector | IMPRESS
 importance says what stays in memory | importance=0.25 | a test with a memory that is too small | IMPRESS
 chunks move up, not objects | importance=0.25 | tiers that hold parts of objects | IMPRESS
 refinements of single chunks | codec="tide-chunked" | an object format for them | IMPRESS

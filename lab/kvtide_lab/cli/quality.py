@@ -136,42 +136,22 @@ def importance(
     table: Annotated[
         list[str] | None, typer.Option("--table", help="Only selectors, engine or needles; may be repeated.")
     ] = None,
-    python: VllmOption = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Quality, bytes and TTFT of every selector at every ratio, and needles; with --python in vLLM."""
+    """Quality, bytes and TTFT of every selector at every ratio, and needles."""
     from kvtide_lab.bench import importance as bench
 
     if not disk_mb_s > 0:
         raise ValueError(f"--disk-mb-s must be positive, got {disk_mb_s}")
     if context_tokens is not None and context_tokens % 256:
         raise ValueError(f"--context-tokens must be a multiple of 256, got {context_tokens}")
-    if python is not None:
-        if table:
-            raise ValueError("--table chooses tables of the transformers engine, which --python leaves out")
-        _importance_in_vllm(python, text, kv, context_tokens or (1024 if quick else 4096), as_json)
-        return
     chosen, of = texts_of(text), subject(dtype="bfloat16" if kv == "bfloat16" else "float32")
     size = bench.QUICK if quick else bench.FULL
     size = size._replace(context_tokens=context_tokens or size.context_tokens)
     asked = (of.model, of.folder.name, of.tokenize, chosen, profiles_of(None), size, disk_mb_s * 1e6)
     with progress_bars() as show:
         result = bench.run(*asked, show, KVDtype(kv), tables=table or bench.TABLES)
-    tell(result, as_json)
-
-
-def _importance_in_vllm(python: Path, text: list[Path] | None, kv: str, tokens: int, as_json: bool) -> None:
-    from kvtide.engines.transformers import model_layout
-    from kvtide_lab.bench import importance, importance_prompts, vllm_links
-
-    of, warm = subject(dtype=kv), vllm_links.WARM_TOKENS
-    [task] = importance_prompts.make_tasks(texts_of(text), 1, tokens + warm, of.tokenize)
-    _, questions = importance_prompts.tokenized(task, of.tokenize, importance.FULL.questions)
-    layout = model_layout(of.model, warm)
-    asked = ([question.ids for question in questions], layout.raw_bytes // layout.tokens)
-    with progress_bars() as show:
-        result = vllm_links.run_importance(python, of.folder, task.ids, *asked, importance.HEADLINE_RATIO, kv, show)
     tell(result, as_json)
 
 

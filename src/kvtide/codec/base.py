@@ -87,9 +87,6 @@ class OrderingCodec(Codec, Protocol):
     def ordered(self, orders: NDArray[np.uint16]) -> Codec:
         """Return this codec for one block: `orders[layer, place]` is the token that is stored there."""
 
-    def by_keys(self) -> Codec:
-        """Return this codec, which stores the tokens first that keys tell apart where nobody knows better."""
-
 
 @runtime_checkable
 class LayeredCodec(Codec, Protocol):

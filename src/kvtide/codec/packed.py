@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits, values_of
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.importance import CHUNK_TOKENS, Orders, chunks_of, is_order, key_scores, packing_orders
+from kvtide.importance import CHUNK_TOKENS, Orders, chunks_of, is_order
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
 
@@ -68,13 +68,6 @@ class PackedCodec:
         self._base: TideCodec | ProbeKeys = TideCodec(profile, quality, 0)
         self._chunk_tokens = chunk_tokens
         self._orders: Orders | None = None
-        self._is_by_keys = False
-
-    def by_keys(self) -> PackedCodec:
-        """Return this codec, which stores the tokens first that keys tell apart where nobody knows better."""
-        found = copy(self)
-        found._is_by_keys = True
-        return found
 
     def ordered(self, orders: Orders) -> PackedCodec:
         """Return this codec for one block, whose tokens it stores in these orders (layers, tokens)."""
@@ -108,8 +101,6 @@ class PackedCodec:
         layers, tokens = meta.layout.layers, meta.layout.tokens
         assert tokens <= 65536
         orders = self._orders
-        if orders is None and self._is_by_keys:
-            orders = packing_orders(key_scores(values_of(bits[:, 0], meta.layout.dtype)))
         if orders is None:
             orders = np.tile(np.arange(tokens, dtype=np.uint16), (layers, 1))
         assert orders.shape == (layers, tokens)

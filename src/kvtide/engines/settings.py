@@ -63,7 +63,7 @@ _REQUEST_TYPES: Mapping[str, Any] = MappingProxyType(
 
 # Options of who fills the engine's pages.
 _OF_PAGES = {
-    *("device_kernels", "load", "start_within_s", "importance", "tail_tokens", "profiles", "force_latest", "follow_s"),
+    *("device_kernels", "load", "start_within_s", "tail_tokens", "profiles", "force_latest", "follow_s"),
 }
 
 
@@ -107,9 +107,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # or earlier once the quality (a KL divergence; by default the codec's) is reached. None to load whole blocks.
     start_within_s: _Seconds | None = None
     quality: _Seconds | None = None
-    # Load only this share of each block's tokens exactly, those that its keys tell apart, and the rest rough, where
-    # that is faster than all of them. It needs the codec `packed`, which it makes the usual one.
-    importance: Annotated[float, Meta(ge=0, le=1)] = 1.0
     # Files of profiles, before the installed ones.
     profiles: tuple[str, ...] = ()
     # Copies of this machine won't do, for any request.
@@ -128,31 +125,20 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"bad kvtide option: {error}") from error
         settings._check_together(options.keys())
         settings.limits()
-        return settings if settings.codec else replace(settings, codec=settings.usual_codec)
+        return settings if settings.codec else replace(settings, codec="raw" if settings.is_local else "lossless")
 
     def _check_together(self, given: Collection[str]) -> None:
         """ValueError for options that would do nothing, or that exclude each other."""
-        is_streamed, is_part, is_by_layer = self.start_within_s is not None, self.importance < 1, self.load == "layers"
+        is_streamed = self.start_within_s is not None
         for name in ("device_bytes_max", "device_multiprocessors"):
             if name in given and not self.device_kernels:
                 raise ValueError(f"{name} is an option of the kernels: it needs device_kernels to be true")
         if self.quality is not None and not is_streamed:
             raise ValueError("quality says when a streamed load may end early: it needs start_within_s")
-        if is_streamed and is_by_layer:
+        if is_streamed and self.load == "layers":
             raise ValueError("start_within_s streams between the engine's steps: load must be auto or async")
-        if is_part and (is_streamed or is_by_layer):
-            raise ValueError("importance loads in its own way: it takes no start_within_s, and no load by layers")
-        if is_part and self.codec and self.codec.partition(":")[0] != "packed":
-            raise ValueError(f"importance loads what the codec packed stores, got codec {self.codec!r}")
-        if self.tail_tokens and (is_streamed or is_part):
-            raise ValueError("tail_tokens is for whole loads: it takes neither start_within_s nor importance")
-
-    @property
-    def usual_codec(self) -> str:
-        """The codec of who names none."""
-        if self.importance < 1:
-            return "packed"
-        return "raw" if self.is_local else "lossless"
+        if self.tail_tokens and is_streamed:
+            raise ValueError("tail_tokens is for whole loads: it takes no start_within_s")
 
     def request_options(self, params: Mapping[str, object] | None) -> RequestOptions:
         """Return what a request's `kv_transfer_params` ask for, where these settings say the rest."""

@@ -75,9 +75,7 @@ def pending(layout: BlockLayout, tokens: list[int], blocks: Sequence[BlockBits],
 class LineEngine:
     """Both halves on a store that has the first `blocks` blocks of a line, and pages for all of it, from page 1 on."""
 
-    def __init__(
-        self, make_cache: Callable[[], Cache], layout: BlockLayout, line: list[int], blocks: int, share: float = 1.0
-    ) -> None:
+    def __init__(self, make_cache: Callable[[], Cache], layout: BlockLayout, line: list[int], blocks: int) -> None:
         self.asking, self.cache = make_cache(), make_cache()
         self.asking.open()
         self.cache.open()
@@ -87,7 +85,7 @@ class LineEngine:
             self.asking, namespaces(layout), layout.tokens, PAGE_TOKENS, SystemClock(), match_s_max=5.0
         )
         self.pool, self.pages = host_pages(CellOrder.SPLIT, 1 + len(self._numbers), layout)
-        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock(), share=share)
+        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock())
 
     def ask(self, request: str, stream: StreamOrder | None = None) -> int:
         """Match as an engine does: again and again until there is an answer."""

@@ -61,6 +61,27 @@ def test_base_of_all_blocks_comes_in_time_and_is_never_stored_on(engine_at: Call
     assert engine.computed("b") == 0
 
 
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["goes on", "aborted"])
+def test_rows_of_a_rough_block_are_not_stored_by_who_shares_its_first_page(
+    engine_at: Callable[[float], LineEngine], is_aborted: bool
+) -> None:
+    engine = engine_at(4e3)
+    engine.load("a", StreamOrder(0.8))
+    # The engine hands pages on as soon as they are loaded, whatever becomes of the request.
+    if is_aborted:
+        engine.scheduler.finished("a")
+    else:
+        assert engine.computed("a") == 0
+    # It goes its own way within the first block, which has another name then.
+    other = [*LINE[:PAGE_TOKENS], *range(9000, 9000 + 2 * BLOCK)]
+    engine.scheduler.match("b", b"", other, PAGE_TOKENS)
+    assert engine.computed("b", other) == 0
+    # Who shares no page of it stores what it computed.
+    own = list(range(7000, 7000 + 2 * BLOCK + 3))
+    engine.scheduler.match("c", b"", own, 0)
+    assert engine.computed("c", own) == 2
+
+
 def test_counts_say_how_blocks_were_stored_once(engine_at: Callable[[float], LineEngine]) -> None:
     engine = engine_at(1e8)
     assert engine.load("a", StreamOrder(20.0)) == set()
@@ -92,12 +113,6 @@ def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Call
         ({"quality": 0.1}, "needs start_within_s"),
         ({"start_within_s": 1.0, "quality": float("nan")}, r">= 0.0 - at `\$.quality`"),
         ({"start_within_s": 1.0, "load": "layers"}, "load must be auto or async"),
-        ({"importance": -0.1}, r">= 0.0 - at `\$.importance`"),
-        ({"importance": float("nan")}, r">= 0.0 - at `\$.importance`"),
-        ({"importance": 1.5}, r"<= 1.0 - at `\$.importance`"),
-        ({"importance": 0.25, "start_within_s": 1.0}, "takes no start_within_s"),
-        ({"importance": 0.25, "load": "layers"}, "no load by layers"),
-        ({"importance": 0.25, "codec": "lossless"}, "what the codec packed stores"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], complaint: str) -> None:

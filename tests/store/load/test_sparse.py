@@ -270,14 +270,3 @@ def test_fronts_are_let_go_once_they_are_decoded() -> None:
 
     assert Watched(tier).open(metas, REGISTRY) == 60
     assert most < 30
-
-
-def test_who_wants_what_matters_alone_gets_no_block_that_is_stored_as_it_comes() -> None:
-    plain = MemoryTier(1 << 22, ManualClock(), lambda key: False)
-    plain.open()
-    for meta, bits in zip(METAS, BITS, strict=True):
-        plain.put_from(meta.id, pack_object(meta, CODEC.codec_id, CODEC.encode(meta, bits), CODEC.profile))
-    assert SparseLoad(plain).open(METAS, REGISTRY) == 3
-    assert SparseLoad(plain).open(METAS, REGISTRY, wanted=FrontsWanted(is_ordered=True)) == 0
-    metas, tier = stored_chain(3)
-    assert SparseLoad(tier).open(metas, REGISTRY, wanted=FrontsWanted(is_ordered=True)) == 3

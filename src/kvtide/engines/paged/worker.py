@@ -9,10 +9,9 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
@@ -33,9 +32,6 @@ from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
 from kvtide.types import BlockKey, ObjectId, Section
-
-if TYPE_CHECKING:
-    from kvtide.engines.ways import Ways
 
 # Requests that load at the same time; more wait their turn.
 LOADS_AT_ONCE = 4
@@ -60,8 +56,8 @@ class LoadOutcome(NamedTuple):
 class WorkerHalf:
     """Carries out orders on one shard of the model. The engine's thread calls it; loads run in threads of their own.
 
-    states: the pages of layers whose past is one state, each beside the last page of a block. share: of the tokens of
-    loads that are not streamed, those to be exact. tail_tokens: of a piece of a block, for HostPages alone.
+    states: the pages of layers whose past is one state, each beside the last page of a block. tail_tokens: of a
+    piece of a block, for HostPages alone.
     """
 
     def __init__(
@@ -73,7 +69,6 @@ class WorkerHalf:
         clock: Clock,
         kept_bytes_max: int = 0,
         states: PagePool | None = None,
-        share: float = 1.0,
         tail_tokens: int = 0,
     ) -> None:
         assert not tail_tokens or isinstance(pool, HostPages)
@@ -86,8 +81,6 @@ class WorkerHalf:
         self._shard = shard
         self._label = label
         self._clock = clock
-        self._share = share
-        self._ways: Ways | None = None
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
         self._is_closed = False
         self._step = 0
@@ -166,18 +159,14 @@ class WorkerHalf:
         report = LoadReport(kept, 0, None)
         if kept < blocks:
             # What was kept counts as loaded.
-            rest = self._load_rest(load, kept)
+            stream = load.order.stream
+            rest = self._load_whole(load, kept) if stream is None else self._stream(load, kept, stream)
             report = rest._replace(blocks=kept + rest.blocks)
         if self._states is not None and report.blocks == blocks:
             report = self._load_states(load, report, self._states)
         if load.order.tail and report.blocks == blocks:
             report = self._load_tail(load, report)
         self._finish(load, report)
-
-    def _load_rest(self, load: PageLoad, kept: int) -> LoadReport:
-        if load.order.stream is not None:
-            return self._stream(load, kept, load.order.stream)
-        return self._load_whole(load, kept) if self._share == 1 else self._load_part(load, kept)
 
     def _load_whole(self, load: PageLoad, kept: int) -> LoadReport:
         metas = self._metas(load, kept)
@@ -194,37 +183,6 @@ class WorkerHalf:
         by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, HostPages) else None
         return self.cache.load(metas, Whole(sink, take, by_layer), self._left_s(load))
 
-    def _load_part(self, load: PageLoad, kept: int) -> LoadReport:
-        """Load a share of the tokens exactly and the rest rough, or all, as is faster.
-
-        From the first block on that is not stored so all come whole.
-        """
-        # Who loads all needs none of it.
-        from kvtide.engines.ways import RestoreWay, Ways
-        from kvtide.store.load.sparse import Sparse
-
-        ways = self._ways = self._ways or Ways()
-
-        def sink(position: int, bits: BlockBits) -> None:
-            load.sink(kept + position, bits, is_kept=False)
-
-        metas, started_s = self._metas(load, kept), self._clock.monotonic_s()
-        is_near = self.cache.is_near([metas[0].id])
-        part = report = LoadReport(0, 0, None)
-        if ways.choose(is_near, started_s) is RestoreWay.PART:
-            with closing(Sparse(sink, int(self._share * self._tokens), rest_follows=True)) as sparse:
-                part = report = self.cache.load(metas, sparse, self._left_s(load))
-        if part.blocks < len(metas):
-            report = self._load_whole(load, kept + part.blocks)
-            blocks, stored_bytes = part.blocks + report.blocks, part.stored_bytes + report.stored_bytes
-            report = report._replace(blocks=blocks, stored_bytes=stored_bytes)
-        if part.blocks in (0, len(metas)) and report.reason is None:
-            way, now_s = RestoreWay.PART if part.blocks else RestoreWay.WHOLE, self._clock.monotonic_s()
-            ways.note(way, is_near, len(metas) * self._tokens, now_s - started_s, now_s)
-        if part.blocks:
-            self._note_rough(load, part_loads=1)
-        return report
-
     def _stream(self, load: PageLoad, kept: int, how: StreamOrder) -> LoadReport:
         """Bring the base of all blocks, refinements until then, and write each page once."""
         # Who streams nothing needs none of it.
@@ -238,13 +196,10 @@ class WorkerHalf:
         streamed = Streamed(StreamedPages(load, kept), request, None, computes=False, limits=limits)
         report = self.cache.load(self._metas(load, kept), streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
-            self._note_rough(load, rough_loads=1, streamed_kl=streamed.report.kl)
+            with self._changed:
+                self._report = self._report.joined(WorkerReport(0, rough=(load.order.request,)))
+                self._counts.update({"rough_loads": 1, "streamed_kl": streamed.report.kl})
         return report
-
-    def _note_rough(self, load: PageLoad, **counts: Any) -> None:
-        with self._changed:
-            self._report = self._report.joined(WorkerReport(0, rough=(load.order.request,)))
-            self._counts.update(counts)
 
     def _load_states(self, load: PageLoad, rows: LoadReport, states: PagePool) -> LoadReport:
         """Load the states after the blocks; without them nothing can go on from there."""

@@ -26,11 +26,10 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtide.clock import SystemClock
-from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LayeredCodec, OrderingCodec, ProfileShape
+from kvtide.codec import AwaitingCodec, CodecRegistry, LayeredCodec, ProfileShape
 from kvtide.engines import calibrate_command
 from kvtide.engines.paged import (
     LoadOutcome,
-    PagePool,
     ScheduledRequest,
     SchedulerHalf,
     StepCommands,
@@ -241,7 +240,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         kept_bytes_max = settings.kept_bytes_max if model.slots is None else 0
         limits = settings.limits()
         limits = replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max)
-        encoder = codec.through(self._encoder(pool)) if isinstance(codec, AwaitingCodec) else pool.encoder(codec)
+        encoder = codec.through(pool.encoder) if isinstance(codec, AwaitingCodec) else pool.encoder(codec)
         rank, device = get_tensor_model_parallel_rank(), pool.memory if settings.device_bytes_max else None
         cache = cache_for(settings.store, encoder, self._registry, limits, self._clock, device=device)
         cache.open()
@@ -256,16 +255,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._clock,
             kept_bytes_max,
             states,
-            settings.importance,
             settings.tail_tokens,
         )
         self._worker.take_memory()
-
-    def _encoder(self, pool: PagePool) -> Callable[[Codec], Codec]:
-        """Return what makes a codec the pool's, and one that leads with what a part is to have exactly."""
-        if self._settings.importance == 1:
-            return pool.encoder
-        return lambda codec: pool.encoder(codec.by_keys() if isinstance(codec, OrderingCodec) else codec)
 
     def _seek_profile(self, cache: Cache, codec: AwaitingCodec) -> None:
         """Have the cache look for the model's profile in the store, and say how to make one."""

@@ -94,8 +94,6 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
         raise UnsupportedModel(
             "tail_tokens stores parts of pages: it takes keys and values of full attention, an exact codec, no drafts"
         )
-    if opaque and settings.importance < 1:
-        raise UnsupportedModel(f"pages of {opaque} are kept as they are: importance has no rough values of them")
     layout = _row_layout(spec, len(layers.names), tokens) if is_uniform else _mixed_layout(layers, tokens)
     states = _states_of(kv_cache_config, layers)
     # Of states each bit is kept, whatever the rows' codec.
@@ -158,8 +156,6 @@ def _refuse_groups(vllm_config: Any, settings: ConnectorSettings) -> None:
         raise UnsupportedModel("windows, states and several groups of layers: not on a GPU yet, use KVTideTier")
     if settings.load == "layers":
         raise UnsupportedModel("with several groups of layers vLLM takes failures between steps alone: load async")
-    if settings.importance < 1:
-        raise UnsupportedModel("importance takes models whose layers all attend to everything")
 
 
 def _checked_rows(spec: Any) -> Any:

@@ -41,7 +41,6 @@ COUNTED: Mapping[str, Counted] = MappingProxyType(
         "load_seconds": Counted("Seconds from the order of a load to its end."),
         "failed_loads": Counted("Loads that did not bring all."),
         "rough_loads": Counted("Streamed loads that ended before all refinements were there."),
-        "part_loads": Counted("Loads that brought a share of their tokens exactly, and the rest rough."),
         "unfit_blocks": Counted("Blocks that the codec's profile does not fit, stored losslessly."),
         "unprofiled_blocks": Counted("Blocks that were stored losslessly for want of a profile."),
         "checked_blocks": Counted("Blocks that were decoded again and kept their profile's promise."),

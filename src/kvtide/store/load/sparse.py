@@ -41,11 +41,10 @@ def stop_of(entry: SectionEntry) -> int:
 
 
 class FrontsWanted(NamedTuple):
-    """The fronts that count: read until then by the monotonic clock, no coarser, stored in an order if that matters."""
+    """The fronts that count: read until then by the monotonic clock, no coarser."""
 
     deadline_s: float = math.inf
     quality_max: float = math.inf
-    is_ordered: bool = False
 
 
 ALL_FRONTS = FrontsWanted()
@@ -220,8 +219,6 @@ class SparseLoad:
         data = self._read_on(meta, data, stop_of(bases[-1]))
         sections = [entry.cut(data, 0, meta.id) for entry in bases]
         base = codec.layout_of(meta, sections)
-        if wanted.is_ordered and not base.is_ordered:
-            return None
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
         ahead = tokens_ahead // base.chunk_tokens if base.is_ordered else 0
         ahead = min(ahead, len(chunks_of(meta.layout.tokens, base.chunk_tokens)))
@@ -393,14 +390,10 @@ class Sparse:
     sink: gets the rough values. The blocks stay pinned until `opened` is closed by `close`.
     """
 
-    def __init__(self, sink: BlockSink, tokens_ahead: int = 0, rest_follows: bool = False) -> None:
-        """tokens_ahead: as in `SparseLoad.open`.
-
-        rest_follows: the caller loads what is left whole, from the first block that is stored in no order on.
-        """
+    def __init__(self, sink: BlockSink, tokens_ahead: int = 0) -> None:
+        """tokens_ahead: as in `SparseLoad.open`."""
         self._sink = sink
         self._tokens_ahead = tokens_ahead
-        self._rest_follows = rest_follows
         self._pins = ExitStack()
         self.opened: SparseLoad | None = None
 
@@ -409,7 +402,7 @@ class Sparse:
         if any(access.queued(meta.id) is not None for meta in metas):
             return LoadReport(0, 0, None)
         opened = SparseLoad(access.tiers, access.corrupt, GAP_BYTES)
-        wanted = FrontsWanted(access.clock.monotonic_s() + deadline_s, access.quality_max, self._rest_follows)
+        wanted = FrontsWanted(access.clock.monotonic_s() + deadline_s, access.quality_max)
         blocks = 0
         try:
             blocks = opened.open(metas, access.registry, self._sink, self._tokens_ahead, wanted)
@@ -420,8 +413,7 @@ class Sparse:
             return LoadReport(0, 0, None)
         self.opened = opened
         self._pins.enter_context(access.pinned(metas[:blocks]))
-        # Of what is left to others nothing is decided here.
-        access.decide(metas[:blocks] if self._rest_follows else metas, blocks, MissReason.ABSENT)
+        access.decide(metas, blocks, MissReason.ABSENT)
         return LoadReport(blocks, opened.read_bytes, None)
 
     def close(self) -> None:
