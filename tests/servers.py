@@ -81,10 +81,16 @@ def running_server(member: Member | None = None, **settings: Any) -> Iterator[Ru
     assert server.service.connections == 0
 
 
+def counted(server: RunningServer, name: str, **labels: str) -> float:
+    """Return the sum of a metric's samples that have these labels."""
+    families = server.service.observatory.registry.collect()
+    samples = (each for family in families for each in family.samples if each.name == name)
+    return sum(each.value for each in samples if labels.items() <= each.labels.items())
+
+
 def hints_heard(server: RunningServer) -> int:
     """Return the number of requests with advice that a server has counted."""
-    counted = server.service.observatory.metrics._hints.collect()
-    return int(sum(each.value for metric in counted for each in metric.samples if each.name.endswith("_total")))
+    return int(counted(server, "kvtide_hints_total"))
 
 
 class ServerProcess:

@@ -12,7 +12,7 @@ import pytest
 import redis
 from tests.attacks.floods import GRANTS, ask, head
 from tests.server.worlds import path_of
-from tests.servers import RunningServer, running_server
+from tests.servers import RunningServer, counted, running_server
 
 from kvtide.errors import QueueFull
 from kvtide.server.http import BodyBuffers
@@ -124,7 +124,7 @@ def test_readers_that_take_nothing_leave_the_memory_to_what_others_store() -> No
         for number in others:
             ask(server, "PUT", path_of(number), "attacker", object_bytes(number, 14 * MIB))
         with sending(server, *[head("GET", path_of(number), "attacker") for number in others]):
-            wait_until(lambda: server.service.observatory.metrics.reads().get("found") == 4, "all to have begun")
+            wait_until(lambda: counted(server, "kvtide_object_reads_total", result="found") == 4, "all to have begun")
             stored = [ask(server, "PUT", path_of(number), body=object_bytes(number, 12 * MIB)) for number in mine]
     assert [answer.status for answer, _ in stored] == [201] * len(mine)
 
@@ -146,7 +146,7 @@ def test_a_late_reader_is_not_cut_off_for_others_of_its_tenant(monkeypatch: pyte
         data = object_bytes(1, 3 * MIB)
         assert ask(server, "PUT", OBJECT, "", data)[0].status == 201
         with sending(server, head("GET", OBJECT, "")) as (late,):
-            wait_until(lambda: server.service.observatory.metrics.reads().get("found") == 1, "it to have begun")
+            wait_until(lambda: counted(server, "kvtide_object_reads_total", result="found") == 1, "it to have begun")
             other = threads.submit(ask, server, "GET", OBJECT, "")
             time.sleep(0.5)
             came = b""

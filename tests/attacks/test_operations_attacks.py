@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -10,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.attacks.floods import GRANTS, ask, head
 from tests.server.worlds import logged, path_of
-from tests.servers import RunningServer, running_server
+from tests.servers import RunningServer, counted, running_server
 
 from kvtide.server.http.connections import account_of, host_of
 from kvtide.server.logs import ACCESS_LOGGER, AUDIT_LOGGER
@@ -28,15 +26,6 @@ from kvtide_lab.bench.services import wait_until
 def connect(server: RunningServer, address: str = "127.0.0.1") -> HTTPConnection:
     """Connect as a client of another address would."""
     return HTTPConnection(server.address.host, server.address.port, timeout=30, source_address=(address, 0))
-
-
-def status_of(server: RunningServer) -> Any:
-    """Return the server's status, as JSON says it."""
-    connection = connect(server)
-    connection.request("GET", "/v1/status")
-    status = json.loads(connection.getresponse().read())
-    connection.close()
-    return status
 
 
 @pytest.mark.parametrize("policy", ["lottery", "vtc"])
@@ -63,7 +52,7 @@ def test_small_object_passes_many_large_ones_of_another_address_on_an_open_serve
         with stalled(server, 3):
             for thread in readers:
                 thread.start()
-            wait_until(lambda: sum(each["waiting_sends"] for each in status_of(server)["tenants"]) == 21, "all to wait")
+            wait_until(lambda: counted(server, "kvtide_waiting_sends") == 21, "all to wait")
         for thread in readers:
             thread.join(30)
     assert len(finished) == 21

@@ -87,9 +87,3 @@ def test_fault_of_accept_does_not_end_the_server(number: int, monkeypatch: pytes
         monkeypatch.setattr(socket.socket, "accept", failing)
         assert ask(server, "GET", "/healthz", "")[0].status == 200
         assert not faults
-
-
-def test_dashboard_is_neither_sniffed_nor_kept() -> None:
-    with running_server() as server:
-        headers = ask(server, "GET", "/", "")[0].headers
-    assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")

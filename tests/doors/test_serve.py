@@ -302,14 +302,6 @@ def test_metrics_count_what_was_read(server: ServerProcess) -> None:
     assert metric(server, name, **bearer("chat")) == before + 1
 
 
-@door("dashboard, status and history")
-def test_pages_show_the_server_to_admins(server: ServerProcess) -> None:
-    for path, word in (("/", b"<html"), ("/v1/status", b'"tiers"'), ("/v1/history", b"[")):
-        answer, body = ask(server, "GET", path, **bearer("chat"))
-        assert (answer.status, word in body) == (200, True)
-        assert status(server, "GET", path) == 401
-
-
 @door("events")
 def test_router_hears_what_is_stored(tmp_path: Path) -> None:
     with serving(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), 10) as reader:

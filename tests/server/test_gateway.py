@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.server.worlds import ask, exchange, path_of, put
-from tests.servers import RunningServer, running_server
+from tests.servers import RunningServer, counted, running_server
 
 from kvtide.clock import SystemClock
 from kvtide.outcomes import Choice, Decided, Why
@@ -329,9 +329,7 @@ def test_pages_tell_what_happened(server: RunningServer) -> None:
     assert 'kvtide_object_reads_total{result="absent",tenant="(open)"} 1.0' in metrics
     assert "kvtide_corrupt_objects_total 1.0" in metrics
     assert 'kvtide_sent_bytes_total{tenant="(open)"} 1000.0' in metrics
-    status = json.loads(ask(server, "GET", "/v1/status")[1])
-    assert (status["reads"], status["slots_used"]) == ({"found": 1, "absent": 1}, 0)
-    assert b"<html" in ask(server, "GET", "/")[1]
+    assert 'kvtide_send_slots{state="used"} 0.0' in metrics
 
 
 def test_events_follow_objects(server: RunningServer) -> None:
@@ -361,7 +359,7 @@ def test_what_clients_decided_is_counted_and_nonsense_refused(server: RunningSer
     for path in ("/v1/bad", path_of(9), "/nothing"):
         # What comes with a request that is refused does not count.
         ask(server, "GET", path, Decisions="load:both_ends=5")
-    status = json.loads(ask(server, "GET", "/v1/status")[1])
-    assert (status["loaded_tokens"], status["missed_tokens"]) == (8, {"link_slower": 2})
+    assert counted(server, "kvtide_prompt_tokens_total", decision="load") == 8
+    assert counted(server, "kvtide_prompt_tokens_total") == 10
     for nonsense in ("load=1", "load:both_ends=" + "9" * 2000):
         assert ask(server, "GET", "/v1", Decisions=nonsense)[0].status == 400

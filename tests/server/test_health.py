@@ -40,7 +40,7 @@ def test_health_answers_when_every_connection_is_taken() -> None:
         assert ask(server.service.health_port, "/livez") == (200, {"is_alive": True})
         parts = {"is_ready": True, "is_draining": False, "parts": {"tier memory": True}}
         assert is_ready(server) == (200, parts)
-        assert ask(server.service.health_port, "/v1/status")[0] == 404
+        assert ask(server.service.health_port, "/metrics")[0] == 404
         for each in crowd:
             each.close()
 
@@ -102,7 +102,7 @@ def test_shutdown_says_not_ready_while_requests_are_still_taken() -> None:
         assert is_ready(server)[1]["is_draining"]
         # New connections, and more than one request on each.
         connection = HTTPConnection("127.0.0.1", server.address.port, timeout=20)
-        for path, status in (("/v1/status", 200), ("/healthz", 503), ("/v1/status", 200)):
+        for path, status in (("/metrics", 200), ("/healthz", 503), ("/metrics", 200)):
             connection.request("GET", path)
             answer = connection.getresponse()
             answer.read()

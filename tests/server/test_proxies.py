@@ -27,10 +27,10 @@ def lines(tmp_path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
 
 @contextmanager
 def asked(server: RunningServer, client: str, who: str = "") -> Iterator[bytes]:
-    """Ask for the status as a proxy that names a client; give the answer's beginning."""
+    """Ask for the metrics as a proxy that names a client; give the answer's beginning."""
     token = f"Authorization: Bearer {TOKENS[who]}\r\n" if who else ""
     with server.connect() as sock:
-        sock.sendall(f"GET /v1/status HTTP/1.1\r\nHost: x\r\n{token}X-Forwarded-For: {client}\r\n\r\n".encode())
+        sock.sendall(f"GET /metrics HTTP/1.1\r\nHost: x\r\n{token}X-Forwarded-For: {client}\r\n\r\n".encode())
         yield sock.recv(1000)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.server.worlds import World, ask, put
-from tests.servers import hints_heard
+from tests.servers import counted, hints_heard
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
@@ -68,6 +68,8 @@ def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world
     wait_until(lambda: sent.waiting == 0, "all to be sent")
     assert ask(world.centre, "GET", 1)[1] == fine
     assert sent.sent_objects == 2
+    assert counted(one, "kvtide_region_as_of_seconds") > 0
+    assert counted(one, "kvtide_region_waiting_objects") == counted(one, "kvtide_region_given_up_objects") == 0
 
 
 def test_what_is_replaced_while_it_is_sent_is_sent_again(tmp_path: Path) -> None:

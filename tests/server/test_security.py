@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -54,9 +53,6 @@ MATRIX: list[tuple[str, str, bytes | None, tuple[int, ...]]] = [
     ("GET", "/v1/records", None, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", "/metrics", None, (401, 401, 401, 403, 403, 200, 200)),
     ("HEAD", "/events", None, (401, 401, 401, 403, 403, 200, 200)),
-    ("GET", "/v1/status", None, (401, 401, 401, 403, 403, 200, 200)),
-    ("GET", "/v1/history", None, (401, 401, 401, 403, 403, 200, 200)),
-    ("GET", "/", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/healthz", None, (200,) * 7),
     ("GET", "/elsewhere", None, (401, 401, 401, 404, 404, 404, 404)),
 ]
@@ -97,17 +93,7 @@ def test_tenants_keep_objects_of_one_name_apart(server: RunningServer) -> None:
     assert ask(server, "GET", OBJECT, "reader") == (200, object_bytes(1))
 
 
-def test_browser_may_send_the_token_as_password(server: RunningServer) -> None:
-    answer = subprocess.run(
-        ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "-u", f"me:{TOKENS['admin']}", f"{server.url}/"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert answer.stdout == "200"
-
-
-@pytest.mark.parametrize("value", ["Bearer", "Bearer ", "Basic !!!", "Basic eA==", "Digest x", "Bearer " + "x" * 5000])
+@pytest.mark.parametrize("value", ["Bearer", "Bearer ", "Basic eA==", "Digest x", "Bearer " + "x" * 5000])
 def test_malformed_authorization_is_nobody(value: str) -> None:
     with pytest.raises(RequestRefused, match="token"):
         Gate(GRANTS, SystemClock()).caller({"authorization": value}, None)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.servers import RunningServer, hints_heard, running_server
+from tests.servers import RunningServer, counted, hints_heard, running_server
 from tests.stores import opened
 
 from kvtide.clock import SystemClock
@@ -176,11 +176,12 @@ def test_what_engines_decided_is_told_to_one_server_that_lives(pool: Pool, tier:
     pool.servers[min(pool.servers)].stop()
     tier.note_decisions(object_id(1).namespace, {Decided(Choice.LOAD, Why.IN_TIME): 16})
 
-    def told() -> list[int]:
-        metrics = [server.service.observatory.metrics for server in pool.servers.values()]
-        return [each.loaded_tokens for one in metrics for each in one.namespaces()]
+    def told() -> list[float]:
+        return sorted(
+            counted(server, "kvtide_prompt_tokens_total", decision="load") for server in pool.servers.values()
+        )
 
-    wait_until(lambda: told() == [16], "the server to count")
+    wait_until(lambda: told() == [0, 0, 0, 16], "the server to count")
 
 
 def test_advice_is_told_to_each_server_that_looks_blocks_of_the_prompt_up(pool: Pool, tier: PoolTier) -> None:

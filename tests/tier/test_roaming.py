@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
-from tests.servers import RunningServer, running_server
+from tests.servers import RunningServer, counted, running_server
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
@@ -59,8 +59,8 @@ def proxy_place(proxy: ChaosProxy) -> tuple[str, int]:
     return host, int(port)
 
 
-def sent_bytes(server: RunningServer) -> int:
-    return sum(each.sent_bytes for each in server.service.observatory.metrics.tenants())
+def sent_bytes(server: RunningServer) -> float:
+    return counted(server, "kvtide_sent_bytes_total")
 
 
 def test_other_region_sends_only_the_rest(east: RunningServer, west: RunningServer) -> None:

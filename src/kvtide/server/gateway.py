@@ -70,7 +70,7 @@ class Gateway:
 
     async def serve(self, stream: Connection, guest: Guest) -> None:
         """Answer a connection's requests until one of both sides ends it."""
-        self._shared.metrics.connection_opened()
+        self._shared.metrics.connections.inc()
         try:
             common_name = await stream.handshake(stream.now_s() + self._shared.live.limits.head_s_max)
             while await self._serve_one(stream, guest, common_name):
@@ -79,7 +79,7 @@ class Gateway:
             _log.debug("connection %s: %s", guest.client, error or "too slow")
         finally:
             stream.close()
-            self._shared.metrics.connection_closed()
+            self._shared.metrics.connections.dec()
 
     async def _serve_one(self, stream: Connection, guest: Guest, common_name: str | None) -> bool:
         """Answer the next request. False if the connection ends with it."""

@@ -9,16 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from functools import partial
 
-import msgspec
-from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
-from kvtide.outcomes import Choice, Decided
+from kvtide.outcomes import Decided
 from kvtide.server.quotas import Quotas
 from kvtide.server.scheduler import Scheduler
 from kvtide.types import Namespace, TierStats
@@ -47,29 +44,8 @@ class Route(StrEnum):
     HEALTH = "health"
     METRICS = "metrics"
     EVENTS = "events"
-    DASHBOARD = "dashboard"
-    STATUS = "status"
     OTHER = "other"
     MALFORMED = "malformed"
-
-
-class TenantTotals(NamedTuple):
-    """One tenant's counters; `wait_s_p99` is the upper end of the bucket that holds it, None without waits."""
-
-    tenant: str
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    wait_s_p99: float | None = None
-
-
-class NamespaceStatus(msgspec.Struct, frozen=True):
-    """One namespace's tokens as clients say, since the server began; `model` is what its last object calls it."""
-
-    tenant: str
-    namespace: str
-    model: str
-    loaded_tokens: int
-    missed_tokens: dict[str, int]
 
 
 class Metrics:
@@ -80,33 +56,21 @@ class Metrics:
         self._namespaces_max = namespaces_max
         self._lock = threading.Lock()
         self._tenants: dict[str, str] = {}
-        # Each tenant label's namespace labels, with what their objects call the model.
-        self._models: dict[str, dict[str, str]] = {}
-        self._requests = Counter("kvtide_requests", "Requests answered", ["route", "status"], registry=registry)
-        self._reads = Counter(
-            "kvtide_object_reads",
-            "Objects that were read or not here, once each",
-            ["tenant", "result"],
-            registry=registry,
-        )
-        self._sent = Counter("kvtide_sent_bytes", "Body bytes sent", ["tenant"], registry=registry)
-        self._received = Counter("kvtide_received_bytes", "Body bytes received", ["tenant"], registry=registry)
-        self._waits = Histogram(
-            "kvtide_queue_wait_seconds",
-            "Time from a body's queueing to its first slice",
-            ["tenant"],
-            buckets=_WAIT_BUCKETS_S,
-            registry=registry,
-        )
-        self._corrupt = Counter("kvtide_corrupt_objects", "Objects that failed a check", registry=registry)
-        self._tokens = Counter(
-            "kvtide_prompt_tokens",
-            "Tokens of prompts' full blocks that clients loaded or recomputed",
-            ["tenant", "namespace", "decision", "reason"],
-            registry=registry,
-        )
-        self._hints = Counter("kvtide_hints", "Requests with advice", ["tenant"], registry=registry)
-        self._connections = Gauge("kvtide_connections", "Open connections", registry=registry)
+        # Each tenant label's namespace labels.
+        self._namespaces: dict[str, set[str]] = {}
+        counter = partial(Counter, registry=registry)
+        self._requests = counter("kvtide_requests", "Requests answered", ["route", "status"])
+        reads = "Objects that were read or not here, once each"
+        self._reads = counter("kvtide_object_reads", reads, ["tenant", "result"])
+        self._sent = counter("kvtide_sent_bytes", "Body bytes sent", ["tenant"])
+        self._received = counter("kvtide_received_bytes", "Body bytes received", ["tenant"])
+        waits, text = "kvtide_queue_wait_seconds", "Time from a body's queueing to its first slice"
+        self._waits = Histogram(waits, text, ["tenant"], buckets=_WAIT_BUCKETS_S, registry=registry)
+        tokens = "Tokens of prompts' full blocks that clients loaded or recomputed"
+        self._tokens = counter("kvtide_prompt_tokens", tokens, ["tenant", "namespace", "decision", "reason"])
+        self._hints = counter("kvtide_hints", "Requests with advice", ["tenant"])
+        self.corrupt_objects = counter("kvtide_corrupt_objects", "Objects that failed a check")
+        self.connections = Gauge("kvtide_connections", "Open connections", registry=registry)
 
     def count_request(self, route: Route, status: int) -> None:
         """Count an answered request."""
@@ -137,37 +101,16 @@ class Metrics:
         """Count a request that came with advice."""
         self._hints.labels(self.label(tenant)).inc()
 
-    def count_corrupt(self) -> None:
-        """Count an object that failed a check."""
-        self._corrupt.inc()
-
     def count_decisions(self, tenant: str, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Count tokens about which a client says that it decided."""
-        for (choice, why), count in counts.items():
-            self._tokens.labels(*self._labels(tenant, namespace), choice, why).inc(count)
-
-    def note_model(self, tenant: str, namespace: Namespace, model: str) -> None:
-        """Remember what an object of a namespace calls its model: a text for people, from whoever stored it."""
-        label, name = self._labels(tenant, namespace)
-        with self._lock:
-            self._models[label][name] = model if name != _OTHER_NAMESPACES else ""
-
-    def _labels(self, tenant: str, namespace: Namespace) -> tuple[str, str]:
         label, name = self.label(tenant), namespace.hex()[:_NAMESPACE_DIGITS] or _NO_NAMESPACE
         with self._lock:
-            names = self._models.setdefault(label, {})
+            names = self._namespaces.setdefault(label, set())
             if name not in names and len(names) >= self._namespaces_max:
                 name = _OTHER_NAMESPACES
-            names.setdefault(name, "")
-        return label, name
-
-    def connection_opened(self) -> None:
-        """Count a connection in."""
-        self._connections.inc()
-
-    def connection_closed(self) -> None:
-        """Count a connection out."""
-        self._connections.dec()
+            names.add(name)
+        for (choice, why), count in counts.items():
+            self._tokens.labels(label, name, choice, why).inc(count)
 
     def label(self, tenant: str) -> str:
         """Return the label under which a tenant is counted."""
@@ -177,63 +120,6 @@ class Metrics:
                     return OTHER_TENANTS
                 self._tenants[tenant] = tenant or _NO_TENANT
             return self._tenants[tenant]
-
-    def reads(self) -> dict[str, int]:
-        """Return how many objects were read (`found`), or were not here, by reason."""
-        return _totals(self._reads, "result")
-
-    def namespaces(self) -> list[NamespaceStatus]:
-        """Return what clients said of each namespace, those with objects of clients that said nothing included."""
-        with self._lock:
-            models = [(tenant, name, model) for tenant, names in self._models.items() for name, model in names.items()]
-        found = {(tenant, name): NamespaceStatus(tenant, name, model, 0, {}) for tenant, name, model in models}
-        for each in _samples(self._tokens, "_total"):
-            key, why, count = (each.labels["tenant"], each.labels["namespace"]), each.labels["reason"], int(each.value)
-            if each.labels["decision"] == Choice.LOAD:
-                found[key] = structs.replace(found[key], loaded_tokens=found[key].loaded_tokens + count)
-            else:
-                found[key].missed_tokens[why] = found[key].missed_tokens.get(why, 0) + count
-        return list(found.values())
-
-    def corrupt_objects(self) -> int:
-        """Return how many objects failed a check."""
-        return int(next(_samples(self._corrupt, "_total")).value)
-
-    def connections(self) -> int:
-        """Return how many connections are open."""
-        return int(next(_samples(self._connections, "")).value)
-
-    def tenants(self) -> list[TenantTotals]:
-        """Return each label's counters, those of the tenants above the bound in one."""
-        sent, received = _totals(self._sent, "tenant"), _totals(self._received, "tenant")
-        buckets: dict[str, list[tuple[float, float]]] = {}
-        for each in _samples(self._waits, "_bucket"):
-            buckets.setdefault(each.labels["tenant"], []).append((float(each.labels["le"]), each.value))
-        return [
-            TenantTotals(tenant, sent.get(tenant, 0), received.get(tenant, 0), _p99(buckets.get(tenant, [])))
-            for tenant in dict.fromkeys([*sent, *received, *buckets])
-        ]
-
-
-def _samples(metric: Counter | Gauge | Histogram, suffix: str) -> Iterator[Sample]:
-    for family in metric.collect():
-        yield from (sample for sample in family.samples if sample.name == family.name + suffix)
-
-
-def _totals(counter: Counter, label: str) -> dict[str, int]:
-    """Sums of a counter by one of its labels."""
-    totals: dict[str, int] = {}
-    for each in _samples(counter, "_total"):
-        totals[each.labels[label]] = totals.get(each.labels[label], 0) + int(each.value)
-    return totals
-
-
-def _p99(buckets: Sequence[tuple[float, float]]) -> float | None:
-    total = buckets[-1][1] if buckets else 0
-    if not total:
-        return None
-    ends = [end for end, count in buckets if count >= 0.99 * total and end != float("inf")]
-    return ends[0] if ends else _WAIT_BUCKETS_S[-1]
 
 
 class SourceCollector(Collector):

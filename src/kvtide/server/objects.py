@@ -84,7 +84,7 @@ class Lending:
             try:
                 lent = await self._shared.workers.read(exchange.owner, _in_time(exchange, action), _release)
             except CorruptPayload:
-                self._shared.metrics.count_corrupt()
+                self._shared.metrics.corrupt_objects.inc()
                 await self._shared.workers.write(exchange.owner, partial(tier.delete, stored, "corrupt"))
         return lent
 
@@ -382,7 +382,7 @@ class ObjectRequests:
             # From here on the buffer is the thread's, also if this task ends before it.
             return await self._shared.workers.write(exchange.owner, act, give_back)
         except CorruptPayload as error:
-            self._shared.metrics.count_corrupt()
+            self._shared.metrics.corrupt_objects.inc()
             raise RequestRefused(422, str(error)) from error
 
     def _store(self, tenant: str, claimed: ObjectId, stored: NamedId, body: memoryview) -> bool:
@@ -395,7 +395,6 @@ class ObjectRequests:
             return False
         parsed = parse_object(body, claimed)
         parsed.sections()
-        self._shared.metrics.note_model(tenant, claimed.namespace, parsed.meta.model)
         tier = self._tier
         put = tier.replace if is_here and tier.can_replace else tier.put_from
         try:

@@ -1,4 +1,4 @@
-"""The server's accounts of itself: health, metrics, events, status, an hour of history, the dashboard."""
+"""The server's accounts of itself: health, metrics, events."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-import kvtide
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import Scope
 from kvtide.server.http import Exchange, Headers, Resources
 from kvtide.server.logs import EVENTS_CONTENT_TYPE, HEARTBEAT, EventKind, EventLog, events_body
-from kvtide.server.metrics import Metrics, NamespaceStatus, Route, SourceCollector, TenantTotals
+from kvtide.server.metrics import Metrics, Route, SourceCollector
 from kvtide.server.quotas import Quotas
 from kvtide.server.regions import Backing
 from kvtide.server.scheduler import Scheduler
@@ -31,9 +28,6 @@ from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, pack_response_head, parse
 
 _log = logging.getLogger(__name__)
 
-# The history has a sample each SAMPLE_S, an hour of them.
-SAMPLE_S = 5.0
-SAMPLES_MAX = 720
 PROBE_S_MAX = 1.0
 # What was found out about tiers is told for so long.
 PROBE_KEPT_S = 1.0
@@ -44,155 +38,7 @@ _NOBODYS = ObjectId(Namespace(bytes(32)), BlockKey(bytes(32)))
 # How often a reader of events that has them all looks for new ones, and how often it hears that there are none.
 _EVENTS_POLL_S = 0.2
 _HEARTBEAT_S = 15.0
-PAGES = {
-    "/healthz": Route.HEALTH,
-    "/metrics": Route.METRICS,
-    "/events": Route.EVENTS,
-    "/": Route.DASHBOARD,
-    "/v1/status": Route.STATUS,
-    "/v1/history": Route.STATUS,
-}
-# Content-Security-Policy of the page: its own script and style, and requests to its own server.
-DASHBOARD_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-DASHBOARD_HEADERS = (
-    ("Content-Type", "text/html; charset=utf-8"),
-    ("Content-Security-Policy", DASHBOARD_POLICY),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Cache-Control", "no-store"),
-)
-
-
-class RegionStatus(msgspec.Struct, frozen=True):
-    """A region's state, or a centre's (`is_centre`), of which the other figures are nothing.
-
-    `behind_s` is how long ago all that the centre wrote was known here, None if it never was.
-    """
-
-    is_centre: bool
-    behind_s: float | None = None
-    waiting_objects: int = 0
-    sent_objects: int = 0
-    sent_bytes: int = 0
-    given_up_objects: int = 0
-
-
-class TenantStatus(msgspec.Struct, frozen=True):
-    """One tenant: bytes since the server began, what it has queued now, how long its bodies waited."""
-
-    tenant: str
-    weight: float
-    sent_bytes: int
-    received_bytes: int
-    waiting_sends: int
-    unsent_bytes: int
-    wait_s_p99: float | None
-
-
-class Status(msgspec.Struct, frozen=True):
-    """The body of `/v1/status`. Counters only grow; whoever wants rates takes differences over `uptime_s`."""
-
-    version: str
-    uptime_s: float
-    connections: int
-    # Bodies.
-    sent_bytes: int
-    received_bytes: int
-    # Of prompts' full blocks, as clients say: from any tier of theirs or ours, and by reason not.
-    loaded_tokens: int
-    missed_tokens: dict[str, int]
-    # What was read here, once an object: `found`, or why not.
-    reads: dict[str, int]
-    corrupt_objects: int
-    policy: str
-    slots: int
-    slots_used: int
-    tiers: list[TierStats]
-    tenants: list[TenantStatus]
-    namespaces: list[NamespaceStatus]
-    region: RegionStatus | None = None
-
-
-def server_status(
-    metrics: Metrics,
-    tiers: Sequence[TierStats],
-    scheduler: Scheduler,
-    uptime_s: float,
-    region: RegionStatus | None = None,
-) -> Status:
-    """Put together what the dashboard shows."""
-    tenants, namespaces = _tenants(metrics, scheduler), metrics.namespaces()
-    missed: Counter[str] = Counter()
-    for each in namespaces:
-        missed.update(each.missed_tokens)
-    return Status(
-        version=kvtide.__version__,
-        uptime_s=uptime_s,
-        connections=metrics.connections(),
-        sent_bytes=sum(tenant.sent_bytes for tenant in tenants),
-        received_bytes=sum(tenant.received_bytes for tenant in tenants),
-        loaded_tokens=sum(each.loaded_tokens for each in namespaces),
-        missed_tokens=dict(missed),
-        reads=metrics.reads(),
-        corrupt_objects=metrics.corrupt_objects(),
-        policy=scheduler.settings.policy,
-        slots=scheduler.settings.slots,
-        slots_used=scheduler.slots_used,
-        tiers=list(tiers),
-        tenants=tenants,
-        namespaces=namespaces,
-        region=region,
-    )
-
-
-def _tenants(metrics: Metrics, scheduler: Scheduler) -> list[TenantStatus]:
-    """Return every label that has counted something, with what its tenants have in the scheduler now."""
-    loads = [(metrics.label(load.tenant), load) for load in scheduler.loads()]
-    weights = {metrics.label(tenant): weight for tenant, weight in scheduler.settings.weights.items()}
-    totals = {total.tenant: total for total in metrics.tenants()}
-    found = []
-    for label in dict.fromkeys([*totals, *(label for label, _ in loads)]):
-        total = totals.get(label, TenantTotals(label))
-        mine = [load for of, load in loads if of == label]
-        found.append(
-            TenantStatus(
-                tenant=label,
-                weight=weights.get(label, 1.0),
-                sent_bytes=total.sent_bytes,
-                received_bytes=total.received_bytes,
-                waiting_sends=sum(load.waiting_sends for load in mine),
-                unsent_bytes=sum(load.unsent_bytes for load in mine),
-                wait_s_p99=total.wait_s_p99,
-            )
-        )
-    return found
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """Counters at one moment; they only grow, but for what waits. Differences are rates."""
-
-    uptime_s: float
-    loaded_tokens: int
-    missed_tokens: dict[str, int]
-    sent_bytes: int
-    received_bytes: int
-    evictions: int
-    waiting_sends: int
-
-    @staticmethod
-    def of(status: Status) -> Sample:
-        """Return what a status says that is kept."""
-        return Sample(
-            status.uptime_s,
-            status.loaded_tokens,
-            status.missed_tokens,
-            status.sent_bytes,
-            status.received_bytes,
-            sum(tier.evictions for tier in status.tiers),
-            sum(tenant.waiting_sends for tenant in status.tenants),
-        )
+PAGES = {"/healthz": Route.HEALTH, "/metrics": Route.METRICS, "/events": Route.EVENTS}
 
 
 class Health:
@@ -297,11 +143,6 @@ def _answers(tier: Tier) -> bool:
     return True
 
 
-def dashboard_page() -> bytes:
-    """Read the page."""
-    return files("kvtide.server").joinpath("dashboard.html").read_bytes()
-
-
 class Observatory:
     """Counters and events of one server, and the observer of its tiers."""
 
@@ -313,6 +154,13 @@ class Observatory:
         self.events = EventLog(secrets.token_hex(4))
         self.tier_stats: Sequence[TierStats] = ()
         self.registry.register(SourceCollector(lambda: self.tier_stats, scheduler, quotas, self.metrics.label))
+        if (sync := backing.synchroniser) is not None:
+            for name, text, read in (
+                ("waiting_objects", "Objects that the centre has not got yet", lambda: sync.waiting),
+                ("given_up_objects", "Objects that the centre did not take", lambda: sync.given_up),
+                ("as_of_seconds", "Unix time of the centre's last answer", lambda: backing.as_of_s() or 0.0),
+            ):
+                Gauge(f"kvtide_region_{name}", text, registry=self.registry).set_function(read)
         backing.store.observe(self)
         # A region's own tiers are a stack in this one: quotas count those.
         self._counts_quotas = backing.local is backing.store
@@ -347,23 +195,11 @@ class Observatory:
 class Pages:
     """Answers for the pages. Runs on the event loop, as the scheduler does that it reads."""
 
-    def __init__(
-        self,
-        backing: Backing,
-        shared: Resources,
-        scheduler: Scheduler,
-        observatory: Observatory,
-        health: Health,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, backing: Backing, shared: Resources, observatory: Observatory, health: Health) -> None:
         self._backing = backing
         self._shared = shared
-        self._scheduler = scheduler
         self._observatory = observatory
         self._health = health
-        self._clock = clock
-        self._history: deque[Sample] = deque(maxlen=SAMPLES_MAX)
-        self._started_s = clock.monotonic_s()
         # No more requests are taken.
         self.is_draining = False
 
@@ -379,41 +215,12 @@ class Pages:
         exchange.caller.require(Scope.ADMIN)
         if path == "/events":
             await self._stream_events(exchange)
-        elif path == "/":
-            await exchange.reply(200, dashboard_page(), DASHBOARD_HEADERS)
-        elif path == "/v1/history":
-            body = msgspec.json.encode({"samples": list(self._history)})
-            await exchange.reply(200, body, [("Content-Type", "application/json")])
-        else:
-            # Tiers may ask the disk for this, so not here.
-            stats = await self._shared.workers.read(exchange.owner, self._backing.store.tier_stats)
-            self._observatory.tier_stats = stats
-            if path == "/metrics":
-                body, kind = generate_latest(self._observatory.registry), "text/plain; version=0.0.4; charset=utf-8"
-            else:
-                body, kind = msgspec.json.encode(self._status(stats)), "application/json"
-            await exchange.reply(200, body, [("Content-Type", kind)])
-
-    def _status(self, stats: Sequence[TierStats]) -> Status:
-        uptime_s = self._clock.monotonic_s() - self._started_s
-        return server_status(self._shared.metrics, stats, self._scheduler, uptime_s, self._region_status())
-
-    def _region_status(self) -> RegionStatus | None:
-        sync, as_of_s = self._backing.synchroniser, self._backing.as_of_s()
-        if sync is None:
-            return RegionStatus(True) if self._backing.recovery is not None else None
-        behind_s = None if as_of_s is None else max(0.0, self._clock.wall_s() - as_of_s)
-        return RegionStatus(False, behind_s, sync.waiting, sync.sent_objects, sync.sent_bytes, sync.given_up)
-
-    def _own_stats(self) -> list[TierStats]:
-        """Counters of this server's own tiers, without asking another server."""
-        return [tier.stats() for tier in self._backing.local.open_tiers.values() if tier.is_own]
-
-    async def keep_history(self) -> None:
-        """Note the counters every SAMPLE_S, until cancelled."""
-        while True:
-            self._history.append(Sample.of(self._status(await asyncio.to_thread(self._own_stats))))
-            await asyncio.sleep(SAMPLE_S)
+            return
+        # Tiers may ask the disk for this, so not here.
+        read = self._backing.store.tier_stats
+        self._observatory.tier_stats = await self._shared.workers.read(exchange.owner, read)
+        headers = [("Content-Type", "text/plain; version=0.0.4; charset=utf-8")]
+        await exchange.reply(200, generate_latest(self._observatory.registry), headers)
 
     async def _stream_events(self, exchange: Exchange) -> None:
         """Send events from after `Last-Event-ID` on until the reader goes away or the server ends."""

@@ -84,7 +84,7 @@ class Service:
             self.acceptor.mover.open(loop)
             stack.callback(self.acceptor.mover.close)
             shared = Resources(self.live, self.observatory.metrics, workers, self.buffers)
-            pages = Pages(self._backing, shared, self.scheduler, self.observatory, self.health, self._clock)
+            pages = Pages(self._backing, shared, self.observatory, self.health)
             gateway = self._gateway(loop, shared, pages)
             accepting = [asyncio.create_task(self.acceptor.accept(listener, gateway.serve)) for listener in listeners]
             stack.callback(self.health.close)
@@ -93,14 +93,14 @@ class Service:
                 self.health_port = await self.health.open(where.host, where.port)
             on_listening(bound(self._address, listeners[0]))
             stopping = asyncio.create_task(stop.wait())
-            beside = [asyncio.create_task(each) for each in (self._drop_expired(), pages.keep_history())]
+            beside = asyncio.create_task(self._drop_expired())
             done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping in done:
                 self.health.is_draining = True
                 done, _ = await asyncio.wait(accepting, timeout=self.live.settings.drain_delay_s)
-            for task in (*accepting, stopping, *beside):
+            for task in (*accepting, stopping, beside):
                 task.cancel()
-            await asyncio.gather(*accepting, stopping, *beside, return_exceptions=True)
+            await asyncio.gather(*accepting, stopping, beside, return_exceptions=True)
             for task in accepting:
                 if task in done:
                     # It ends by a fault alone: better no server than one that is deaf.

@@ -89,7 +89,6 @@ _DECIMAL = re.compile(r"-?\d{1,12}(\.\d{1,6})?")
 _RECORD_PATH = re.compile(r"/v1/records/([^/]{1,64})/([^/]{1,64})")
 _NUMBER = re.compile(r"\d{1,18}")
 _URGENCY = re.compile(r"(?:^|[ ,])u=([0-7])(?![^ ,;])")
-_PAGES = frozenset({"/v1/status", "/v1/history"})
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
@@ -234,7 +233,7 @@ def parse_target(target: str) -> Route:
         return RecordName.parse(found[1], found[2])
     if path == "/v1/records":
         return _records_route(query)
-    if path.startswith("/v1/") and path not in _PAGES:
+    if path.startswith("/v1/"):
         raise RequestRefused(400, "expected /v1/{namespace}/{key} with 64 lower-case hex digits each")
     return PageRoute(path)
 

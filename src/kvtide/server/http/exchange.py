@@ -169,8 +169,7 @@ class Exchange:
         body = json.dumps({"error": str(error)}).encode() + b"\n"
         extra = [*headers, ("Content-Type", "application/json")]
         if error.status == 401:
-            # A line each: browsers read the first challenge of a line.
-            extra += [("WWW-Authenticate", f'{scheme} realm="kvtide"') for scheme in ("Basic", "Bearer")]
+            extra.append(("WWW-Authenticate", 'Bearer realm="kvtide"'))
         if error.retry_after_s is not None:
             extra.append(("Retry-After", math.ceil(error.retry_after_s)))
         await self.reply(error.status, body, extra)
