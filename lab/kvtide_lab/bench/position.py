@@ -154,13 +154,6 @@ class PositionSubject(NamedTuple):
 Results = Partial[PositionInputs, float]
 
 
-def one_of_each_kind_first(texts: Sequence[Text]) -> list[Text]:
-    """Return texts so that a few of the first are of many kinds."""
-    seen: dict[str, int] = {}
-    turns = [seen.update({text.kind: seen.get(text.kind, 0) + 1}) or seen[text.kind] for text in texts]
-    return [text for _, text in sorted(zip(turns, texts, strict=True), key=lambda pair: pair[0])]
-
-
 def subject_of(of: LoadedModel, size: PositionSize, profile: Profile, texts: Sequence[Text]) -> PositionSubject:
     """Take texts that the law was not fitted on."""
     longest = max(size.texts) + size.answer_tokens + 1

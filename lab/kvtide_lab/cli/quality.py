@@ -101,9 +101,7 @@ def position(
     fitting = [each for each in profiles_of(None) if each.kind == codec and each.fits(layout)]
     if not fitting or not codec.startswith("tide"):
         raise ValueError(f"no profile of kind {codec!r} fits this model")
-    # The law that profiles carry was fitted on the others.
-    texts = texts_of(text) if text else bench.one_of_each_kind_first(texts_of(None))[1::2]
-    judged = bench.subject_of(of, size, fitting[0], texts)
+    judged = bench.subject_of(of, size, fitting[0], texts_of(text))
     with progress_bars() as show:
         result = bench.run(judged, bench.partial_of(judged, partial), show)
     tell(result, as_json)
@@ -171,16 +169,14 @@ def stream(
         return
     # Server, link and fetching run on this machine too; where they would be, the engine's cores are its own.
     leave_a_core()
-    from kvtide_lab.bench import position, stream
+    from kvtide_lab.bench import stream
 
     size = stream.QUICK if quick else stream.FULL
     if tokens is not None and tokens % 512:
         raise ValueError(f"--tokens must be a multiple of 512, got {tokens}")
     size = size._replace(context_tokens=tokens or size.context_tokens, texts=count or size.texts)
     routes, of = [_route(name) for name in link or (LINKS_QUICK if quick else LINKS)], subject()
-    # Those that `bench position` holds out; no profile was calibrated on any.
-    chosen = texts_of(text) if text else position.one_of_each_kind_first(texts_of(None))[1::2]
-    ids = [of.tokenize(each.content[: 8 * size.tokens]) for each in chosen]
+    ids = [of.tokenize(each.content[: 8 * size.tokens]) for each in texts_of(text)]
     doors = stream.all_doors(codec or stream.TIDE)
     with progress_bars() as show:
         result = stream.run(of.model, ids, profiles_of(None), routes, doors, size, show)
