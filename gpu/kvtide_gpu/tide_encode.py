@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockMeta
 from kvtide.codec.entropy import Streams
-from kvtide.codec.tide.coding import Fit, coded_tokens, first_apart
+from kvtide.codec.tide.coding import Fit, first_apart
 from kvtide.codec.tide.grid import THIRD, CodedLists
 from kvtide.codec.tide.model import RangeRows, place_groups
 from kvtide.codec.tide.promise import check_promise, promise_of
@@ -199,7 +199,7 @@ class _Batch:
                 if status[number]:
                     reason = "a value is not finite" if status[number] == NOT_FINITE else "a symbol has no probability"
                     raise UnencodableBlock(reason)
-                check_promise(answers.fits[number], coded_tokens(block.meta))
+                check_promise(answers.fits[number], int(np.count_nonzero(first_apart(block.meta) == 0)))
                 coded.append(self._sections_of(number, answers, written, apart))
             except UnencodableBlock as error:
                 coded.append(error)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import assume, given, reject, settings
 from tests.codec.tide_profiles import fitted
 from tests.gpu.cases import EMULATED, TideCase, bits_of, on_processor, tide_cases, untouched
 from tests.gpu.twin import needs_compiler
@@ -16,6 +16,7 @@ from tests.gpu.twin import needs_compiler
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
+from kvtide.codec.tide.coding import apart_tokens, first_apart
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.promise import check_promise
 from kvtide.engines.paged.device import DevicePages
@@ -193,6 +194,8 @@ def test_bad_targets_are_refused(kernels: Kernels) -> None:
 @given(tide_cases)
 @settings(EMULATED, max_examples=6)
 def test_objects_are_those_of_the_processor(kernels: Kernels, case: TideCase) -> None:
+    # Sinks behind the first tokens are found by the processor alone.
+    assume(np.array_equal(apart_tokens(case.meta, case.bits), first_apart(case.meta)))
     found = encoded(kernels, *case)
     try:
         assert found == case.codec.encode(case.meta, case.bits)

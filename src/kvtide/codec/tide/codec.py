@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.coding import Fit, coded_tokens, decode_range, encode_range
+from kvtide.codec.tide.coding import Fit, apart_tokens, decode_range, encode_range
 from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.law import LossLaw
 from kvtide.codec.tide.model import QUALITY_MAX, QUALITY_MIN, TideModel, check_quality, place_groups
@@ -134,15 +134,15 @@ class TideCodec:
             raise UnencodableBlock("tide needs a profile of this model's shape")
         sections: list[Section] = []
         fit: Fit = []
-        turns = self._model.turns(meta, is_back=True)
+        turns, apart = self._model.turns(meta, is_back=True), apart_tokens(meta, bits)
         for start, stop in _ranges(self._model):
             stored = StoredLayers(bits[start:stop], meta.layout.dtype, start, turns)
-            coded, seen = encode_range(self._model, self._path, self._steps, meta, stored)
+            coded, seen = encode_range(self._model, self._path, self._steps, stored, apart.copy())
             ids = (SectionId(SectionKind.DATA, refinement, start, stop) for refinement in range(len(coded)))
             sections += map(Section, ids, coded)
             fit += seen
         if self._is_held:
-            check_promise(fit, coded_tokens(meta))
+            check_promise(fit, int(np.count_nonzero(apart == 0)))
         if sum(len(section.data) for section in sections) >= meta.layout.raw_bytes:
             raise UnencodableBlock("the block does not get smaller")
         return sections
@@ -159,14 +159,14 @@ class TideCodec:
             raise UnencodableBlock(f"what was encoded can't be decoded: {error}") from error
         assert model is not None
         turns, units = model.turns(meta, is_back=True), self._steps.final_units
-        first, fit, rounding = meta.layout.tokens - coded_tokens(meta), [], 0.0
+        is_coded, fit, rounding = apart_tokens(meta, bits) == 0, [], 0.0
         for start, stop in _ranges(model):
             exact, found = (load_values(StoredLayers(each[start:stop], dtype, start, turns)) for each in (bits, out))
             for place in place_groups(model, start, units).places:
                 layers = slice(place.group.layer_start - start, place.group.layer_stop - start)
                 _, by_value = model.mean_and_weight(place.group)
                 weight = by_value.reshape(-1, 2, 1, *exact.shape[3:]) / step_of(units, 0)
-                lost = (weight * (found[layers] - exact[layers]))[:, :, first:]
+                lost = (weight * (found[layers] - exact[layers]))[:, :, is_coded]
                 fit.append((promise_of(place, units), Seen(float(np.square(lost).sum()), 0.0, lost.shape[2])))
                 rounding += float(np.square(weight * exact[layers]).sum()) * 4.0 ** -_PRECISION_BITS[dtype]
         check_decoded_error(fit, rounding)

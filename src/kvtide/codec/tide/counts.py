@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.coding import first_apart, levels_of, list_section
+from kvtide.codec.tide.coding import apart_tokens, levels_of, list_section
 from kvtide.codec.tide.fit import COSTS, rounded_tables, table_bytes, trellis_tables
 from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, TRELLIS_TABLES, part_sizes, top_tables
 from kvtide.codec.tide.model import TideModel, first_trellis, make_trellis
@@ -49,14 +49,15 @@ class TideCounts:
         if has_trellis:
             is_first = not self.state["trellis_blocks"][0]
             model.trellis = first_trellis() if is_first else make_trellis(trellis_tables(self.state["trellis_symbols"]))
+        apart = apart_tokens(meta, bits)
         for start in range(0, meta.layout.layers, model.section_layers):
             here: Any = bits[start : start + model.section_layers]
             stored = StoredLayers(here, meta.layout.dtype, start, model.turns(meta, is_back=True))
             for refinements in (0, _COUNT_REFINEMENTS):
                 units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
-                self._count(Steps(units, refinements), stored, first_apart(meta))
+                self._count(Steps(units, refinements), stored, apart.copy())
                 if has_trellis:
-                    self._count(Steps(units, refinements, is_trellis=True), stored, first_apart(meta))
+                    self._count(Steps(units, refinements, is_trellis=True), stored, apart.copy())
         if has_trellis:
             self.state["trellis_blocks"] += 1
 

@@ -22,7 +22,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.entropy import RansCoder, RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide.coding import first_apart
+from kvtide.codec.tide.coding import apart_tokens
 from kvtide.codec.tide.grid import CONTEXTS, STATE_CONTEXTS, STATE_DIGITS, STATE_TOPS, TABLES, THIRD, TOPS, UNITS
 from kvtide.codec.tide.section import KeyRotation, StoredLayers, load_values
 from kvtide.group import ALL_ROWS
@@ -134,9 +134,9 @@ class Moments:
         }
 
     def add(self, meta: BlockMeta, bits: BlockBits, rotary: Rotary | None) -> None:
-        """Take a block. The first tokens of a prompt are left out. UnencodableBlock if a value is not finite."""
+        """Take a block. Tokens that are kept apart are left out. UnencodableBlock if a value is not finite."""
         state, layout = self.state, self._layout
-        is_coded = first_apart(meta) == 0
+        is_coded = apart_tokens(meta, bits) == 0
         turns = KeyRotation(meta, rotary, is_back=True)
         for group, start in enumerate(range(0, layout.layers, self._span)):
             values = load_values(StoredLayers(bits[start : start + self._span], layout.dtype, start, turns))
