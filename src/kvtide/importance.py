@@ -40,8 +40,6 @@ __all__ = [
     "NeighboursAgree",
     "Orders",
     "ProbeFinding",
-    "ProbeQuestion",
-    "Selector",
     "UseRecord",
     "chunks_of",
     "expected_gain",
@@ -66,81 +64,24 @@ SPREAD_MIN = 0.1
 TOKENS_MIN = 128
 
 
-class ProbeQuestion(NamedTuple):
-    """One layer's question: who of the prefix matters to the suffix.
-
-    queries: (heads, suffix, head_dim); keys: (kv_heads, prefix, head_dim), as good as they are; suffix_keys:
-    (kv_heads, suffix, head_dim). Heads are in groups: head h reads KV head h // (heads / kv_heads).
-    """
-
-    layer: int
-    queries: Floats
-    keys: Floats
-    suffix_keys: Floats
-    scaling: float
-
-
-class Selector(Protocol):
-    """Finds the importance of the tokens of a prefix in a layer."""
-
-    @property
-    def name(self) -> str:
-        """The name in tables."""
-
-    def heads(self, heads: int, kv_heads: int) -> list[int]:
-        """Return the query heads that are asked, whose keys must be there; none if no key is looked at."""
-
-    def importance(self, ask: ProbeQuestion) -> Floats:
-        """Return (rows, prefix): a row for each head that was asked, or one. ValueError for arrays that don't fit."""
-
-
 class AllHeads:
-    """Every head, by its queries (H2O); with low-bit keys, our probe."""
-
-    def __init__(self, name: str = "all-heads") -> None:
-        self.name = name
+    """A probe of every query head (H2O); with low-bit keys, ours."""
 
     def heads(self, heads: int, kv_heads: int) -> list[int]:
-        """Return all heads."""
+        """Return the query heads that are asked, whose keys must be there."""
         return list(range(heads))
-
-    def importance(self, ask: ProbeQuestion) -> Floats:
-        """Return the attention mass that each head's suffix gives to each token of the prefix."""
-        return attention_mass(ask, self.heads(len(ask.queries), len(ask.keys)))
 
 
 class FirstHeads(AllHeads):
-    """The first heads of the layer (IMPRESS takes three)."""
+    """A probe of the first heads of a layer (IMPRESS takes three)."""
 
     def __init__(self, count: int = 3) -> None:
         if count < 1:
             raise ValueError(f"a probe asks at least one head, got {count}")
-        super().__init__(f"first-{count}")
         self._count = count
 
     def heads(self, heads: int, kv_heads: int) -> list[int]:
-        """Return the first heads."""
         return list(range(min(self._count, heads)))
-
-
-def attention_mass(ask: ProbeQuestion, heads: list[int]) -> Floats:
-    """Return what each head's suffix attends to, the suffix' own keys beside: (heads, prefix), 1 on average at most."""
-    (heads_count, suffix, head_dim), (kv_heads, prefix, _) = ask.queries.shape, ask.keys.shape
-    if not kv_heads or heads_count % kv_heads or suffix < 1 or prefix < 1:
-        raise ValueError(f"{heads_count} heads over {kv_heads} KV heads, {suffix} of suffix, {prefix} of prefix")
-    if ask.keys.shape[2] != head_dim or ask.suffix_keys.shape != (kv_heads, suffix, head_dim):
-        raise ValueError(f"keys {ask.keys.shape} and {ask.suffix_keys.shape} do not fit queries {ask.queries.shape}")
-    group = heads_count // kv_heads
-    causal = np.triu(np.full((suffix, suffix), -np.inf, dtype=np.float32), 1)
-    mass = np.empty((len(heads), prefix), dtype=np.float32)
-    for row, head in enumerate(heads):
-        queries = ask.queries[head] * np.float32(ask.scaling)
-        before, own = queries @ ask.keys[head // group].T, queries @ ask.suffix_keys[head // group].T + causal
-        peak = np.maximum(before.max(axis=1), own.max(axis=1))[:, None]
-        weights = np.exp(before - peak)
-        total = weights.sum(axis=1) + np.exp(own - peak).sum(axis=1)
-        mass[row] = (weights / total[:, None]).mean(axis=0) * prefix
-    return mass
 
 
 def top_tokens(importance: Floats, count: int) -> NDArray[np.int64]:
@@ -160,10 +101,6 @@ class ProbeFinding(NamedTuple):
 
 class Guard(Protocol):
     """Judges a selection layer by layer, and then by what it found in all of them."""
-
-    @property
-    def name(self) -> str:
-        """Return the name in tables."""
 
     def score(self, finding: ProbeFinding) -> float:
         """Return how far a layer's selection may stand for the whole, from 0 to 1."""
@@ -187,19 +124,16 @@ def jaccard(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
 class HeadsAgree:
     """IMPRESS: the top tokens of the probed heads are more alike than t = j^alpha, j being the level of chance."""
 
-    name = "jaccard"
-
     def __init__(self, alpha: float = ALPHA) -> None:
         self._alpha = _share(alpha)
 
     def score(self, finding: ProbeFinding) -> float:
-        """Return the mean similarity of pairs of heads; one head agrees with itself."""
+        # One head agrees with itself.
         tops = [top_tokens(row, finding.taken) for row in finding.importance]
         pairs = [jaccard(a, b) for a, b in combinations(tops, 2)]
         return float(np.mean(pairs)) if pairs else 1.0
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
-        """Compare the median over layers with t."""
         return bool(median(scores) >= random_jaccard(ratio) ** self._alpha)
 
 
@@ -210,8 +144,6 @@ class NeighboursAgree:
     whatever is asked. Length and ratio hardly move the score, as nothing is counted against the whole. Only the deeper
     half of the layers is asked: the first ones attend by token and distance.
     """
-
-    name = "neighbours"
 
     def __init__(self, alike: float = ALIKE) -> None:
         """alike: the score that is enough. ValueError outside (0, 1]."""
@@ -233,7 +165,6 @@ class NeighboursAgree:
         return max(0.0, float(np.median(alike)))
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
-        """Compare the median over the deeper half of the layers with what is enough, whatever the ratio."""
         _share(ratio)
         return median(scores[len(scores) // 2 :]) >= self._alike
 

@@ -28,14 +28,14 @@ from kvtide.engines.transformers.selective import (
     kept_tokens,
     weighed_attention,
 )
-from kvtide.importance import AllHeads, FirstHeads, ProbeQuestion
+from kvtide.importance import AllHeads, FirstHeads
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import ObjectId
 from kvtide.wire import pack_object, parse_object
 from kvtide_lab.judge.quality import block_metas, capture_blocks
-from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Recency
+from kvtide_lab.judge.selectors import ComparedPrefix, GroupHeads, KnownScores, Recency
 
 PREFIX = 96
 
@@ -101,7 +101,7 @@ def test_dropped_tokens_are_as_if_masked(prefix: Prefix) -> None:
     """Recency and single tokens: what is attended to is known without asking the selection."""
     load = prefix.load()
     settings = SparseSettings(0.5, Recency(), None, Rest.DROP, by_chunks=False)
-    got = prefix.said(prefix.rough, SparsePrefix(load, settings))
+    got = prefix.said(prefix.rough, ComparedPrefix(load, settings))
     past, seen = DynamicCache(config=prefix.model.config), torch.ones(1, len(prefix.ids), dtype=torch.long)
     seen[:, 4 : PREFIX // 2] = 0
     with torch.inference_mode():
@@ -223,11 +223,11 @@ def test_better_keys_and_known_scores_can_choose(prefix: Prefix) -> None:
     keys = np.concatenate([bits[:, 0] for bits in prefix.blocks], axis=1)
     floats = keys.view(np.float32).transpose(0, 2, 1, 3)
     load = prefix.load()
-    probed = SparsePrefix(load, SparseSettings(0.25, AllHeads(), None), lambda layer: floats[layer])
+    probed = ComparedPrefix(load, SparseSettings(0.25, AllHeads(), None), lambda layer: floats[layer])
     prefix.said(prefix.rough, probed)
     scores = np.stack([probed.importance[layer] for layer in sorted(probed.importance)])
     load = prefix.load()
-    known = SparsePrefix(load, SparseSettings(0.25, KnownScores(scores), None))
+    known = ComparedPrefix(load, SparseSettings(0.25, KnownScores(scores), None))
     prefix.said(prefix.rough, known)
     assert known.report().tokens_share == probed.report().tokens_share
 
@@ -256,9 +256,11 @@ def test_attention_mass_is_that_of_the_plain_twin(selector: AllHeads) -> None:
     query, key = (rng.normal(size=size).astype(np.float32) for size in ((6, 5, 8), (2, 45, 8)))
     heads = selector.heads(6, 2)
     found = attention_mass(torch.from_numpy(query), torch.from_numpy(key), heads, 40, 0.3)
-    assert np.allclose(
-        found, selector.importance(ProbeQuestion(0, query, key[:, :40], key[:, 40:], 0.3)), rtol=1e-4, atol=1e-5
-    )
+    for row, head in zip(found, heads, strict=True):
+        logits = query[head] @ key[head // 3].T * 0.3
+        logits[:, 40:][np.triu_indices(5, 1)] = -np.inf
+        weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        assert np.allclose(row, 40 * weights[:, :40].mean(axis=0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("suffix", [1, 5, 40])

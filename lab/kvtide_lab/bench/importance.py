@@ -17,7 +17,7 @@ from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.generation import FirstToken
 from kvtide.engines.transformers.selective import Rest, SparseSettings
-from kvtide.importance import AllHeads, FirstHeads, Selector
+from kvtide.importance import AllHeads, FirstHeads
 from kvtide_lab.bench.importance_prompts import NeedleRow, make_tasks, needle_rows, tokenized
 from kvtide_lab.bench.services import server_behind
 from kvtide_lab.bench.shaped import ShapedProxy, as_fast_as_the_machine
@@ -130,7 +130,8 @@ class ImportanceBench(msgspec.Struct, frozen=True):
 class _Case(NamedTuple):
     """The subject of a row. `selector` makes one for a prefix. is_swept: at all ratios, not the headline's alone."""
 
-    selector: Callable[[JudgedPrefix], Selector]
+    name: str
+    selector: Callable[[JudgedPrefix], AllHeads]
     rest: Rest
     is_packed: bool
     has_base: bool
@@ -143,18 +144,20 @@ def _cases() -> list[_Case]:
     paper = (Rest.DROP, False, False, True, False)
     blind = (Rest.DROP, False, False, False, False)
     return [
-        _Case(lambda _: AllHeads(), *paper, is_swept=True),
-        _Case(lambda _: FirstHeads(), *paper, is_swept=True),
-        _Case(lambda _: GroupHeads(), *paper),
-        _Case(lambda _: FirstHeads(), Rest.DROP, True, False, True, False),
-        _Case(lambda _: Recency(), *blind),
-        _Case(lambda _: Random(np.random.default_rng(0)), *blind),
-        _Case(lambda prefix: KnownScores(prefix.scores), Rest.DROP, True, False, False, True),
-        _Case(lambda _: AllHeads("base-keys"), Rest.DROP, False, True, False, False),
-        _Case(lambda _: AllHeads("base-keys"), Rest.DROP, True, True, False, True, is_swept=True),
-        _Case(lambda _: AllHeads("base-keys"), Rest.BASE, True, True, False, True, is_swept=True),
-        _Case(lambda prefix: KnownScores(prefix.scores), Rest.BASE, True, True, False, True, is_swept=True),
-        _Case(lambda _: Recency(), Rest.BASE, False, True, False, False),
+        _Case("all-heads", lambda _: AllHeads(), *paper, is_swept=True),
+        _Case("first-3", lambda _: FirstHeads(), *paper, is_swept=True),
+        _Case("one-per-group", lambda _: GroupHeads(), *paper),
+        _Case("first-3", lambda _: FirstHeads(), Rest.DROP, True, False, True, False),
+        _Case("recency", lambda _: Recency(), *blind),
+        _Case("random", lambda _: Random(np.random.default_rng(0)), *blind),
+        _Case("past-uses", lambda prefix: KnownScores(prefix.scores), Rest.DROP, True, False, False, True),
+        _Case("base-keys", lambda _: AllHeads(), Rest.DROP, False, True, False, False),
+        _Case("base-keys", lambda _: AllHeads(), Rest.DROP, True, True, False, True, is_swept=True),
+        _Case("base-keys", lambda _: AllHeads(), Rest.BASE, True, True, False, True, is_swept=True),
+        _Case(
+            "past-uses", lambda prefix: KnownScores(prefix.scores), Rest.BASE, True, True, False, True, is_swept=True
+        ),
+        _Case("recency", lambda _: Recency(), Rest.BASE, False, True, False, False),
     ]
 
 
@@ -215,13 +218,11 @@ def _rows(judge: ImportanceJudge, prefixes: Sequence[JudgedPrefix], size: Import
     cases = [(case, ratio) for case in _cases() for ratio in size.ratios if case.is_swept or ratio == HEADLINE_RATIO]
     for done, (case, ratio) in enumerate(cases):
         show("selections", done, len(cases))
-        judged, name = [], ""
+        judged = []
         for prefix, number in asked:
-            selector = case.selector(prefix)
-            name = selector.name
-            settings = SparseSettings(ratio, selector, None, case.rest, case.by_chunks)
+            settings = SparseSettings(ratio, case.selector(prefix), None, case.rest, case.by_chunks)
             judged.append(judge.selected(prefix, number, settings, case.is_packed, case.has_base, case.probes))
-        yield _row((name, case.rest.value, "packed" if case.is_packed else "original"), ratio, judged)
+        yield _row((case.name, case.rest.value, "packed" if case.is_packed else "original"), ratio, judged)
 
 
 def _row(case: tuple[str, str, str], ratio: float, judged: Sequence[Judged]) -> Row:

@@ -30,6 +30,7 @@ from kvtide.tier import Tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 from kvtide_lab.judge.quality import block_metas, capture_blocks
+from kvtide_lab.judge.selectors import ComparedPrefix
 from kvtide_lab.wrapped import Paced
 
 ANSWER_TOKENS = 16
@@ -247,7 +248,7 @@ class ImportanceJudge:
         if has_base:
             ahead = importance.tokens_ahead(self.layout.tokens)
             load.open(prefix.metas, self._registry, pages.write, ahead)
-        selection = SparsePrefix(load, importance, keys)
+        selection = ComparedPrefix(load, importance, keys)
         past = self._filled(pages, load.blocks)
         ids = prefix.questions[number].ids
         selection.probe(self._model, torch.tensor([ids]), past)

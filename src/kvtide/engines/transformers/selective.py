@@ -33,8 +33,6 @@ from kvtide.importance import (
     HeadsAgree,
     NeighboursAgree,
     ProbeFinding,
-    ProbeQuestion,
-    Selector,
     select_chunks,
     top_tokens,
 )
@@ -164,9 +162,9 @@ def weighed_attention(
 
 
 def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
-    """Return what `importance.attention_mass` does, by the engine's own threads, (heads, tokens).
+    """Return what the suffix of each head attends to, its own keys beside: (heads, tokens), 1 on average at most.
 
-    numpy's would be a second team, whose waiting costs seconds beside busy neighbours (2 s a prompt at load 11).
+    By torch: numpy's threads would wait for seconds beside busy neighbours (2 s a prompt at load 11).
     query: (heads, asked, head_dim), of the last tokens; key: (kv_heads, tokens and suffix, head_dim).
     """
     asked, group = query.shape[1], len(query) // len(key)
@@ -206,9 +204,6 @@ FALLBACK_LAYERS = 6
 # Up to so many tokens of a suffix attention's own weights are looked at; those of more would not stay in caches.
 WEIGHED_TOKENS = 64
 
-# Better keys than the rough ones, (kv_heads, prefix, head_dim) of a layer: for probes that load keys of their own.
-KeySource = Callable[[int], Floats]
-
 
 class Rest(Enum):
     """The fate of tokens that are not selected: they stay rough, or are left out (the paper)."""
@@ -227,7 +222,7 @@ class SparseSettings(NamedTuple):
     """
 
     ratio: float
-    selector: Selector = AllHeads("base-keys")
+    selector: AllHeads = AllHeads()
     guard: Guard | None = NeighboursAgree()
     rest: Rest = Rest.BASE
     by_chunks: bool = True
@@ -307,12 +302,11 @@ class _Wanted(NamedTuple):
 class SparsePrefix:
     """One prefix in one engine, from its suffix's first pass on. Use `active` around every pass of the model."""
 
-    def __init__(self, load: SparseLoad, settings: SparseSettings, keys: KeySource | None = None) -> None:
+    def __init__(self, load: SparseLoad, settings: SparseSettings) -> None:
         """load: open, of all blocks in the engine's cache. ValueError as in `check_ratio`."""
         check_ratio(settings.ratio)
         self._load = load
         self._settings = settings
-        self._keys = keys
         self._attended: dict[int, torch.Tensor | None] = {}
         self._wanted: dict[int, _Wanted] = {}
         # A selection of everything is the plain model, bit for bit.
@@ -395,7 +389,7 @@ class SparsePrefix:
         scores.append(guard.score(ProbeFinding(by_head, self._count, self._kept)))
         best = [1.0] * (len(self._layers) - len(scores))
         if not guard.trusts([*scores, *best], self._settings.ratio):
-            raise _Refused(f"{guard.name} after {len(scores)} layers of {len(self._layers)}")
+            raise _Refused(f"{type(guard).__name__} after {len(scores)} layers of {len(self._layers)}")
 
     def _attend(
         self,
@@ -414,10 +408,10 @@ class SparsePrefix:
             elif layer in self._wanted and self._is_weighed(query):
                 self._attended[layer] = self._take(layer, key, value)
                 output, by_head = weighed_attention(query, key, value, self._tokens, scaling, self._weights)
-                self._choose(layer, by_head, scaling)
+                self._choose(layer, by_head)
                 return output, None
             else:
-                self._choose(layer, self._by_head(layer, query[0], key[0], scaling), scaling)
+                self._choose(layer, self._by_head(layer, query[0], key[0], scaling))
                 self._attended[layer] = self._take(layer, key, value)
         attended = self._attended[layer]
         if attended is None and (self._is_fallback or self._loaded_all):
@@ -436,18 +430,17 @@ class SparsePrefix:
         return (
             self._settings.rest is Rest.BASE
             and not self._loaded_all
-            and self._keys is None
             and asked == list(range(heads))
             and suffix <= WEIGHED_TOKENS
             and query.dtype is torch.float32
         )
 
-    def _choose(self, layer: int, by_head: Floats, scaling: float) -> None:
+    def _choose(self, layer: int, by_head: Floats) -> None:
         """Note what matters, and begin to read it for layers further down, and for this one if nothing was yet."""
         importance = self.importance[layer] = by_head.mean(axis=0)
         self._ask_guard(by_head)
         fresh = [each for each in range(layer, self._reach(layer) + 1) if each not in self._wanted]
-        chosen = {each: self._selected(each, self._known_importance(each, importance, scaling)) for each in fresh}
+        chosen = {each: self._selected(each, importance) for each in fresh}
         loading = self._load.start({each: chunks[~self._is_ahead[chunks]] for each, (chunks, _) in chosen.items()})
         self._wanted |= {each: _Wanted(*found, loading) for each, found in chosen.items()}
 
@@ -483,26 +476,10 @@ class SparsePrefix:
             tokens = tokens[self._is_exact[layer, tokens]]
         return None if len(tokens) == self._tokens else torch.from_numpy(tokens).to(device)
 
-    def _known_importance(self, layer: int, importance: Floats, scaling: float) -> Floats:
-        """Return a layer's importance as its selector knows it without a probe, else as this probe found it."""
-        if self._settings.selector.heads(1, 1):
-            return importance
-        known: Floats = self._unasked(layer, scaling).mean(axis=0)
-        return known
-
-    def _unasked(self, layer: int, scaling: float) -> Floats:
-        nothing = np.empty((1, self._tokens, 1), dtype=np.float32)
-        return self._settings.selector.importance(ProbeQuestion(layer, nothing, nothing, nothing, scaling))
-
     def _by_head(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> Floats:
         """Return (rows, prefix). query: (heads, suffix, head_dim), key: (kv_heads, prefix and suffix, head_dim)."""
-        heads, tokens = self._settings.selector.heads(len(query), len(key)), self._tokens
-        if not heads:
-            return self._unasked(layer, scaling)
-        known = key.float()
-        if self._keys:
-            known = torch.cat([torch.from_numpy(self._keys(layer)).to(known), known[:, tokens:]], dim=1)
-        return attention_mass(query[:, -PROBE_TOKENS:].float(), known, heads, tokens, scaling)
+        heads = self._settings.selector.heads(len(query), len(key))
+        return attention_mass(query[:, -PROBE_TOKENS:].float(), key.float(), heads, self._tokens, scaling)
 
     def _selected(self, layer: int, importance: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the chunks to have and the tokens that are then exact and wanted."""
