@@ -12,7 +12,6 @@ from kvtide.plan.policies import (
     AnchorFirst,
     CachegenRule,
     DeltasFirstWhenSlow,
-    FixedLevel,
     ImportanceFirst,
     Layered,
     TwoEnded,
@@ -41,13 +40,6 @@ def asked(request: Request, policy: StreamPolicy, plans: int) -> list[Fetch]:
             progress = progress.asking(fetch)
             fetches.append(fetch)
     return fetches
-
-
-class TestFixedLevel(PlanSuite):
-    is_layered = False
-
-    def policy_for(self, request: Request) -> StreamPolicy:
-        return FixedLevel(request.steps - 1)
 
 
 class TestCachegenRule(PlanSuite):
@@ -260,11 +252,10 @@ def test_after_the_deadline_only_bases_are_asked_for() -> None:
     assert Layered().plan(request, late) == ((Fetch(1, 0),), (), Reason.LATE)
 
 
-@pytest.mark.parametrize("policy", [FixedLevel(0), CachegenRule()])
-def test_level_policies_refuse_layered_contexts(policy: StreamPolicy) -> None:
+def test_the_rule_refuses_layered_contexts() -> None:
     request = context(1, (1,), (0.0,), 1.0)
     with pytest.raises(ValueError, match="stored in levels"):
-        policy.plan(request, Progress.start(request))
+        CachegenRule().plan(request, Progress.start(request))
 
 
 @pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst(), DeltasFirstWhenSlow(), TwoEnded()])
@@ -272,11 +263,3 @@ def test_layered_policies_refuse_levels(policy: StreamPolicy) -> None:
     request = context(1, (1,), (0.0,), 1.0, is_layered=False)
     with pytest.raises(ValueError, match="expected a layered context"):
         policy.plan(request, Progress.start(request))
-
-
-def test_parameters_that_can_not_be_are_refused() -> None:
-    request = context(2, (1,), (0.0,), 1.0)
-    with pytest.raises(ValueError, match="level is 0 or more"):
-        FixedLevel(-1)
-    with pytest.raises(ValueError, match="level 3 of a context that has 1"):
-        FixedLevel(3).plan(context(2, (1,), (0.0,), 1.0, is_layered=False), Progress.start(request))

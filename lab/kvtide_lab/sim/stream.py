@@ -34,8 +34,8 @@ from kvtide.plan.base import (
     leading_pass,
     mean_kl,
 )
-from kvtide.plan.policies import AnchorFirst, CachegenRule, FixedLevel, Layered, TwoEnded
-from kvtide.plan.speeds import Estimator, estimator_named
+from kvtide.plan.policies import AnchorFirst, CachegenRule, Layered, TwoEnded
+from kvtide.plan.speeds import HarmonicRate
 from kvtide_lab.sim.curves import CURVES, Curve
 from kvtide_lab.sim.links import Link
 
@@ -73,14 +73,12 @@ class _Flight(NamedTuple):
 class _Player:
     """One request: what is under way on the link and in the engine, and the moments at which something ends."""
 
-    def __init__(
-        self, policy: StreamPolicy, request: Request, link: Link, start_s: float, estimator: Estimator, costs: Costs
-    ) -> None:
+    def __init__(self, policy: StreamPolicy, request: Request, link: Link, start_s: float, costs: Costs) -> None:
         self._policy = policy
         self._request = request
         self._link = link
         self._start_s = start_s
-        self._estimator = estimator
+        self._estimator = HarmonicRate(1)
         self._costs = costs
         self.progress = Progress.start(request)
         self._queue: deque[Fetch] = deque()
@@ -223,11 +221,9 @@ class _Player:
             self._flight = None
 
 
-def play(
-    policy: StreamPolicy, request: Request, link: Link, start_s: float, estimator: Estimator, costs: Costs | None = None
-) -> Outcome:
+def play(policy: StreamPolicy, request: Request, link: Link, start_s: float, costs: Costs | None = None) -> Outcome:
     """Play one request from `start_s` of the link on, until the engine starts."""
-    player = _Player(policy, request, link, start_s, estimator, costs or Costs())
+    player = _Player(policy, request, link, start_s, costs or Costs())
     progress = player.run()
     computed = sum(request.chunks[chunk].tokens for chunk in progress.computed)
     ready_s = progress.now_s + player.decode_s(len(request.chunks))
@@ -262,7 +258,6 @@ class StreamSetup(msgspec.Struct, frozen=True, kw_only=True):
     decode_cores: int = 32
     latency_s: float = 0.01
     kl_goal: float = 0.0
-    estimator: str = "last"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -271,7 +266,6 @@ class StreamSetup(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"contexts, SLOs and trials must be given and positive, got {self}")
         if min(self.suffix_tokens, self.latency_s, self.kl_goal, self.decode_cores) < 0:
             raise ValueError(f"suffix, latency, KL goal and cores must not be negative, got {self}")
-        estimator_named(self.estimator)
         for tokens in self.context_tokens:
             if min(self.slo_s) <= self.suffix_s(tokens) + self.latency_s:
                 raise ValueError(f"an SLO of {min(self.slo_s)} s is over before {tokens} tokens can be asked for")
@@ -291,6 +285,20 @@ class StreamSetup(msgspec.Struct, frozen=True, kw_only=True):
             return Costs(self.latency_s)
         elements_per_s = [1e9 * self.decode_cores * rate for rate in curve.decode]
         return Costs(self.latency_s, tuple(self.kv_elements / rate for rate in elements_per_s))
+
+
+class FixedLevel:
+    """The same level for every chunk."""
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+    def plan(self, request: Request, progress: Progress) -> Plan:
+        """Ask for the next chunk."""
+        chunk = next((chunk for chunk, asked in enumerate(progress.asked) if not asked), None)
+        if chunk is None:
+            return Plan((), (), Reason.COMPLETE)
+        return Plan((Fetch(chunk, self._level),), (), Reason.LEVEL)
 
 
 class StreamCase(NamedTuple):
@@ -451,7 +459,7 @@ def _outcomes(
     decode_s = tokens * max(costs.decode_token_s, default=0.0)
     request = build_request(setup, case, tokens, max(0.0, deadline_s - decode_s))
     policy = case.policy(request)
-    played = [play(policy, request, link, at_s, estimator_named(setup.estimator), costs) for at_s in starts]
+    played = [play(policy, request, link, at_s, costs) for at_s in starts]
     counts = [-(-chunk.stop // LAW_TOKENS) - chunk.start // LAW_TOKENS for chunk in request.chunks]
     kept = [[step for step, count in zip(each.kept, counts, strict=True) for _ in range(count)] for each in played]
     return [(each, losses(case.curve, tokens, by_token)) for each, by_token in zip(played, kept, strict=True)]

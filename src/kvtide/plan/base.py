@@ -199,7 +199,6 @@ def _with(counts: tuple[int, ...], fetch: Fetch, early: frozenset[Fetch]) -> tup
 class Reason(Enum):
     """The reason for a plan."""
 
-    FIXED = "the level that was asked for"
     FIRST = "no rate is known yet: a middle level"
     WAIT = "the rate of what is under way decides what comes next"
     TEXT = "recomputing the rest fits the deadline"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvtide.plan.speeds import Estimator, HarmonicRate, PrefillMeter, PrefillSpeed
+from kvtide.plan.speeds import HarmonicRate, PrefillMeter, PrefillSpeed
 
 if TYPE_CHECKING:
     from kvtide.plan.base import Request
@@ -84,8 +84,8 @@ def decide(
 class LinkEstimate:
     """Estimates of the path to the tiers: rate, and the shortest delay seen."""
 
-    def __init__(self, estimator: Estimator | None = None) -> None:
-        self.estimator = estimator or HarmonicRate()
+    def __init__(self) -> None:
+        self.estimator = HarmonicRate()
         self.latency_s = math.inf
 
     @property

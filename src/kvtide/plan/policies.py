@@ -228,25 +228,6 @@ def _gains_per_byte(sizes: tuple[int, ...], kl: tuple[float, ...]) -> tuple[floa
     return tuple(gains)
 
 
-class FixedLevel:
-    """The same level for every chunk. ValueError for a negative one."""
-
-    def __init__(self, level: int) -> None:
-        if level < 0:
-            raise ValueError(f"a level is 0 or more, got {level}")
-        self._level = level
-
-    def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for the next chunk. ValueError if the request has no such level."""
-        _check_levels(request)
-        if self._level >= request.steps:
-            raise ValueError(f"level {self._level} of a context that has {request.steps}")
-        chunk = _next_chunk(progress)
-        if chunk is None:
-            return Plan((), (), Reason.COMPLETE)
-        return Plan((Fetch(chunk, self._level),), (), Reason.FIXED)
-
-
 class CachegenRule:
     """The rule of CacheGen (SIGCOMM'24, section 5.3), as published. ValueError for a layered context.
 
@@ -310,7 +291,7 @@ POLICIES: Mapping[str, Callable[[], StreamPolicy]] = MappingProxyType(
 
 def is_by_level(policy: StreamPolicy) -> bool:
     """Tell whether a policy picks levels, and not refinements."""
-    return isinstance(policy, CachegenRule | FixedLevel)
+    return isinstance(policy, CachegenRule)
 
 
 def policy_named(name: str | None) -> StreamPolicy:

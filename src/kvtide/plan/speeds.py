@@ -1,4 +1,4 @@
-"""Estimators of the link's rate, fed with what arrived and when, by the receiver's own clock.
+"""The link's rate, from what arrived and when by the receiver's own clock, and the engine's speed.
 
 Transfers may overlap, as with several requests in flight: each counts from where the one before it stopped, so that
 bytes and busy seconds add up whatever the overlap, and idle time between transfers counts for nobody.
@@ -7,93 +7,41 @@ bytes and busy seconds add up whatever the overlap, and idle time between transf
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple
 
 # Transfers that end closer together than this are one: a clock's step says nothing of a link.
 RESOLUTION_S = 1e-6
 
 
-class _Sample(NamedTuple):
-    size: int
-    seconds: float
+class HarmonicRate:
+    """The harmonic mean of the last rates, weighted by bytes: all their bytes over all their seconds.
 
-
-class Estimator(ABC):
-    """Learns the link's rate from transfers, in the order in which they stopped."""
-
-    def __init__(self) -> None:
-        self._busy_until_s = -math.inf
-        self._pending_bytes = 0
-
-    def add(self, size: int, start_s: float, stop_s: float) -> None:
-        """Take `size` bytes received in [start_s, stop_s). ValueError for numbers and times that can't be."""
-        if size < 0:
-            raise ValueError(f"a transfer can't have {size} bytes")
-        if not (math.isfinite(start_s) and math.isfinite(stop_s) and start_s <= stop_s):
-            raise ValueError(f"a transfer runs from an earlier to a later time, got [{start_s}, {stop_s})")
-        self._pending_bytes += size
-        seconds = stop_s - max(start_s, self._busy_until_s)
-        if seconds < RESOLUTION_S or not self._pending_bytes:
-            return
-        self._take(_Sample(self._pending_bytes, seconds))
-        self._busy_until_s = stop_s
-        self._pending_bytes = 0
-
-    @abstractmethod
-    def _take(self, sample: _Sample) -> None: ...
-
-    @abstractmethod
-    def bytes_per_s(self) -> float | None:
-        """Return the rate to expect, None before the first transfer."""
-
-
-class LastRate(Estimator):
-    """The last transfer's rate: what CacheGen goes by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: float | None = None
-
-    def _take(self, sample: _Sample) -> None:
-        self._last = sample.size / sample.seconds
-
-    def bytes_per_s(self) -> float | None:
-        return self._last
-
-
-class HarmonicRate(Estimator):
-    """The harmonic mean of the last rates, weighted by bytes: all their bytes over all their seconds."""
+    Learns from transfers, in the order in which they stopped. One sample: the last rate alone, as CacheGen goes by.
+    """
 
     def __init__(self, samples: int = 5) -> None:
-        """ValueError for no samples."""
-        if samples < 1:
-            raise ValueError(f"a window holds at least one sample, got {samples}")
-        super().__init__()
-        self._samples: deque[_Sample] = deque(maxlen=samples)
+        assert samples > 0
+        self._busy_until_s = -math.inf
+        self._pending_bytes = 0
+        # Bytes and seconds.
+        self._samples: deque[tuple[int, float]] = deque(maxlen=samples)
 
-    def _take(self, sample: _Sample) -> None:
-        self._samples.append(sample)
+    def add(self, size: int, start_s: float, stop_s: float) -> None:
+        """Take `size` bytes received in [start_s, stop_s)."""
+        assert size >= 0
+        assert -math.inf < start_s <= stop_s < math.inf
+        self._pending_bytes += size
+        seconds = stop_s - max(start_s, self._busy_until_s)
+        if seconds >= RESOLUTION_S and self._pending_bytes:
+            self._samples.append((self._pending_bytes, seconds))
+            self._busy_until_s, self._pending_bytes = stop_s, 0
 
     def bytes_per_s(self) -> float | None:
+        """Return the rate to expect, None before the first transfer."""
         if not self._samples:
             return None
-        return sum(sample.size for sample in self._samples) / sum(sample.seconds for sample in self._samples)
-
-
-ESTIMATORS: Mapping[str, Callable[[], Estimator]] = MappingProxyType({"last": LastRate, "harmonic": HarmonicRate})
-
-
-def estimator_named(name: str) -> Estimator:
-    """Return a new estimator. ValueError for an unknown name; the message lists the known ones."""
-    try:
-        return ESTIMATORS[name]()
-    except KeyError:
-        raise ValueError(f"unknown estimator {name!r}, expected one of {', '.join(ESTIMATORS)}") from None
+        return sum(size for size, _ in self._samples) / sum(seconds for _, seconds in self._samples)
 
 
 # What a sample weighs once a newer one has come.
