@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.block import KVDtype
-from kvtide.keys import KeyChain, LatestKeys, NamespaceSpec, block_keys, tokens_array
+from kvtide.keys import KeyChain, NamespaceSpec, block_keys, tokens_array
 
 SPEC = NamespaceSpec(b"model", KVDtype.BFLOAT16, "layers=2", 4, b"tenant")
 NAMESPACE = SPEC.digest()
@@ -23,27 +23,6 @@ def test_key_is_sha256_of_parent_and_little_endian_tokens() -> None:
     first = hashlib.sha256(NAMESPACE + np.array([1, 2, 3, 4], dtype="<u4").tobytes()).digest()
     second = hashlib.sha256(first + np.array([5, 6, 7, 8], dtype="<u4").tobytes()).digest()
     assert block_keys(NAMESPACE, [1, 2, 3, 4, 5, 6, 7, 8, 9], 4) == [first, second]
-
-
-@given(prompts=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), max_size=30)), max_size=8))
-def test_latest_keys_are_those_of_each_prompt(prompts: list[tuple[bool, list[int]]]) -> None:
-    latest = LatestKeys(2)
-    for is_other, tokens in prompts:
-        namespace = NamespaceSpec(b"other", KVDtype.BFLOAT16, "l", 2).digest() if is_other else NAMESPACE
-        assert latest.of(namespace, tokens) == block_keys(namespace, tokens, 2)
-
-
-def test_what_a_prompt_shares_with_the_one_before_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed, sha256 = [], hashlib.sha256
-    monkeypatch.setattr("kvtide.keys.hashlib.sha256", lambda data: hashed.append(data) or sha256(data))
-    latest, tokens = LatestKeys(4), list(range(40))
-    latest.of(NAMESPACE, tokens)
-    assert len(hashed) == 10
-    latest.of(NAMESPACE, tokens[:-1])
-    latest.of(NAMESPACE, tokens)
-    assert len(hashed) == 10
-    latest.of(NAMESPACE, [*tokens[:20], *range(4)])
-    assert len(hashed) == 11
 
 
 def test_partial_block_has_no_key() -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvtide.block import TOKENS_MAX, KVDtype
 from kvtide.types import BlockKey, Namespace
 
-__all__ = ["KeyChain", "LatestKeys", "NamespaceSpec", "TokenIds", "block_keys", "tokens_array"]
+__all__ = ["KeyChain", "NamespaceSpec", "TokenIds", "block_keys", "tokens_array"]
 
 TokenIds = Sequence[int] | NDArray[Any]
 
@@ -119,29 +119,3 @@ class KeyChain:
         self._parent = parent
         self._partial = data[stop:]
         return cast("list[BlockKey]", keys)
-
-
-class LatestKeys:
-    """Keys of one prompt after another: what a prompt shares with the one before is compared, not hashed again.
-
-    Safe to use from several threads.
-    """
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._latest = (Namespace(b""), np.empty(0, dtype="<u4"), list[BlockKey]())
-
-    def of(self, namespace: Namespace, tokens: TokenIds) -> list[BlockKey]:
-        """Return what `block_keys` does."""
-        array = tokens_array(tokens)
-        before, known, keys = self._latest
-        full = len(array) // self._block_tokens
-        stop = min(full, len(keys)) * self._block_tokens if before == namespace else 0
-        differs = array[:stop] != known[:stop]
-        same = (int(differs.argmax()) if differs.any() else stop) // self._block_tokens
-        if same == full:
-            return keys[:full]
-        chain = KeyChain(Namespace(keys[same - 1]) if same else namespace, self._block_tokens)
-        keys = [*keys[:same], *chain.extend(array[same * self._block_tokens :])]
-        self._latest = (namespace, array.copy(), keys)
-        return list(keys)

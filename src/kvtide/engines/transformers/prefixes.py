@@ -31,7 +31,7 @@ from kvtide.engines.transformers.groups import (
 from kvtide.evict import Advice
 from kvtide.group import GroupKind, Hit, Parts, part_keys, state_cuts, state_every
 from kvtide.importance import Orders
-from kvtide.keys import LatestKeys, TokenIds
+from kvtide.keys import TokenIds, block_keys
 from kvtide.plan import Judge
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import MissReason, Whole
@@ -82,7 +82,6 @@ class Prefixes:
         self._clock = clock
         self._identity = identity
         self._block_tokens = block_tokens
-        self._keys = LatestKeys(block_tokens)
         # The name by which the model takes its cache.
         self.argument = cache_argument(model)
         rows, states = (
@@ -100,7 +99,7 @@ class Prefixes:
     def metas(self, tokens: TokenIds, is_latest: bool = False) -> list[list[BlockMeta]]:
         """Return the parts of all full blocks of tokens, by group; a plain model's are its blocks."""
         identity, size, found = self._identity, self._block_tokens, []
-        keys = self._keys.of(identity.namespace, tokens)
+        keys = block_keys(identity.namespace, tokens, size)
         model = str(self._model.config._name_or_path).rstrip("/").rpartition("/")[2]
         for (group, *_), namespace in zip(identity.groups, identity.namespaces, strict=True):
             own = keys if identity.is_plain else part_keys(namespace, keys)
