@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,47 +42,6 @@ def test_a_model_of_several_groups_makes_its_special_cache_itself(tmp_path: Path
     with attach(model_of_family("deepseek_v3"), tmp_path, block_tokens=BLOCK) as cached:
         last = said(cached, torch.arange(3, 53)[None], cache_implementation="static")[1]
         assert last.bypass == "cache_implementation=static, of a model with several groups or with importance"
-
-
-class _Stream:
-    """A stream of a device that does at once what it is told."""
-
-    def wait_stream(self, other: Any) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *raised: object) -> None: ...
-
-
-@pytest.mark.parametrize("how", ["offloaded", "offloaded_static"])
-def test_an_offloaded_cache_is_filled_as_it_is_made(
-    how: str, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[None] = []
-    monkeypatch.setattr(cache_utils.torch, "Stream", _Stream)
-    monkeypatch.setattr(
-        cache_utils.torch,
-        "cuda",
-        SimpleNamespace(default_stream=lambda device: _Stream(), synchronize=lambda: waits.append(None)),
-    )
-    for hit_tokens in (0, 96):
-        with attach(tiny_model, tmp_path, block_tokens=BLOCK) as cached:
-            found, last = said(cached, prompt, cache_implementation=how)
-        assert (last.hit_tokens, last.bypass) == (hit_tokens, None)
-        assert found.past_key_values.offloading
-    # Once a call, before blocks are read from it.
-    assert len(waits) == 2
-    with attach(tiny_model, tmp_path, block_tokens=BLOCK) as cached:
-        assert said(cached, prompt)[1].hit_tokens == 96
-
-
-def test_without_a_device_to_offload_from_transformers_says_so(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without a CUDA device")
-    with attach(tiny_model, tmp_path, block_tokens=BLOCK) as cached:
-        for model in (tiny_model, cached):
-            with pytest.raises(AssertionError, match="CUDA"):
-                model.generate(prompt, **GREEDY, cache_implementation="offloaded")
 
 
 def test_a_configuration_of_the_model_counts_where_a_given_one_is_silent(

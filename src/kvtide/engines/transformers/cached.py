@@ -336,9 +336,6 @@ class CachedModel:
         observed: ObservedPrefix | None,
     ) -> int:
         """Queue what is new of each row, up to the end of its own answer; return how many blocks wait now."""
-        if past.offloading:
-            # All that the call began to move between devices is to be there.
-            torch.cuda.synchronize()
         size = self._block_tokens
         # The last token of an answer was never run, so the cache ends before it.
         last = 0 if self._identity.is_of_states else int(past.get_seq_length())

@@ -33,7 +33,7 @@ _NEUTRAL_ARGUMENTS = {
 
 
 # Caches that are filled as transformers makes them, besides the usual one.
-_CACHES = (None, "static", "offloaded", "offloaded_static")
+_CACHES = (None, "static")
 # Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
 _OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
 # Shorter runs say more about the machine's mood than about its prefill speed.
@@ -176,17 +176,12 @@ NEW_TOKENS = 20
 
 
 def made_cache(model: Any, past: DynamicCache, tokens: int, call: CallSettings) -> Any:
-    """Return the special cache that a call of so many tokens wants, with what `past` holds."""
-    if call.special_cache == "offloaded":
-        made: Any = DynamicCache(config=model.config, offloading=True)
-    else:
-        settings = call.settings
-        length: int = tokens + (settings.max_new_tokens or NEW_TOKENS)
-        if settings.max_new_tokens is None:
-            length = max(length, settings.max_length or 0)
-        length = max(length, settings.max_cache_len or 0)
-        made = StaticCache(model.config, length, offloading=call.special_cache != "static")
-    # By `update`: an offloaded cache moves each layer out and the next one in.
+    """Return the static cache that a call of so many tokens wants, with what `past` holds."""
+    settings = call.settings
+    length: int = tokens + (settings.max_new_tokens or NEW_TOKENS)
+    if settings.max_new_tokens is None:
+        length = max(length, settings.max_length or 0)
+    made = StaticCache(model.config, max(length, settings.max_cache_len or 0))
     for number, layer in enumerate(past.layers if past.get_seq_length() else ()):
         made.update(layer.keys, layer.values, number)
     return made
