@@ -27,13 +27,12 @@ class GroupKind(StrEnum):
     """Contents of a group's parts.
 
     KV: keys and values of tokens. LATENT: one row a token, from which both are made. STATE: what a layer knows after
-    all tokens so far. OPAQUE: an engine's bytes in an order of its own.
+    all tokens so far.
     """
 
     KV = "kv"
     LATENT = "latent"
     STATE = "state"
-    OPAQUE = "opaque"
 
 
 class LayerGroup(NamedTuple):

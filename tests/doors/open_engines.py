@@ -90,7 +90,6 @@ level of each chunk by the bandwidth | policy="cachegen", chunk_tokens=1536 | @s
 never slower than computing, in transformers | attach(model, …) | @hf | @link | OURS
 anchors first, then deltas | codec="cachegen", policy="anchor-first" | @stream | @link | CACHEGEN
 deltas one by one on a slow link | policy="deltas-first-when-slow" | @stream | @link | CACHEGEN
-refine first what mattered to past prompts | policy="importance-first" | @stream | @link | IMPRESS
 text where computing fits | policy="cachegen" | @stream | @link | CACHEGEN
 never rougher in the store than it says | start_within_s=0.5 | @stream | @link | OURS
 """,

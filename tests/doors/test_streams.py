@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
@@ -17,14 +16,12 @@ from tests.pieces import pack_frame
 from tests.server.worlds import ask
 from tests.servers import RunningServer, running_server
 
-from kvtide.clock import SystemClock
 from kvtide.codec import Profile
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.plan.base import Reason
 from kvtide.store.load.streamed import StreamedReport
-from kvtide.store.repack import UseStore
 from kvtide.wire import parse_object
 from kvtide_lab.bench.shaped import ShapedProxy
 
@@ -266,40 +263,6 @@ def test_slow_links_bring_deltas_before_anchors(anchors: World, monkeypatch: pyt
         reasons[rate] = report.fetch.reasons
     assert reasons[SLOW_BYTES_PER_S][Reason.DELTAS] > 0
     assert Reason.DELTAS not in reasons[PLENTY_BYTES_PER_S]
-
-
-def uses(cached: CachedModel, writer: int = 0) -> UseStore:
-    return UseStore(cached.cache.tiers, writer.to_bytes(8), SystemClock())
-
-
-@door("refine first what mattered to past prompts")
-def test_what_past_prompts_attended_to_is_refined_first(world: World, slow_engine: None) -> None:
-    with world.attached(PLENTY_BYTES_PER_S) as cached:
-        # Several engines': the record of a tiny model's block alone is shorter than any object.
-        for writer in range(3):
-            found = uses(cached, writer)
-            for number, meta in enumerate(cached.prefixes.metas(PROMPT[0, :RESTORED].numpy())[0]):
-                mattered = np.full((meta.layout.layers, BLOCK), 100.0 if number == 2 else 0.01, np.float32)
-                found.note(meta, mattered)
-                assert found.save(meta)
-    with world.attached(SLOW_BYTES_PER_S, policy="importance-first", start_within_s=1.5 * SOON_S) as cached:
-        report = asked(cached)
-    assert report.fetch is not None
-    here = report.fetch.progress.here
-    assert min(here) >= 1
-    assert here[2] > min(here) and here[2] == max(here)
-
-
-def test_streams_by_importance_learn_from_what_prompts_attend_to(world: World) -> None:
-    with world.attached(PLENTY_BYTES_PER_S, policy="importance-first", quality=1.0) as cached:
-        asked(cached)
-        cached.learned(20)
-        metas = cached.prefixes.metas(PROMPT[0, :RESTORED].numpy())[0]
-        scores = [uses(cached).scores(meta) for meta in metas]
-    assert all(
-        each is not None and each.shape == (meta.layout.layers, BLOCK) for each, meta in zip(scores, metas, strict=True)
-    )
-    assert np.mean([each for each in scores if each is not None]) == pytest.approx(1.0, abs=0.5)
 
 
 @door("never slower than computing, in transformers")

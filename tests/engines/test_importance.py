@@ -12,9 +12,8 @@ from tests.codec.tide_profiles import fitted_on
 
 from kvtide.engines.transformers import CachedModel, Impress, attach
 from kvtide.engines.transformers.groups import model_layout
-from kvtide.engines.transformers.importance import REPACK_USES, Learner
+from kvtide.engines.transformers.importance import REPACK_USES, Learner, Refusals, Ways
 from kvtide.engines.transformers.selective import SparseSettings
-from kvtide.engines.ways import Refusals, RestoreWay, Ways
 from kvtide.importance import HeadsAgree, packing_orders
 
 # As the fixture's.
@@ -97,10 +96,10 @@ def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(
             cached._importance.ways, cached._importance.refusals = Ways(), Refusals()  # It knows no faster way yet.
             cached.generate(prompt, **GREEDY)
             cached.learned(20)
-        assert cached._learner.replaced
+        assert cached._importance.learner.replaced
     with attached(tiny_model, store) as cached:
         for is_near in (False, True):
-            cached._importance.ways.note(RestoreWay.PART, is_near, 1000, 2.0, cached._clock.monotonic_s())
+            cached._importance.ways.note(True, is_near, 1000, 2.0, cached._clock.monotonic_s())
         assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
         assert (cached.last.hit_tokens, cached.last.selected) == (96, None)
 

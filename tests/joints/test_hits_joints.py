@@ -16,7 +16,7 @@ from tests.store.test_cache import metas_of
 
 from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel
-from kvtide.engines.ways import Refusals, RestoreWay, Ways
+from kvtide.engines.transformers.importance import Refusals, Ways
 from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.testing import smooth_bits
@@ -97,9 +97,9 @@ def test_importance_stores_what_is_new(tiny_model: Any, prompt: torch.Tensor, tm
 def test_importance_loads_whole_what_is_faster_whole(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
     def selects(known: tuple[float, float]) -> bool:
         with in_part(tiny_model, tmp_path) as cached:
-            for way, seconds in zip(RestoreWay, known, strict=True):
+            for is_part, seconds in zip((True, False), known, strict=True):
                 for is_near in (False, True):
-                    cached._importance.ways.note(way, is_near, 1000, seconds, cached._clock.monotonic_s())
+                    cached._importance.ways.note(is_part, is_near, 1000, seconds, cached._clock.monotonic_s())
             cached.generate(prompt, max_new_tokens=2)
             assert cached.flush(10) and cached.last is not None
             return cached.last.selected is not None
@@ -112,18 +112,18 @@ def test_importance_loads_whole_what_is_faster_whole(tiny_model: Any, prompt: to
 def test_ways_try_both_and_keep_to_the_faster() -> None:
     ways, chosen = Ways(), []
     for now_s in range(4):
-        way = ways.choose(is_near=False, now_s=now_s)
-        ways.note(way, False, 1000, {RestoreWay.PART: 2.0, RestoreWay.WHOLE: 1.0}[way], now_s)
-        chosen.append(way)
-    assert chosen == [RestoreWay.PART, RestoreWay.WHOLE, RestoreWay.WHOLE, RestoreWay.WHOLE]
+        is_part = ways.is_part_faster(is_near=False, now_s=now_s)
+        ways.note(is_part, False, 1000, 2.0 if is_part else 1.0, now_s)
+        chosen.append(is_part)
+    assert chosen == [True, False, False, False]
 
 
-@pytest.mark.parametrize(("part_s", "way"), [(0.98, RestoreWay.WHOLE), (0.9, RestoreWay.PART)])
-def test_a_part_that_gains_next_to_nothing_is_not_taken(part_s: float, way: RestoreWay) -> None:
+@pytest.mark.parametrize(("part_s", "is_taken"), [(0.98, False), (0.9, True)])
+def test_a_part_that_gains_next_to_nothing_is_not_taken(part_s: float, is_taken: bool) -> None:
     ways = Ways()
-    for each, seconds in ((RestoreWay.PART, part_s), (RestoreWay.WHOLE, 1.0)):
-        ways.note(each, False, 1000, seconds, 0.0)
-    assert ways.choose(False, 0.0) is way
+    ways.note(True, False, 1000, part_s, 0.0)
+    ways.note(False, False, 1000, 1.0, 0.0)
+    assert ways.is_part_faster(False, 0.0) == is_taken
 
 
 def test_two_models_with_importance_do_not_touch_each_other(
@@ -137,7 +137,7 @@ def test_two_models_with_importance_do_not_touch_each_other(
     def answers(number: int) -> list[torch.Tensor]:
         with in_part(models[number], tmp_path / str(number)) as cached:
             # What is learnt would change what is selected.
-            cached._learner.note = lambda *arguments: False  # type: ignore[method-assign]
+            cached._importance.learner.note = lambda *arguments: False  # type: ignore[method-assign]
             cached.generate(prompt, **SHORT)
             assert cached.flush(10)
             found = []

@@ -12,7 +12,6 @@ from kvtide.plan.policies import (
     AnchorFirst,
     CachegenRule,
     DeltasFirstWhenSlow,
-    ImportanceFirst,
     Layered,
     TwoEnded,
 )
@@ -53,10 +52,6 @@ class TestLayered(PlanSuite):
 
 class TestAnchorFirst(PlanSuite):
     policy = AnchorFirst()
-
-
-class TestImportanceFirst(PlanSuite):
-    policy = ImportanceFirst()
 
 
 class TestDeltasFirstWhenSlow(PlanSuite):
@@ -140,21 +135,6 @@ def test_what_was_asked_for_early_is_not_asked_for_again() -> None:
     assert progress.asked == (1,)
     assert AnchorFirst().plan(request, progress).fetches == ((0, 1), (0, 3))
     assert progress.asking(Fetch(0, 1)).asked == (3,)
-
-
-def test_weights_decide_between_refinements_of_equal_gain() -> None:
-    request = context(3, (9, 3, 3), (0.9, 0.5, 0.1), 1.0)
-    weighted = replace(
-        request, chunks=tuple(replace(c, weight=w) for c, w in zip(request.chunks, (1, 9, 2), strict=True))
-    )
-    assert asked(weighted, ImportanceFirst(), 3)[3:] == [(1, 1), (1, 2), (2, 1), (2, 2), (0, 1), (0, 2)]
-    assert asked(request, ImportanceFirst(), 3) == asked(request, Layered(), 3)
-
-
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_weights_that_can_not_be_are_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="finite and not negative"):
-        Request((Chunk(0, 10, (1,), (0.1,), weight),), True, SPEED, 1.0)
 
 
 def test_two_ended_loads_from_the_end_what_the_engine_does_not_reach() -> None:
@@ -258,7 +238,7 @@ def test_the_rule_refuses_layered_contexts() -> None:
         CachegenRule().plan(request, Progress.start(request))
 
 
-@pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), ImportanceFirst(), DeltasFirstWhenSlow(), TwoEnded()])
+@pytest.mark.parametrize("policy", [Layered(), AnchorFirst(), DeltasFirstWhenSlow(), TwoEnded()])
 def test_layered_policies_refuse_levels(policy: StreamPolicy) -> None:
     request = context(1, (1,), (0.0,), 1.0, is_layered=False)
     with pytest.raises(ValueError, match="expected a layered context"):

@@ -51,15 +51,13 @@ class Chunk:
     """Tokens [start, stop) and what they can be had for.
 
     sizes: bytes of each step. kl: quality loss with the steps up to this one here. Steps of a layered context are base
-    and refinements, which add up; otherwise they are levels, smallest first, any one of which will do. weight: how much
-    its tokens mattered to past prompts, 1 for an even share.
+    and refinements, which add up; otherwise they are levels, smallest first, any one of which will do.
     """
 
     start: int
     stop: int
     sizes: tuple[int, ...]
     kl: tuple[float, ...]
-    weight: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -98,8 +96,6 @@ class Request:
                 raise ValueError(f"every step has bytes, got {chunk.sizes}")
             if not (chunk.kl[-1] >= 0 and all(a >= b for a, b in pairwise(chunk.kl))):
                 raise ValueError(f"each step must lose no more than the one before it, got KL {chunk.kl}")
-            if not 0 <= chunk.weight < math.inf:
-                raise ValueError(f"a weight is finite and not negative, got {chunk.weight}")
             position = chunk.stop
 
     @property

@@ -25,7 +25,6 @@ from kvtide.plan.base import (
 )
 
 __all__ = [
-    "ImportanceFirst",
     "Layered",
     "TwoEnded",
     "is_by_level",
@@ -78,14 +77,6 @@ class Layered(_BaseFirst):
         chunk = request.chunks[fetch.chunk]
         gain = chunk.tokens * _gains_per_byte(chunk.sizes, chunk.kl)[fetch.step]
         return (-gain, fetch.step, -fetch.chunk)
-
-
-class ImportanceFirst(Layered):
-    """Refinements by quality gained for a byte times what its tokens mattered to past prompts: `Chunk.weight`."""
-
-    def _rank(self, request: Request, fetch: Fetch) -> tuple[float, ...]:
-        gain, step, position = super()._rank(request, fetch)
-        return (request.chunks[fetch.chunk].weight * gain, step, position)
 
 
 class AnchorFirst(_BaseFirst):
@@ -281,7 +272,6 @@ POLICIES: Mapping[str, Callable[[], StreamPolicy]] = MappingProxyType(
     {
         "two-ended": TwoEnded,
         "layered": Layered,
-        "importance-first": ImportanceFirst,
         "cachegen": CachegenRule,
         "anchor-first": AnchorFirst,
         "deltas-first-when-slow": DeltasFirstWhenSlow,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -32,11 +32,10 @@ from kvtide.engines.transformers.generation import (
     watched,
 )
 from kvtide.engines.transformers.groups import ModelGroup, groups_of, is_plain, plain_layout, profile_shapes
-from kvtide.engines.transformers.importance import ImportanceLoads, Learner, OpenedPrefix, observing
+from kvtide.engines.transformers.importance import ImportanceLoads, Learner, OpenedPrefix
 from kvtide.engines.transformers.prefixes import Prefixes, SequenceRow
 from kvtide.engines.transformers.selective import Impress, ObservedPrefix, SparseSettings, check_ratio
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
-from kvtide.engines.ways import RestoreWay
 from kvtide.evict import Advice, ScoreRanking
 from kvtide.group import LayerGroup
 from kvtide.plan import PrefillSpeed
@@ -78,13 +77,12 @@ class CachedModel:
         seek_profile: Callable[[ModelIdentity], None] | None = None,
         streaming: StreamSettings | None = None,
         importance: ImportanceLoads | None = None,
-        learner: Learner | None = None,
         state_every_tokens: int | None = None,
     ) -> None:
         """seek_profile: has the cache look for the profile of a model; called at the start, and when the model changed.
 
         streaming: how what is not in the fastest tier is streamed. importance: loads only what matters exactly.
-        learner: learns from prompts what either of them goes by. ValueError for `state_every_tokens` that can't be.
+        ValueError for `state_every_tokens` that can't be.
         """
         self.model = model
         self.cache = cache
@@ -94,7 +92,6 @@ class CachedModel:
         self.prefixes = Prefixes(model, cache, clock, self._identity, settings.block_tokens, state_every_tokens)
         self._block_tokens = settings.block_tokens
         self._streaming = streaming
-        self._learner = learner
         self._importance = importance
         self._bypass_logged: set[str] = set()
         self._seek_profile = seek_profile
@@ -125,8 +122,8 @@ class CachedModel:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._learner is not None:
-            self._learner.close()
+        if self._importance is not None:
+            self._importance.learner.close()
         self._sought = b""
         self.cache.close()
 
@@ -136,8 +133,8 @@ class CachedModel:
 
     def learned(self, timeout_s: float) -> None:
         """Wait until what prompts taught is noted beside the blocks. TimeoutError if that takes longer."""
-        if self._learner is not None:
-            self._learner.flush(timeout_s)
+        if self._importance is not None:
+            self._importance.learner.flush(timeout_s)
 
     def weights_changed(self, fingerprint: bytes | None = None) -> None:
         """Tell that the model was changed where kvtide can't see it: what was stored before is not used any more.
@@ -268,8 +265,7 @@ class CachedModel:
         engine = StreamedPrefill(self.model, row.tokens.tolist(), self.layout)
         speed = self.cache.judge.prefill() or PrefillSpeed(PREFILL_GUESS)
         request, policy = streaming.request(speed, self.cache.quality), policy_named(streaming.policy)
-        weights = None if self._learner is None else partial(self._learner.weights, self.cache)
-        streamed = Streamed(engine, request, policy, chunk_tokens=streaming.chunk_tokens, weights=weights)
+        streamed = Streamed(engine, request, policy, chunk_tokens=streaming.chunk_tokens)
         self.cache.load(metas, streamed, self.cache.judge.deadline_s(len(metas) * self._block_tokens))
         if (found := streamed.report) is None:
             return None
@@ -298,8 +294,8 @@ class CachedModel:
         if begun.opened is None or importance is None:
             # Models of states alone don't tell `generate` how many tokens their cache has.
             cut = leaving_out(self.model, ran) if self._identity.is_of_states else nullcontext()
-            is_learning = self._learner is not None and call.is_single
-            with self._observed(row, report) if is_learning else nullcontext() as observed, cut:
+            learning = nullcontext() if importance is None else importance.observed(self.model, row.metas[0])
+            with learning as observed, cut:
                 output = self.model.generate(input_ids, **arguments)
             if call.is_single and len(row.tokens) - begun.columns >= PREFILL_SAMPLE_TOKENS_MIN:
                 took_s = first_token.seen_s - started_s
@@ -310,21 +306,13 @@ class CachedModel:
             self.cache.decisions.add_absent(absent, self.namespace)
             report = report._replace(stored_bytes_read=layers.read_bytes, selected=layers)
         if importance is not None:
-            way, now_s = RestoreWay.WHOLE if begun.opened is None else RestoreWay.PART, self._clock.monotonic_s()
-            is_near = self.prefixes.is_near(row, min(1, len(row.metas[0])))
-            importance.ways.note(way, is_near, report.hit_tokens, first_token.seen_s - began_s, now_s)
+            is_part, is_near = begun.opened is not None, self.prefixes.is_near(row, min(1, len(row.metas[0])))
+            seconds, now_s = first_token.seen_s - began_s, self._clock.monotonic_s()
+            importance.ways.note(is_part, is_near, report.hit_tokens, seconds, now_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         store = partial(self._store, sequences, call, past, begun, states, observed)
         self.last = report._replace(blocks_queued=self.cache.guarded("queue blocks", store, 0))
         return output
-
-    def _observed(self, row: SequenceRow, report: GenerateReport) -> AbstractContextManager[ObservedPrefix | None]:
-        """Learn what a prompt attends to where loads go by that: in its restored prefix, or in all that it stores."""
-        assert self._learner is not None
-        if self._importance is not None:
-            return self._importance.observed(self.model, self.prefixes.metas(row.tokens[:-1])[0])
-        metas = self.prefixes.metas(row.tokens[: report.hit_tokens])[0]
-        return observing(self.model, self.cache, self._learner, metas)
 
     def _store(
         self,
@@ -407,9 +395,7 @@ def attach(
     if isinstance(made, AwaitingCodec) and not profiles:
         seek = partial(_seek_profile, cache, model, str(store), made.profile_kind)
     loads = ImportanceLoads(cache, clock, settings, learner, steps.is_reordered) if settings else None
-    learns = settings is not None or (streaming is not None and streaming.is_by_importance)
-    taught = learner if learns else None
-    return CachedModel(model, cache, clock, named, seek, streaming, loads, taught, state_every_tokens)
+    return CachedModel(model, cache, clock, named, seek, streaming, loads, state_every_tokens)
 
 
 def _seek_profile(cache: Cache, model: Any, store: str, kind: str, identity: ModelIdentity) -> None:

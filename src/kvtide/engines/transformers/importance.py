@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -11,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from kvtide.block import BlockMeta
@@ -26,16 +27,59 @@ from kvtide.engines.transformers.selective import (
     SparseSettings,
     attending,
 )
-from kvtide.engines.ways import Refusals, RestoreWay, Ways
 from kvtide.importance import WRITER_BYTES, Floats, Orders, packing_orders
+from kvtide.plan import Speed
 from kvtide.store import Cache
 from kvtide.store.load.sparse import Sparse, SparseLoad
 from kvtide.store.repack import Repacker, UseStore
-from kvtide.tier.breaker import caller_deadline_s, until
 from kvtide.types import ObjectId
 
 # Tokens of an answer after a selected prefix before it is copied for each.
 ANSWER_ROOM = 256
+# The slower way gets another chance after this long.
+MEMORY_S = 600.0
+# A part is rough, and times vary: it has to be faster by so much.
+GAIN_MIN = 1.05
+# Blocks of prefixes that a guard refused.
+REFUSALS_MAX = 4096
+# What packing blocks again may read and write, of what was used; it adds up over so many uses at most.
+REPACK_SHARE = 0.05
+REPACK_USES = 10
+
+
+class Ways:
+    """Tokens a second until the first new token, of loads in part and whole, apart for prefixes in the fastest tier."""
+
+    def __init__(self) -> None:
+        self._speeds = {(is_part, is_near): Speed() for is_part in (True, False) for is_near in (True, False)}
+
+    def is_part_faster(self, is_near: bool, now_s: float) -> bool:
+        """False where a part gains next to nothing; first either way is tried once."""
+        part, whole = (self._speeds[is_part, is_near].known(now_s, MEMORY_S) for is_part in (True, False))
+        return part is None or (whole is not None and whole * GAIN_MIN <= part)
+
+    def note(self, is_part: bool, is_near: bool, tokens: int, seconds: float, now_s: float) -> None:
+        """Take what a load of so many tokens took; short ones are ignored."""
+        self._speeds[is_part, is_near].note(tokens, seconds, now_s)
+
+
+class Refusals:
+    """Prefixes that a guard refused, which are loaded whole for as long as the slower way is."""
+
+    def __init__(self) -> None:
+        self._seen_s = OrderedDict[ObjectId, float]()
+
+    def note(self, object_ids: Sequence[ObjectId], now_s: float) -> None:
+        """Take a refused prefix, its blocks in order; one that shares only its first half is another."""
+        for object_id in object_ids[len(object_ids) // 2 :]:
+            self._seen_s[object_id] = now_s
+            self._seen_s.move_to_end(object_id)
+        while len(self._seen_s) > REFUSALS_MAX:
+            self._seen_s.popitem(last=False)
+
+    def is_refused(self, last: ObjectId, now_s: float) -> bool:
+        """True for a prefix that ends with this block."""
+        return now_s - self._seen_s.get(last, -math.inf) <= MEMORY_S
 
 
 class OpenedPrefix(NamedTuple):
@@ -56,7 +100,7 @@ class ImportanceLoads:
         self._cache = cache
         self._clock = clock
         self._settings = settings
-        self._learner = learner
+        self.learner = learner
         self._is_reordered = is_reordered
         self.ways = Ways()
         self.refusals = Refusals()
@@ -66,7 +110,7 @@ class ImportanceLoads:
         now_s = self._clock.monotonic_s()
         if not metas or self._settings.ratio == 1.0 or self.refusals.is_refused(metas[-1].id, now_s):
             return None
-        if self.ways.choose(is_near, now_s) is RestoreWay.WHOLE:
+        if not self.ways.is_part_faster(is_near, now_s):
             return None
         layout = metas[0].layout
         pages = RestoredRoom(layout, len(metas) * layout.tokens, spare_tokens=spare_tokens + ANSWER_ROOM)
@@ -92,18 +136,27 @@ class ImportanceLoads:
                 output = model.generate(input_ids, **arguments)
         # A pass that ended early tells nothing of the layers behind.
         if len(selection.importance) == load.layout.layers:
-            bases = load.bases if self._is_reordered else ()
-            learn = partial(self._learner.note, self._cache, metas, selection.importance, bases)
-            self._cache.guarded("learn", learn, False)
+            self._learn(metas, selection.importance, load.bases if self._is_reordered else ())
         return output, selection.report()
 
     @contextmanager
     def observed(self, model: Any, metas: Sequence[BlockMeta]) -> Iterator[ObservedPrefix | None]:
-        """Learn what a prompt attends to in its blocks, those that it is about to store among them."""
-        with observing(model, self._cache, self._learner, metas, self._settings) as observed:
+        """Learn what a prompt's first pass attends to in its blocks, those that it is about to store among them.
+
+        None where the model can't tell.
+        """
+        if not metas or model.config._attn_implementation != "sdpa":
+            yield None
+            return
+        observed = ObservedPrefix(len(metas) * metas[0].layout.tokens, self._settings)
+        with attending(model, observed.attend):
             yield observed
-        if observed is not None and observed.is_refused:
+        self._learn(metas, observed.importance, ())
+        if observed.is_refused:
             self._refuse(metas)
+
+    def _learn(self, metas: Sequence[BlockMeta], importance: Mapping[int, Floats], bases: Sequence[PackedBase]) -> None:
+        self._cache.guarded("learn", partial(self.learner.note, self._cache, metas, importance, bases), False)
 
     def _refuse(self, metas: Sequence[BlockMeta]) -> None:
         self.refusals.note([meta.id for meta in metas], self._clock.monotonic_s())
@@ -113,30 +166,8 @@ class ImportanceLoads:
         if not self._is_reordered or observed is None or not observed.importance:
             return {}
         seen = metas[: observed.tokens // metas[0].layout.tokens]
-        orders = self._learner.orders(seen, observed.importance)
+        orders = self.learner.orders(seen, observed.importance)
         return {meta.id: order for meta, order in zip(seen, orders, strict=True)}
-
-
-@contextmanager
-def observing(
-    model: Any, cache: Cache, learner: Learner, metas: Sequence[BlockMeta], settings: SparseSettings | None = None
-) -> Iterator[ObservedPrefix | None]:
-    """Note what the first pass attends to in some blocks; None where the model can't tell."""
-    if not metas or model.config._attn_implementation != "sdpa":
-        yield None
-        return
-    tokens = len(metas) * metas[0].layout.tokens
-    observed = ObservedPrefix(tokens, settings)
-    with attending(model, observed.attend):
-        yield observed
-    cache.guarded("learn", partial(learner.note, cache, metas, observed.importance, ()), False)
-
-
-# Records of uses are small and read side by side.
-WEIGHT_THREADS = 4
-# What packing blocks again may read and write, of what was used; it adds up over so many uses at most.
-REPACK_SHARE = 0.05
-REPACK_USES = 10
 
 
 class Learner:
@@ -154,21 +185,6 @@ class Learner:
     def important_tokens(self, object_id: ObjectId) -> float:
         """Return what `ScoreRanking` wants to know of a block."""
         return self._uses.important_tokens(object_id) if self._uses else 1.0
-
-    def weights(self, cache: Cache, metas: Sequence[BlockMeta]) -> NDArray[np.float64]:
-        """Return how much each block mattered to past prompts of all engines, 1 for an even share or no use.
-
-        Waits no longer than the caller (`tier.breaker.until`).
-        """
-        deadline_s = caller_deadline_s()
-
-        def weight(meta: BlockMeta) -> float:
-            with until(deadline_s):
-                scores = UseStore(cache.tiers, bytes(WRITER_BYTES), self._clock).scores(meta)
-            return 1.0 if scores is None else float(scores.mean())
-
-        with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="kvtide-weigh") as pool:
-            return np.array(list(pool.map(weight, metas)))
 
     def orders(self, metas: Sequence[BlockMeta], importance: Mapping[int, Floats]) -> list[Orders]:
         """Return in which orders to store blocks: by a prompt over them, and by past uses that this process knows."""

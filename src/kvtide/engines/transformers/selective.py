@@ -63,7 +63,7 @@ def attending(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
 class ObservedPrefix:
     """Attention of the last tokens of a prompt's first pass to its first ones, for learning. Answers are as without."""
 
-    def __init__(self, tokens: int, settings: SparseSettings | None = None) -> None:
+    def __init__(self, tokens: int, settings: SparseSettings) -> None:
         """tokens: the first ones, all of the prompt maybe. settings: whose guard is asked of what its heads choose."""
         self.tokens = tokens
         # Of each token, by layer.
@@ -74,10 +74,8 @@ class ObservedPrefix:
     @property
     def is_refused(self) -> bool:
         """Tell whether the guard trusts no selection of what was attended to."""
-        settings = self._settings
-        if settings is None or settings.guard is None or not self._scores:
-            return False
-        return not settings.guard.trusts(self._scores, settings.ratio)
+        guard = self._settings.guard
+        return guard is not None and bool(self._scores) and not guard.trusts(self._scores, self._settings.ratio)
 
     def attend(
         self,
@@ -95,7 +93,7 @@ class ObservedPrefix:
             mass = attention_mass(asked, key[0].float(), heads, self.tokens, float(arguments["scaling"]))
             self.importance[layer] = mass.mean(axis=0)
             settings = self._settings
-            if settings is not None and settings.guard is not None:
+            if settings.guard is not None:
                 chosen, count = settings.selector.heads(len(heads), key.shape[1]), settings.exact_tokens(self.tokens)
                 self._scores.append(settings.guard.score(ProbeFinding(mass[chosen], count, kept_tokens(self.tokens))))
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)

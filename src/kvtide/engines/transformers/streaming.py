@@ -13,7 +13,7 @@ from kvtide.block import BlockBits, BlockLayout
 from kvtide.engines.transformers.groups import filled_cache
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
-from kvtide.plan.policies import ImportanceFirst, policy_named
+from kvtide.plan.policies import policy_named
 from kvtide.store.load import QUALITY_SLACK
 from kvtide.store.load.run import LoadRequest
 
@@ -47,11 +47,6 @@ class StreamSettings(NamedTuple):
         own = {"start_within_s": start_within_s, "quality": quality}
         given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
         return self._replace(**given).checked()
-
-    @property
-    def is_by_importance(self) -> bool:
-        """Tell whether loads go by what past prompts attended to."""
-        return isinstance(policy_named(self.policy), ImportanceFirst)
 
     def request(self, prefill: PrefillSpeed, codec_quality: float) -> LoadRequest:
         """Return when a load should end. Exact blocks, which have no rougher form, are wanted as soon as can be."""

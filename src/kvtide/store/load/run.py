@@ -74,15 +74,6 @@ class FetchJob:
         """Return the same with another deadline, for an engine of another speed."""
         return replace(self, request=replace(self.request, prefill=prefill, deadline_s=deadline_s))
 
-    def weighed(self, by_block: NDArray[np.float64]) -> FetchJob:
-        """Return the same with each chunk's weight, the mean of its blocks'."""
-        block_tokens = self.request.tokens // len(by_block)
-        chunks = [
-            replace(chunk, weight=float(by_block[chunk.start // block_tokens : chunk.stop // block_tokens].mean()))
-            for chunk in self.request.chunks
-        ]
-        return replace(self, request=replace(self.request, chunks=tuple(chunks)))
-
 
 def layered_job(
     objects: Sequence[StoredObject],

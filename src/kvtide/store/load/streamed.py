@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
@@ -36,7 +35,6 @@ from kvtide.store.load.run import (
     losses_of,
 )
 from kvtide.store.load.whole import Whole
-from kvtide.tier.breaker import until
 from kvtide.tier.source import read_heads
 from kvtide.wire import StoredObject
 from kvtide.wire.receiver import Receiver
@@ -203,16 +201,14 @@ class Streamed:
         computes: bool = True,
         limits: FetchLimits | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
-        weights: Callable[[Sequence[BlockMeta]], NDArray[np.float64]] | None = None,
     ) -> None:
-        """chunk_tokens: what a policy for levels picks one for. weights: what blocks mattered to past prompts."""
+        """chunk_tokens: what a policy for levels picks one for."""
         self._engine = engine
         self._request = request
         self._policy = policy or (TwoEnded() if computes else Layered())
         self._computes = computes
         self._limits = limits or FetchLimits()
         self._chunk_tokens = chunk_tokens
-        self._weights = weights
         self.report: StreamedReport | None = None
 
     def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
@@ -274,7 +270,6 @@ class _Stream:
         self._started_s = access.clock.monotonic_s()
         self._is_by_level = is_by_level(self._policy)
         self._chunk_tokens = how._chunk_tokens
-        self._weights_of = how._weights
 
     def run(self) -> StreamedReport:
         total, clock = len(self._metas) * self._tokens, self._access.clock
@@ -309,14 +304,11 @@ class _Stream:
             link.latency_s = min(link.latency_s, self._since() / 2)
         stored, codec = self._usable(heads)
         coarser = self._coarser(len(stored), deadline_s)
-        with until(deadline_s):
-            weights = self._weights_of(self._metas[: len(stored)]) if self._weights_of and stored else None
 
         def found(done: int, under_way: int) -> StreamStart:
             if codec is None or len(stored) * self._tokens <= done or len(stored) * self._tokens < under_way:
                 return StreamStart(None, 0, None)
             job, computed, begun = self._job([*coarser, stored], codec, done, under_way)
-            job = job if weights is None else job.weighed(weights)
             decision = access.judge.decide(job.request, codec.codec_id)
             # The rule for levels says itself when computing fits.
             if decision.way is Way.RECOMPUTE and self._computes and not self._is_by_level:
