@@ -11,7 +11,7 @@ from kvtide.clock import ManualClock
 from kvtide.errors import TierFull
 from kvtide.evict.ranking import FrequencyRanking, RankHeap, RecencyRanking, ScoreRanking
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
-from kvtide.tier.buffers import BufferPool, Recycler, aligned_buffer, is_aligned, touch
+from kvtide.tier.buffers import Recycler, aligned_buffer, is_aligned, touch
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.ram.memory import Arena, Span, frame_bytes_for
 
@@ -137,20 +137,6 @@ def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
     touch(memory, lambda: True)
     assert resident_bytes() - before > 48 << 20
     assert bytes(memory[:6]) == b"bytes\0"
-
-
-def test_pool_lends_each_buffer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtide.errors import TierUnavailable
-
-    pool = BufferPool(2, PAGE)
-    monkeypatch.setattr("kvtide.tier.buffers.LEASE_WAIT_S_MAX", 0.01)
-    with pool.lease() as one, pool.lease() as other:
-        one[0], other[0] = 1, 2
-        assert one[0] == 1
-        with pytest.raises(TierUnavailable, match="in use"), pool.lease():
-            pass
-        pool.check()
-    pool.check()
 
 
 def test_rankings_order_as_their_names_say() -> None:

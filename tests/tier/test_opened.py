@@ -48,31 +48,30 @@ def opened(tmp_path: Path, files: Watched) -> OpenSegments:
 
 def test_file_is_opened_once_and_few_stay_open(opened: OpenSegments, files: Watched) -> None:
     for number in (0, 0, *range(OPEN_MAX + 5)):
-        opened.give_back(opened.take(number))
+        opened.take(number)
     assert files.opens == OPEN_MAX + 5
     assert len(files.open_now) == OPEN_MAX
     opened.close()
     assert not files.open_now
 
 
-def test_file_in_use_stays_open_until_it_is_given_back(opened: OpenSegments, files: Watched) -> None:
+def test_file_in_use_stays_open_until_nobody_holds_it(opened: OpenSegments, files: Watched) -> None:
     first, second = opened.take(1), opened.take(1)
     opened.drop(1)
-    opened.give_back(first)
+    del first
     assert os.fstat(second.descriptor).st_size == 4096
-    opened.give_back(second)
+    del second
     assert not files.open_now
 
 
 def test_file_that_was_removed_or_made_anew_is_not_read(opened: OpenSegments, files: Watched, tmp_path: Path) -> None:
-    opened.give_back(opened.take(1))
+    opened.take(1)
     (tmp_path / "1").unlink()
     with pytest.raises(FileNotFoundError):
         opened.take(1)
     (tmp_path / "1").write_bytes(bytes(8192))
     again = opened.take(1)
     assert os.fstat(again.descriptor).st_size == 8192
-    opened.give_back(again)
     assert len(files.open_now) == 1
 
 

@@ -1,7 +1,4 @@
-"""Page-aligned memory that is taken once and lent out, so that nothing is allocated for each object.
-
-Invariant: a buffer is lent to one holder at a time; free + lent == total.
-"""
+"""Page-aligned memory, new or from the last holders, so that nothing is allocated for each object."""
 
 from __future__ import annotations
 
@@ -10,20 +7,16 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 
-from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Buffer
 
 __all__ = ["aligned_buffer", "copy_bytes", "recycled_buffer", "touch"]
 
 # Buffers, records and direct reads are aligned to this; every disk that we know takes it.
 ALIGN_BYTES = 4096
-# Whoever holds a buffer does one transfer; one that takes longer than this hangs.
-LEASE_WAIT_S_MAX = 30.0
 _HUGE_PAGE_BYTES = 2 << 20
 # Memory that nobody holds and that waits for the next holder, all sizes together.
 RECYCLED_BYTES_MAX = 128 << 20
@@ -123,54 +116,3 @@ def copy_bytes(target: memoryview, source: Buffer) -> None:
     """Copy between buffers of one size without the GIL."""
     if len(target):
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-class BufferPool:
-    """`count` page-aligned buffers of one size."""
-
-    def __init__(self, count: int, size: int) -> None:
-        if count <= 0 or size <= 0:
-            raise ValueError(f"a pool needs buffers and bytes, got {count} of {size}")
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._waiting = 0
-        self._count = count
-        # One piece, so that buffers smaller than a huge page share them.
-        step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = aligned_buffer(count * step)
-        self._free = [memory[start : start + size] for start in range(0, count * step, step)]
-        self._lent = 0
-
-    @contextmanager
-    def lease(self) -> Iterator[memoryview]:
-        """Lend a buffer for the time of a `with`; its content is whatever was left in it.
-
-        Waits for one to come back; TierUnavailable after LEASE_WAIT_S_MAX.
-        """
-        with self._lock:
-            if not self._free:
-                self._wait()
-            self._lent += 1
-            buffer = self._free.pop()
-        try:
-            yield buffer
-        finally:
-            with self._lock:
-                self._free.append(buffer)
-                self._lent -= 1
-                if self._waiting:
-                    self._changed.notify()
-
-    def _wait(self) -> None:
-        self._waiting += 1
-        try:
-            if not self._changed.wait_for(lambda: self._free, LEASE_WAIT_S_MAX):
-                raise TierUnavailable(f"all {self._count} buffers are in use for more than {LEASE_WAIT_S_MAX} s")
-        finally:
-            self._waiting -= 1
-
-    def check(self) -> None:
-        """AssertionError if a buffer is lost or lent twice."""
-        with self._lock:
-            assert len(self._free) + self._lent == self._count
-            assert len({id(buffer) for buffer in self._free}) == len(self._free)

@@ -12,13 +12,12 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import starmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -94,26 +93,14 @@ def parse_checkpoint(data: bytes) -> list[SegmentSummary]:
     found = _ENTRY.iter_unpack(body[entries_at:])
     summaries = []
     for number, created_ms, removals, tail, count in segments:
-        entries = [_entry(number, *next(found)) for _ in range(count)]
+        entries = [_entry(number, next(found)) for _ in range(count)]
         summaries.append(SegmentSummary(SegmentHeader(number, created_ms, removals), tail, entries))
     return summaries
 
 
-def _entry(
-    segment: int,
-    namespace: bytes,
-    key: bytes,
-    codec: bytes,
-    parent: bytes,
-    start: int,
-    sequence: int,
-    offset: int,
-    size: int,
-    stored_ms: int,
-    last_use_ms: int,
-) -> CatalogEntry:
-    object_id = ObjectId(Namespace(namespace), BlockKey(key))
-    label = ObjectLabel(codec, parent, start)
+def _entry(segment: int, fields: tuple[Any, ...]) -> CatalogEntry:
+    namespace, key, codec, parent, start, sequence, offset, size, stored_ms, last_use_ms = fields
+    object_id, label = ObjectId(Namespace(namespace), BlockKey(key)), ObjectLabel(codec, parent, start)
     return CatalogEntry(RecordHeader(object_id, label, segment, sequence, offset, size, stored_ms), last_use_ms)
 
 
@@ -182,6 +169,7 @@ _log = logging.getLogger(__name__)
 # The directory is locked while segments are made and removed: milliseconds, unless a process was stopped meanwhile.
 LOCK_TRIES_MAX = 500
 LOCK_RETRY_S = 0.01
+SCAN_THREADS = 4
 # Faults of this process, not of the file that it wanted to open.
 _OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
@@ -227,12 +215,13 @@ class SegmentDirectory:
             if not self.folder.is_dir():
                 raise
 
-    def open(self, workers: ThreadPoolExecutor) -> None:
+    def open(self) -> None:
         """Learn what the directory holds, without writing. OSError if it can't be used at all."""
         self._descriptor = self._files.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
         self._load_checkpoint()
         self._catalog.is_changed = False
-        self.refresh(workers)
+        with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="kvtide-disk") as workers:
+            self.refresh(workers.map)
 
     def close(self) -> None:
         """Forget everything."""
@@ -298,7 +287,7 @@ class SegmentDirectory:
             elif segment is not None:
                 self._forget(number)
 
-    def refresh(self, workers: ThreadPoolExecutor | None = None) -> None:
+    def refresh(self, scan_each: Callable[..., Iterable[Scan | None]] = map) -> None:
         """Learn of segments and records that others added, and of segments that they removed."""
         with self._lock:
             grown, seen = list[tuple[int, FileInfo]](), set[int]()
@@ -318,10 +307,7 @@ class SegmentDirectory:
                         grown.append((number, info))
             for number in self.segments.keys() - seen:
                 self._forget(number)
-            if workers and len(grown) > 1:
-                scans = list(workers.map(lambda item: self._scan(*item), grown))
-            else:
-                scans = list(starmap(self._scan, grown))
+            scans = list(scan_each(lambda item: self._scan(*item), grown))
             for (number, info), scan in zip(grown, scans, strict=True):
                 if scan is not None:
                     self._note_scan(number, info, scan)

@@ -12,7 +12,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder
 from kvtide.tier.base import Buffer, IsPinned, LentObject, Offer
-from kvtide.tier.buffers import ALIGN_BYTES, BufferPool, aligned_buffer
+from kvtide.tier.buffers import ALIGN_BYTES, Recycler, aligned_buffer
 from kvtide.tier.disk.catalog import Catalog, GivenUp, Lineage, bytes_of, fitting
 from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
 from kvtide.tier.disk.segment import (
@@ -42,9 +41,8 @@ from kvtide.wire import ObjectLabel
 
 _log = logging.getLogger(__name__)
 
-IO_THREADS = 4
-# Callers that transfer at once; more wait for a staging buffer.
-TRANSFERS_MAX = 8
+# Memory for transfers that are not aligned which waits for the next one.
+_STAGING_BYTES_MAX = 8 * STAGING_BYTES
 SEGMENT_BYTES_MAX = 1 << 30
 # One segment is this part of the cap, so that evicting one costs little of the cache.
 SEGMENTS_MIN = 64
@@ -84,9 +82,9 @@ class SegmentLog:
         self._is_writable = False
         self._write_lock = threading.RLock()
         self._writer: SegmentWriter | None = None
-        self._workers: ThreadPoolExecutor | None = None
-        self._reader: RecordReader | None = None
-        self._pool: BufferPool | None = None
+        self._staging = Recycler(_STAGING_BYTES_MAX)
+        self._reader = RecordReader(files, self._directory.opened, self._staging)
+        self._is_open = False
 
     def open(self) -> None:
         """Make the directory if need be, learn what it holds. OSError if it can't be used; a read-only one opens."""
@@ -102,11 +100,9 @@ class SegmentLog:
 
     def open_read_only(self) -> None:
         """Learn what the directory holds; nothing is written, then or at `close`. OSError if it can't be read."""
-        self._pool = BufferPool(TRANSFERS_MAX, STAGING_BYTES)
-        self._workers = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="kvtide-disk")
-        self._reader = RecordReader(self._files, self._directory.opened, self._pool, self._workers)
+        self._is_open = True
         try:
-            self._directory.open(self._workers)
+            self._directory.open()
         except BaseException:
             self._stop()
             raise
@@ -114,7 +110,7 @@ class SegmentLog:
     def close(self) -> None:
         """Give back reserved space, save the checkpoint, forget everything. Idempotent. OSError after all is closed."""
         with self._write_lock:
-            if self._workers is None:
+            if not self._is_open:
                 return
             try:
                 if self._is_writable:
@@ -126,11 +122,8 @@ class SegmentLog:
                 self._stop()
 
     def _stop(self) -> None:
-        assert self._workers is not None
-        self._workers.shutdown()
         self._directory.close()
-        self._workers = self._reader = self._pool = None
-        self._is_writable = False
+        self._is_open = self._is_writable = False
 
     def knows(self, object_id: ObjectId) -> bool:
         """Tell whether a record of the object that we know of is still there, by its segment's length."""
@@ -161,7 +154,7 @@ class SegmentLog:
 
         None if another record, or none, is there: the copy was evicted or its header is damaged.
         """
-        assert self._reader is not None, "read before open"
+        assert self._is_open, "read before open"
         try:
             return self._reader.read(entry, buffer, offset)
         except (FileNotFoundError, EOFError):
@@ -184,12 +177,11 @@ class SegmentLog:
             return self._append_to(self._writer_for(record_bytes(len(body)), object_id, label), object_id, body, label)
 
     def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> CatalogEntry:
-        assert self._pool is not None
         now_ms = stamp_ms(self._clock.wall_s())
         number = writer.header.number
         header = RecordHeader(object_id, label, number, writer.sequence, writer.tail, len(body), now_ms)
         try:
-            seal = writer.append(header, body, self._pool)
+            seal = writer.append(header, body, self._staging.take(STAGING_BYTES))
         except OSError:
             # What stands after the tail now is unknown: nothing may follow it.
             self._retire_writer()

@@ -10,7 +10,6 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvtide.tier.base import Buffer, FilePart, LentObject
-from kvtide.tier.buffers import ALIGN_BYTES, BufferPool, aligned_buffer, copy_bytes, is_aligned
+from kvtide.tier.buffers import ALIGN_BYTES, Recycler, aligned_buffer, copy_bytes, is_aligned
 from kvtide.tier.files import Files
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, ObjectLabel
@@ -166,9 +165,6 @@ def _is_whole(page: bytes | bytearray | memoryview, magic: bytes) -> bool:
 
 # Bodies that are not page-aligned in memory pass through buffers of this size; the last two pages take ends.
 STAGING_BYTES = 1 << 20
-# Larger reads are cut into pieces of this size that run at once. The kernel keeps a disk busy with one call; smaller
-# pieces read no faster and cost the switching of threads: 0.09 s of CPU for each GB in pieces of 4 MiB, 0.06 in one.
-PIECE_BYTES = 16 << 20
 _SUFFIX = ".seg"
 _DIGITS = 12
 
@@ -276,33 +272,25 @@ class SegmentWriter:
             raise
         return cls(files, path, header, size, direct, cached)
 
-    def append(self, header: RecordHeader, body: Buffer, pool: BufferPool) -> bytes:
+    def append(self, header: RecordHeader, body: Buffer, staging: memoryview) -> bytes:
         """Write a record at the tail: its body, then its header. Return its seal. OSError leaves it invisible."""
         assert (header.offset, header.sequence, header.segment) == (self.tail, self.sequence, self.header.number)
         assert self.tail + record_bytes(header.size) <= self.size
-        view = memoryview(body)
-        with pool.lease() as staging:
-            start = 0
-            if is_aligned(view):
-                start = len(view) // ALIGN_BYTES * ALIGN_BYTES
-                parts: list[Buffer] = [view[:start], _tail_page(staging, view[start:])]
-                self.files.write_full(self.direct, [part for part in parts if len(part)], self.tail + ALIGN_BYTES)
-                start = len(view)
-            while start < len(view):
-                piece = view[start : start + STAGING_BYTES]
-                copy_bytes(staging[: len(piece)], piece)
-                end = align_up(len(piece))
-                staging[len(piece) : end] = bytes(end - len(piece))
-                self.files.write_full(self.direct, [staging[:end]], self.tail + ALIGN_BYTES + start)
-                start += len(piece)
-            # Around the page cache too: the first direct read would have to wait for a dirty page to be written.
-            page = staging[-ALIGN_BYTES:]
-            page[:] = pack_record_header(header)
-            seal = bytes(page[_CHECKED_BYTES:_HEADER_BYTES])
-            self.files.write_full(self.direct, [page], self.tail)
+        view, at = memoryview(body), self.tail + ALIGN_BYTES
+        if is_aligned(view):
+            whole = len(view) // ALIGN_BYTES * ALIGN_BYTES
+            parts = [view[:whole], _padded(staging, view[whole:])]
+            self.files.write_full(self.direct, [part for part in parts if len(part)], at)
+        else:
+            for start in range(0, len(view), STAGING_BYTES):
+                piece = _padded(staging, view[start : start + STAGING_BYTES])
+                self.files.write_full(self.direct, [piece], at + start)
+        # Around the page cache too: the first direct read would have to wait for a dirty page to be written.
+        page = pack_record_header(header)
+        self.files.write_full(self.direct, [_padded(staging, page)], self.tail)
         self.tail += record_bytes(header.size)
         self.sequence += 1
-        return seal
+        return header_seal(page)
 
     def close(self) -> bool:
         """Give back the space after the last record, and the lock. A segment without records is removed.
@@ -325,14 +313,12 @@ class SegmentWriter:
             self.files.close(self.cached)
 
 
-def _tail_page(staging: memoryview, rest: memoryview) -> memoryview:
-    """Return the page that holds the last bytes of a body and zeros; empty if the body ends at a page."""
-    if not rest:
-        return rest
-    page = staging[-ALIGN_BYTES:]
-    page[: len(rest)] = rest
-    page[len(rest) :] = bytes(ALIGN_BYTES - len(rest))
-    return page
+def _padded(staging: memoryview, piece: Buffer) -> memoryview:
+    """Copy bytes to the beginning of `staging`, and zeros up to the end of their last page; return these pages."""
+    size, end = len(piece), align_up(len(piece))
+    copy_bytes(staging[:size], piece)
+    staging[size:end] = bytes(end - size)
+    return staging[:end]
 
 
 @dataclass(slots=True, eq=False)
@@ -349,13 +335,12 @@ class CatalogEntry:
 
 
 class RecordReader:
-    """Reads records into callers' buffers: page-aligned ones directly, others through staging buffers."""
+    """Reads records into callers' buffers: page-aligned ones directly, others through `staging`."""
 
-    def __init__(self, files: Files, opened: OpenSegments, pool: BufferPool, workers: ThreadPoolExecutor) -> None:
+    def __init__(self, files: Files, opened: OpenSegments, staging: Recycler) -> None:
         self._files = files
         self._opened = opened
-        self._pool = pool
-        self._workers = workers
+        self._staging = staging
         # For a header and the page that an object ends in; as many as there ever were readers at once.
         self._ends: deque[memoryview] = deque()
 
@@ -387,67 +372,34 @@ class RecordReader:
             raise
         finally:
             self._ends.append(ends)
-            self._opened.give_back(segment)
 
     def _read(self, descriptor: int, at: int, ends: memoryview, buffer: memoryview, offset: int) -> None:
-        page = ends[:ALIGN_BYTES]
+        page, last = ends[:ALIGN_BYTES], ends[ALIGN_BYTES:]
+        body, whole = at + ALIGN_BYTES, len(buffer) // ALIGN_BYTES * ALIGN_BYTES
         if offset % ALIGN_BYTES or not is_aligned(buffer):
-            self._read_part(descriptor, [page], at)
-            with self._pool.lease() as scratch:
-                self._read_staged(descriptor, at + ALIGN_BYTES, buffer, offset, scratch)
-        elif offset or len(buffer) % ALIGN_BYTES or len(buffer) > PIECE_BYTES:
-            self._read_aligned(descriptor, at, page, buffer, offset, ends[ALIGN_BYTES:])
-        else:
-            # Most reads: one call, of whole pages.
-            self._read_part(descriptor, [page, buffer], at)
-
-    def _read_aligned(
-        self, descriptor: int, at: int, page: memoryview, buffer: memoryview, offset: int, last: memoryview
-    ) -> None:
-        whole = len(buffer) // ALIGN_BYTES * ALIGN_BYTES
-        last = last if whole < len(buffer) else last[:0]
-        body = at + ALIGN_BYTES + offset
-        starts = list(range(0, whole, PIECE_BYTES)) or [0]
-        pieces = list[list[memoryview]]()
-        for start in starts:
-            pieces.append([buffer[start : min(start + PIECE_BYTES, whole)]])
-        pieces[-1].append(last)
+            self._read_parts(descriptor, [page], at)
+            self._read_staged(descriptor, body, buffer, offset)
+            return
+        parts = [buffer[:whole], last] if whole < len(buffer) else [buffer]
         if offset:
-            self._read_part(descriptor, [page], at)
+            self._read_parts(descriptor, [page], at)
+            self._read_parts(descriptor, parts, body + offset)
         else:
-            # One call takes the header and the beginning of the body.
-            pieces[0].insert(0, page)
-            starts[0] = -ALIGN_BYTES
-        if len(pieces) == 1:
-            self._read_part(descriptor, pieces[0], body + starts[0])
-        else:
-            self._read_at_once(descriptor, pieces, [body + start for start in starts])
+            # Most reads: one call takes the header and the body.
+            self._read_parts(descriptor, [page, *parts], at)
         copy_bytes(buffer[whole:], last[: len(buffer) - whole])
 
-    def _read_at_once(self, descriptor: int, pieces: list[list[memoryview]], offsets: list[int]) -> None:
-        others = [
-            self._workers.submit(self._read_part, descriptor, piece, offset)
-            for piece, offset in zip(pieces[1:], offsets[1:], strict=True)
-        ]
-        try:
-            self._read_part(descriptor, pieces[0], offsets[0])
-        finally:
-            # The descriptor and the buffer are in use until all have ended.
-            wait(others)
-        for other in others:
-            other.result()
-
-    def _read_staged(self, descriptor: int, body: int, buffer: memoryview, offset: int, scratch: memoryview) -> None:
-        done = 0
+    def _read_staged(self, descriptor: int, body: int, buffer: memoryview, offset: int) -> None:
+        scratch, done = self._staging.take(STAGING_BYTES), 0
         while done < len(buffer):
             lead = (offset + done) % ALIGN_BYTES
             count = min(len(buffer) - done, len(scratch) - lead)
             piece = scratch[: align_up(lead + count)]
-            self._read_part(descriptor, [piece], body + offset + done - lead)
+            self._read_parts(descriptor, [piece], body + offset + done - lead)
             copy_bytes(buffer[done : done + count], piece[lead : lead + count])
             done += count
 
-    def _read_part(self, descriptor: int, parts: list[memoryview], offset: int) -> None:
+    def _read_parts(self, descriptor: int, parts: list[memoryview], offset: int) -> None:
         wanted = sum(map(len, parts))
         came = self._files.read_full(descriptor, list(filter(len, parts)), offset)
         if came != wanted:
@@ -483,16 +435,17 @@ OPEN_MAX = 64
 
 @dataclass(slots=True, eq=False)
 class OpenSegment:
-    """A file and how many read from it now. One that is dropped is closed by the last of them."""
+    """A file open for reading; it is closed once nobody holds this any more."""
 
-    number: int
+    files: Files
     descriptor: int
-    users: int = 1
-    is_dropped: bool = False
+
+    def __del__(self) -> None:
+        self.files.close(self.descriptor)
 
 
 class OpenSegments:
-    """Opens files at first use and keeps them; those opened first go first. Safe to use from several threads."""
+    """Opens files at first use and keeps OPEN_MAX; those opened first go first. Safe to use from several threads."""
 
     def __init__(self, files: Files, path: Callable[[int], str]) -> None:
         self._files = files
@@ -501,53 +454,25 @@ class OpenSegments:
         self._held: dict[int, OpenSegment] = {}
 
     def take(self, number: int) -> OpenSegment:
-        """Return the segment's file, open around the page cache, until it is given back. OSError as opening has."""
+        """Return the segment's file. OSError as opening has."""
+        held = self._held.get(number)
+        # A store that was removed, or made again under the same name, is not the one that we have open.
+        if held is not None and not self._files.is_unlinked(held.descriptor):
+            return held
+        self.drop(number)
+        opened = OpenSegment(self._files, self._files.open_direct(self._path(number), os.O_RDONLY))
         with self._lock:
-            held = self._held.get(number)
-            if held is not None:
-                held.users += 1
-        if held is not None:
-            # A store that was removed, or made again under the same name, is not the one that we have open.
-            if not self._files.is_unlinked(held.descriptor):
-                return held
-            self.drop(number)
-            self.give_back(held)
-        opened = OpenSegment(number, self._files.open_direct(self._path(number), os.O_RDONLY))
-        with self._lock:
-            closable = [self._drop(number), self._drop(next(iter(self._held))) if len(self._held) >= OPEN_MAX else -1]
+            if len(self._held) >= OPEN_MAX:
+                del self._held[next(iter(self._held))]
             self._held[number] = opened
-        self._close(closable)
         return opened
 
-    def give_back(self, segment: OpenSegment) -> None:
-        """End the use of a file that `take` returned."""
-        with self._lock:
-            segment.users -= 1
-            is_last = segment.is_dropped and not segment.users
-        if is_last:
-            self._files.close(segment.descriptor)
-
     def drop(self, number: int) -> None:
-        """Close a segment's file if it is open, once nobody reads from it."""
+        """Open this segment anew at its next use."""
         with self._lock:
-            closable = [self._drop(number)]
-        self._close(closable)
+            self._held.pop(number, None)
 
     def close(self) -> None:
         """Drop all files."""
         with self._lock:
-            closable = [self._drop(number) for number in list(self._held)]
-        self._close(closable)
-
-    def _drop(self, number: int) -> int:
-        """Forget a file. Return its descriptor if it is to be closed now, else -1."""
-        held = self._held.pop(number, None)
-        if held is None:
-            return -1
-        held.is_dropped = True
-        return -1 if held.users else held.descriptor
-
-    def _close(self, descriptors: list[int]) -> None:
-        for descriptor in descriptors:
-            if descriptor >= 0:
-                self._files.close(descriptor)
+            self._held.clear()
