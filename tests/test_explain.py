@@ -9,13 +9,12 @@ from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
 from kvtide.cli.app import app
-from kvtide.cli.explain import MatchVerdict, explain_prompt, weigh
+from kvtide.cli.explain import MatchVerdict, explain_prompt
 from kvtide.cli.store import read_header, read_object
 from kvtide.codec import CodecRegistry
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.errors import CorruptPayload
-from kvtide.plan import PrefillSpeed, Way
 from kvtide.server.auth import tenant_namespace
 from kvtide.store.cache import Cache
 from kvtide.testing import namespace, smooth_bits
@@ -39,31 +38,6 @@ def stored(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> Cache:
 def test_whole_prompt_is_found(stored: Cache) -> None:
     found = explain_prompt(stored.tiers, namespace(), PROMPT, 16)
     assert (found.hit_tokens, found.verdict, found.first_missing) == (64, MatchVerdict.ALL_FULL_BLOCKS, None)
-
-
-@pytest.mark.parametrize(("bytes_per_s", "way"), [(1e12, Way.LOAD), (0.0, Way.RECOMPUTE), (1.0, Way.RECOMPUTE)])
-def test_link_decides_between_loading_and_recomputing(stored: Cache, bytes_per_s: float, way: Way) -> None:
-    decision = weigh(explain_prompt(stored.tiers, namespace(), PROMPT, 16), PrefillSpeed(100.0), bytes_per_s)
-    assert decision is not None
-    assert (decision.way, decision.recompute_s) == (way, 0.64)
-
-
-def test_load_time_counts_what_is_needed_least(layout: BlockLayout, tmp_path: Path, open_cache: OpenCache) -> None:
-    tier, meta, codec = open_cache(tmp_path).tiers, metas_of(layout, 1)[0], CachegenCodec()
-    sections = codec.encode(meta, smooth_bits(layout, 1))
-    packed = pack_object(meta, codec.codec_id, sections)
-    tier.put_from(meta.id, packed)
-    found = explain_prompt(tier, namespace(), PROMPT, 16)
-    later = sum(len(section.data) for section in sections if section.id.refinement)
-    assert later > 0
-    assert found.base_bytes == (len(packed) - later,)
-    decision = weigh(found, PrefillSpeed(1.0), 1000.0)
-    assert decision is not None
-    assert decision.load_s == pytest.approx((len(packed) - later) / 1000)
-
-
-def test_nothing_found_is_nothing_to_decide(stored: Cache) -> None:
-    assert weigh(explain_prompt(stored.tiers, namespace(), range(5), 16), PrefillSpeed(1.0), 1.0) is None
 
 
 def test_short_prompt_is_named(stored: Cache) -> None:

@@ -118,12 +118,6 @@ def test_explain_refuses_a_bad_token_file(content: str, store: Path, tokens: Pat
     refused("explain", "--tokens", tokens, "--store", store)
 
 
-def test_explain_weighs_with_both_speeds_alone(store: Path, tokens: Path) -> None:
-    words = ("explain", "--tokens", tokens, "--block-tokens", 16, "--store", store, "--link-mbit-s", 0.0001)
-    assert kvtide(*words, "--prefill-tokens-s", 1000)["decision"]["recompute_s"] == 0.048
-    assert "both" in refused(*words)
-
-
 def test_mistake_is_one_line_on_stderr_and_status_2(tmp_path: Path) -> None:
     ran = run("stats", "--store", tmp_path / "none")
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)

@@ -40,7 +40,6 @@ how large a model's cache is | kvtide size MODEL --disk-gb | @look | configs of 
     tests/cli/test_sizes.py::test_size_is_what_the_models_cache_takes
 why a prompt missed | kvtide explain | @look | @tiny | OURS
 which group of layers ended a hit | kvtide explain --model | @look | Gemma 3, tiny, random weights | OURS
-whether loading pays | kvtide explain --link-mbit-s --prefill-tokens-s | @look | @tiny | OURS
 whether the quality is enough | kvtide explain --quality | @look | @tiny | OURS
 what is installed | kvtide doctor | @look | @machine | OURS
 advice that can be copied | kvtide doctor | @look | @machine | OURS

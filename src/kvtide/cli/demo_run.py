@@ -1,7 +1,7 @@
 """Runs of the demo, each in a process of its own: answer, report. Started by `kvtide demo`.
 
-Takes `DemoJob`s on stdin and says `DemoWord`s on stdout, a line of JSON each. A run is a fork of a process that has
-imported torch, loaded the model and computed nothing, so that six runs do that once.
+Takes `DemoJob`s on stdin and gives a `DemoAnswer` to each on stdout, a line of JSON each. A run is a fork of a process
+that has imported torch, loaded the model and computed nothing, so that six runs do that once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtide.cli.demo import DemoJob, DemoRun, DemoWord
+from kvtide.cli.demo import DemoAnswer, DemoJob, DemoRun
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
 from kvtide.engines.calibrate import restored_kl
@@ -24,30 +24,21 @@ _QUESTION = "\n\nIn one or two sentences: what is this text about?"
 
 
 class _Watch:
-    """A streamer that notes the time of each token that generate puts."""
+    """A streamer that notes the time of each token that generate puts; the first call brings the prompt."""
 
-    def __init__(self, answer_tokens: int) -> None:
+    def __init__(self) -> None:
         self._clock = SystemClock()
-        self._answer_tokens = answer_tokens
-        self._started_s = self._clock.monotonic_s()
-        self._times_s: list[float] = []
+        self._times_s = [self._clock.monotonic_s()]
 
     def put(self, value: Any) -> None:
-        # The first call brings the prompt.
         self._times_s.append(self._clock.monotonic_s())
-        if len(self._times_s) > 1:
-            _tell(DemoWord("answer", len(self._times_s) - 1, self._answer_tokens))
 
     def end(self) -> None:
-        _tell(DemoWord("answer", self._answer_tokens, self._answer_tokens))
+        pass
 
     @property
     def ttft_s(self) -> float:
-        return self._times_s[1] - self._started_s
-
-
-def _tell(word: DemoWord) -> None:
-    print(msgspec.json.encode(word).decode(), flush=True)
+        return self._times_s[2] - self._times_s[0]
 
 
 def _prompt_ids(tokenizer: Any, prefix_tokens: int) -> list[int]:
@@ -62,24 +53,10 @@ def _prompt_ids(tokenizer: Any, prefix_tokens: int) -> list[int]:
     return [*shared, *tokenizer(tail).input_ids]
 
 
-def _watch_layers(model: Any) -> None:
-    layers = model.model.layers
-    for position, layer in enumerate(layers):
-        # Only a long forward is prefill worth showing; tokens of the answer come one by one.
-        def hook(module: Any, inputs: Any, output: Any, position: int = position) -> None:
-            if inputs[0].shape[1] > 1:
-                _tell(DemoWord("prefill", position + 1, len(layers)))
-
-        layer.register_forward_hook(hook)
-
-
 def _run(job: DemoJob, tokenizer: Any, model: Any) -> DemoRun:
     input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
-    _tell(DemoWord("load model", 1))
     # The first call in a process pays for warm-up that has nothing to do with caching.
     model.generate(input_ids[:, :8], max_new_tokens=2, do_sample=False)
-    _watch_layers(model)
-    # Our hooks change nothing, which the cache can't know: the model is named without them.
     name = model_fingerprint(model)
     streaming: dict[str, Any] = {}
     if job.answer_ids:
@@ -121,14 +98,11 @@ def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, *
     was_warm = (job.is_cold or not job.said_path) and cached.hit_tokens(input_ids) > 0
     # A cold run on a warm store measures the full prefill all the same.
     generate = cached.model.generate if job.is_cold and was_warm else cached.generate
-    _tell(DemoWord("prefill"))
-    watch = _Watch(job.answer_tokens)
+    watch = _Watch()
     mask = input_ids.new_ones(input_ids.shape)
     wanted |= {"attention_mask": mask, "max_new_tokens": job.answer_tokens, "do_sample": False}
     output = generate(input_ids, streamer=watch, **wanted)
-    _tell(DemoWord("store"))
     cached.flush(60.0)
-    _tell(DemoWord("store", 1))
     answer_ids = getattr(output, "sequences", output)[0][input_ids.shape[1] :].tolist()
     last, used_bytes = cached.last, cached.cache.stats().tiers[-1].used_bytes
     run = DemoRun(
@@ -144,24 +118,34 @@ def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, *
     return run, output
 
 
+def _answered(job: DemoJob, tokenizer: Any, model: Any) -> DemoAnswer:
+    try:
+        return DemoAnswer(_run(job, tokenizer, model))
+    except ValueError as error:
+        return DemoAnswer(mistake=str(error))
+
+
+def _say(answer: DemoAnswer) -> None:
+    print(msgspec.json.encode(answer).decode(), flush=True)
+
+
 def main() -> None:
     """Do the jobs on stdin, one after the other, each in a child of this process."""
     loaded: tuple[Any, Any] | None = None
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=DemoJob)
         try:
-            if loaded is None:
-                _tell(DemoWord("load model"))
-                loaded = load_to_fork()
-            child = os.fork()
-            if child == 0:
-                _tell(DemoWord(result=_run(job, *loaded)))
-                # Python would take two seconds to let go of torch.
-                os._exit(0)
+            loaded = loaded or load_to_fork()
         except ValueError as error:
-            _tell(DemoWord(mistake=str(error)))
+            _say(DemoAnswer(mistake=str(error)))
             return
-        _tell(DemoWord(status=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        child = os.fork()
+        if child == 0:
+            _say(_answered(job, *loaded))
+            # Python would take two seconds to let go of torch.
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            _say(DemoAnswer())
 
 
 if __name__ == "__main__":

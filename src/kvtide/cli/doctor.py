@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import resource
 import shlex
 import shutil
 from collections import Counter
@@ -24,14 +23,11 @@ from kvtide.cli.report import CONSOLE, DoctorFinding, JsonOption, cpu_name, form
 from kvtide.cli.store import DEFAULT_STORE, StoreOption, asked_s, listed, looking_at, rows_of
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
-from kvtide.config import Limits, cache_home
+from kvtide.config import Limits
 from kvtide.engines import device_part, untested_vllm, vllm_distribution
 from kvtide.errors import TierUnavailable
-from kvtide.server import listener_on
-from kvtide.server.settings import DEFAULT_LISTEN, FILES_MAX, ListenAddress, ServerSettings, parse_address
 from kvtide.tier import disk_path, open_tier
 from kvtide.tier.base import POOL_SCHEMES
-from kvtide.tier.http import http_tier
 from kvtide.tier.seal import Keyring, sealing_key_id, split_seal
 
 _LOW_DISK_BYTES = 2 << 30
@@ -49,10 +45,7 @@ _OPTIONAL = {
     "redis": ("valkey:// and redis:// stores", "pip install 'kvtide[valkey]'"),
     "obstore": ("s3://, gs:// and az:// stores", "pip install 'kvtide[s3]'"),
     "cryptography": ("sealed stores, ?seal=", "pip install 'kvtide[seal]'"),
-    "matplotlib": ("plots", "pip install 'kvtide[plot]'"),
 }
-# Where a server is looked for beside the one that has the default port.
-_PORTS_TRIED = 50
 
 
 def store_findings(url: str) -> list[DoctorFinding]:
@@ -181,7 +174,7 @@ def doctor(url: StoreOption = DEFAULT_STORE, gpu: GpuOption = None, as_json: Jso
         findings = _judged(gpu)
     else:
         installed = [_python(), _native(), *map(_optional, _OPTIONAL), _vllm()]
-        findings = [*installed, _cpu(), _gpu(), _model(), _port(), _descriptors(), *store_findings(url)]
+        findings = [*installed, _cpu(), _gpu(), *store_findings(url)]
     is_good = all(finding.status != "bad" for finding in findings)
     if as_json:
         say({"version": kvtide.__version__, "ok": is_good, "rows": findings}, as_json)
@@ -239,42 +232,6 @@ def _vllm() -> DoctorFinding:
     return DoctorFinding("vllm", "bad", f"{version} is not tested", command)
 
 
-def _port() -> DoctorFinding:
-    """Tell who has the port that `kvtide serve` takes by default."""
-    address = parse_address(DEFAULT_LISTEN)
-    if _is_free(address):
-        return DoctorFinding("port", "ok", f"{address} is free for kvtide serve")
-    server = http_tier(f"http://{address}", SystemClock(), operation_s_max=2.0)
-    server.open()
-    try:
-        asked_s(server, SystemClock())
-        return DoctorFinding("port", "ok", f"a kvtide server answers on {address}")
-    except TierUnavailable as error:
-        others = (address._replace(port=address.port + step) for step in range(1, _PORTS_TRIED))
-        free = next(filter(_is_free, others), address)
-        return DoctorFinding("port", "off", f"{address} is taken: {error}", f"kvtide serve --listen {free}")
-    finally:
-        server.close()
-
-
-def _is_free(address: ListenAddress) -> bool:
-    try:
-        listener_on(address).close()
-    except OSError:
-        return False
-    return True
-
-
-def _descriptors() -> DoctorFinding:
-    wanted = ServerSettings().limits.connections_max + FILES_MAX
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        detail = f"at most {hard}, a server with all its connections needs {wanted}: raise LimitNOFILE= or ulimit -Hn"
-        return DoctorFinding("descriptors", "off", detail)
-    most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
-    return DoctorFinding("descriptors", "ok", f"{soft} now, up to {most}; a server takes the {wanted} that it needs")
-
-
 def _cpu() -> DoctorFinding:
     try:
         words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
@@ -306,13 +263,3 @@ def _judged(report: Path) -> list[DoctorFinding]:
         raise ValueError(f"a GPU's report can't be judged: {error}") from error
     findings: list[DoctorFinding] = judge(report, _has_gpu())
     return findings
-
-
-def _model() -> DoctorFinding:
-    try:
-        folders = sorted((cache_home() / "models").glob("*/config.json"))
-    except OSError as error:
-        return DoctorFinding("converted model", "off", str(error))
-    if not folders:
-        return DoctorFinding("converted model", "off", "none yet; the demo makes it once", "kvtide demo")
-    return DoctorFinding("converted model", "ok", ", ".join(str(folder.parent) for folder in folders))

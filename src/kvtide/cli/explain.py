@@ -1,8 +1,7 @@
-"""`kvtide explain`: why a prompt hits only so many tokens of a store, block by block, and whether loading them pays."""
+"""`kvtide explain`: why a prompt hits only so many tokens of a store, block by block."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
@@ -20,8 +19,6 @@ from kvtide.errors import CorruptPayload
 from kvtide.group import LayerGroup, hit_of, part_keys
 from kvtide.keys import TokenIds, block_keys, tokens_array
 from kvtide.outcomes import Decided
-from kvtide.plan import Decision, PrefillSpeed, decide
-from kvtide.plan.base import Chunk, Request
 from kvtide.store.load import QUALITY_SLACK
 from kvtide.store.profiles import ProfileStore
 from kvtide.tier import Tier
@@ -53,8 +50,7 @@ class Explanation(NamedTuple):
     """The blocks that a look-up of this prompt finds, and why it ends there.
 
     first_missing: the block, or of a model of several groups of layers the part; ended_by: then its group. needs: names
-    a codec or profile that is not here, or the quality that the block has. base_bytes: what each hit block takes at its
-    least quality.
+    a codec or profile that is not here, or the quality that the block has.
     """
 
     prompt_tokens: int
@@ -65,7 +61,6 @@ class Explanation(NamedTuple):
     first_missing: BlockKey | None
     elsewhere: tuple[Namespace, ...] = ()
     needs: str = ""
-    base_bytes: tuple[int, ...] = ()
     ended_by: str = ""
 
     @property
@@ -88,16 +83,10 @@ def explain(
     quality: Annotated[
         float | None, typer.Option("--quality", help="KL divergence that the engine asks for: 5e-3 for tide:5e-3.")
     ] = None,
-    link: Annotated[
-        float | None, typer.Option("--link-mbit-s", help="Rate of a link, with --prefill-tokens-s: load or recompute?")
-    ] = None,
-    prefill: Annotated[float | None, typer.Option("--prefill-tokens-s", help="Speed of the engine.")] = None,
     url: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Say why a prompt hits only so many tokens: first missing block, evicted, corrupt, profile, other namespace."""
-    if (link is None) != (prefill is None):
-        raise ValueError("load or recompute is decided by both: give --link-mbit-s and --prefill-tokens-s")
     if (text is None) == (tokens is None):
         raise ValueError("give the prompt as --text FILE or as --tokens FILE")
     registry = CodecRegistry([*installed_profiles(), *(read_profile(path) for path in profile or ())])
@@ -118,13 +107,12 @@ def explain(
         # What a disk's journal says; servers have it in their metrics.
         disk = below_seal(tier)
         decided = sorted(disk.decisions().items()) if isinstance(disk, DiskTier) else []
-    decision = None if link is None or prefill is None else weigh(found, PrefillSpeed(prefill), link * 1e6 / 8)
     past = [f"decided before: {kind.choice} {count} tokens, {kind.why.meaning}" for kind, count in decided]
-    say(_result(url, digest, found, decision, decided), as_json, *_lines(found, decision), *past)
+    say(_result(url, digest, found, decided), as_json, *_lines(found), *past)
 
 
 def _result(
-    url: str, digest: Namespace, found: Explanation, decision: Decision | None, decided: Sequence[tuple[Decided, int]]
+    url: str, digest: Namespace, found: Explanation, decided: Sequence[tuple[Decided, int]]
 ) -> dict[str, object]:
     as_they_are = ("prompt_tokens", "full_blocks", "hit_blocks", "hit_tokens", "reason", "ended_by", "needs")
     return {
@@ -133,7 +121,6 @@ def _result(
         **{name: getattr(found, name) for name in as_they_are},
         "first_missing_key": found.first_missing.hex() if found.first_missing else None,
         "elsewhere": [other.hex() for other in found.elsewhere],
-        "decision": decision and _decision_row(decision),
         "decided": [
             {"decision": kind.choice, "reason": kind.why, "meaning": kind.why.meaning, "tokens": count}
             for kind, count in decided
@@ -141,7 +128,7 @@ def _result(
     }
 
 
-def _lines(found: Explanation, decision: Decision | None) -> list[str]:
+def _lines(found: Explanation) -> list[str]:
     blocks = f"{found.hit_blocks} of {found.full_blocks} blocks"
     lines = [f"{found.hit_tokens} of {found.prompt_tokens} tokens hit ({blocks})", f"reason: {found.reason}"]
     if found.first_missing:
@@ -149,21 +136,9 @@ def _lines(found: Explanation, decision: Decision | None) -> list[str]:
         lines.append(f"first missing block: {found.first_missing.hex()[:16]} at token {found.hit_tokens}{whose}")
     if found.needs:
         lines.append(f"it needs {found.needs}")
-    lines += [f"stored under namespace {other.hex()[:12]}; `kvtide stats` names its model" for other in found.elsewhere]
-    if decision:
-        load, both = (
-            f"{each:.3g} s" if math.isfinite(each) else "forever" for each in (decision.load_s, decision.both_s)
-        )
-        times = f"loading {load}, computing {decision.recompute_s:.3g} s, both {both}"
-        lines.append(f"{decision.way.name.lower()}: {decision.way.value} ({times})")
-    return lines
-
-
-def _decision_row(decision: Decision) -> dict[str, str | float | None]:
-    """Load or recompute, and the seconds that each way takes; None where a way never ends."""
-    load_s, both_s = (each if math.isfinite(each) else None for each in (decision.load_s, decision.both_s))
-    way = {"way": decision.way.name.lower(), "reason": decision.way.value}
-    return {**way, "load_s": load_s, "recompute_s": decision.recompute_s, "both_s": both_s}
+    return lines + [
+        f"stored under namespace {other.hex()[:12]}; `kvtide stats` names its model" for other in found.elsewhere
+    ]
 
 
 def _token_ids(path: Path) -> list[int]:
@@ -202,11 +177,14 @@ def _groups_of(model: str | None, block_tokens: int) -> Sequence[tuple[LayerGrou
 
 
 class _Look(NamedTuple):
-    """An object that is good, or why it can't be loaded and what it needs."""
+    """Why an object can't be loaded (ALL_FULL_BLOCKS: it can), and what it needs."""
 
-    stored: StoredObject | None
     verdict: MatchVerdict = MatchVerdict.ALL_FULL_BLOCKS
     needs: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return self.verdict is MatchVerdict.ALL_FULL_BLOCKS
 
 
 def explain_prompt(
@@ -232,49 +210,40 @@ def explain_prompt(
         looks.append([])
         for key in mine:
             # What is behind a gap of layers that see everything is no part of any hit.
-            is_over = not reach and looks[-1] and looks[-1][-1].stored is None
-            looks[-1].append(_Look(None) if is_over else _look(tier, ObjectId(space, key), registry, quality))
-    present = [[look.stored is not None for look in seen] for seen in looks]
+            is_over = not reach and looks[-1] and not looks[-1][-1].is_good
+            looks[-1].append(looks[-1][-1] if is_over else _look(tier, ObjectId(space, key), registry, quality))
+    present = [[look.is_good for look in seen] for seen in looks]
     hits, ended_by, _ = hit_of(present, reaches)
-    bases = [0] * hits
-    for seen, reach in zip(looks, reaches, strict=True):
-        for position in range(hits - min(reach or hits, hits), hits):
-            bases[position] += _base_bytes(seen[position].stored)
     counts = (len(prompt), len(keys), hits, hits * block_tokens)
     if ended_by is None:
         verdict = MatchVerdict.ALL_FULL_BLOCKS if keys else MatchVerdict.SHORTER_THAN_BLOCK
-        return Explanation(*counts, verdict, None, base_bytes=tuple(bases))
+        return Explanation(*counts, verdict, None)
     # A hit of one block more needs it.
     missing = max(position for position in range(hits + 1) if not present[ended_by][position])
-    _, verdict, needs = looks[ended_by][missing]
+    verdict, needs = looks[ended_by][missing]
     elsewhere: tuple[Namespace, ...] = ()
     if verdict is MatchVerdict.NEVER_STORED and not groups:
         elsewhere = _namespaces_with(tier, namespace, prompt, block_tokens, hits)
         verdict = MatchVerdict.OTHER_NAMESPACE if elsewhere else verdict
     name = groups[ended_by][0].name if groups else ""
-    return Explanation(*counts, verdict, parts[ended_by][1][missing], elsewhere, needs, tuple(bases), name)
+    return Explanation(*counts, verdict, parts[ended_by][1][missing], elsewhere, needs, name)
 
 
 def _look(tier: Tier, object_id: ObjectId, registry: CodecRegistry | None, quality: float | None) -> _Look:
     try:
         stored = read_object(tier, object_id)
     except CorruptPayload:
-        return _Look(None, MatchVerdict.CORRUPT_NOW)
+        return _Look(MatchVerdict.CORRUPT_NOW)
     if stored is None:
-        return _Look(None, _REMOVED.get(tier.removed_reason(object_id) or "", MatchVerdict.NEVER_STORED))
+        return _Look(_REMOVED.get(tier.removed_reason(object_id) or "", MatchVerdict.NEVER_STORED))
     if stored.meta.id != object_id:
-        return _Look(None, MatchVerdict.CORRUPT_NOW)
+        return _Look(MatchVerdict.CORRUPT_NOW)
     if registry is not None and registry.get(stored.codec_id, stored.profile) is None:
-        return _Look(None, MatchVerdict.CODEC_ABSENT, _needs(stored))
+        return _Look(MatchVerdict.CODEC_ABSENT, _needs(stored))
     if quality is not None and stored.quality > quality * (1 + QUALITY_SLACK):
         needs = f"a quality of {quality:.2g}; {stored.codec_id} has {stored.quality:.2g}"
-        return _Look(None, MatchVerdict.COARSE, needs)
-    return _Look(stored)
-
-
-def _base_bytes(stored: StoredObject | None) -> int:
-    assert stored is not None
-    return stored.object_bytes - sum(entry.size for entry in stored.entries if entry.id.refinement)
+        return _Look(MatchVerdict.COARSE, needs)
+    return _Look()
 
 
 def _needs(stored: StoredObject) -> str:
@@ -303,19 +272,3 @@ def _block_tokens_of(tier: Tier, sample: ObjectId) -> int | None:
     except CorruptPayload:
         return None
     return stored.meta.layout.tokens if stored else None
-
-
-def weigh(found: Explanation, prefill: PrefillSpeed, bytes_per_s: float) -> Decision | None:
-    """Decide as streamed loads do whether loading what was found beats recomputing it over a link of this rate.
-
-    None if nothing was found. ValueError for a negative rate.
-    """
-    if not found.hit_blocks:
-        return None
-    block_tokens = found.hit_tokens // found.hit_blocks
-    starts = range(0, found.hit_tokens, block_tokens)
-    chunks = [
-        Chunk(start, start + block_tokens, (size,), (0.0,))
-        for start, size in zip(starts, found.base_bytes, strict=True)
-    ]
-    return decide(Request(tuple(chunks), True, prefill, 0.0), bytes_per_s)
