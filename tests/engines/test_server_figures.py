@@ -17,10 +17,10 @@ def test_server_says_which_tokens_its_engines_restored(tiny_model: Any, prompt: 
             with attach(tiny_model, server.url, block_tokens=16) as cached:
                 cached.generate(prompt[:, :tokens], max_new_tokens=1, do_sample=False)
                 assert cached.cache.flush(10)
-    tokens, labels = "kvtide_prompt_tokens_total", {"namespace": cached.namespace.hex()[:12], "tenant": "(open)"}
-    assert counted(server, tokens, decision="load", reason="in_time", **labels) == 96
-    assert counted(server, tokens, decision="recompute", reason="absent", **labels) == 96
-    assert counted(server, tokens) == 192
+    metric, labels = "kvtide_prompt_tokens_total", {"namespace": cached.namespace.hex()[:12], "tenant": "(open)"}
+    assert counted(server, metric, decision="load", reason="in_time", **labels) == 96
+    assert counted(server, metric, decision="recompute", reason="absent", **labels) == 96
+    assert counted(server, metric) == 192
     # A load takes several ranges of an object, a store asks for it before it sends it: neither counts again.
     reads = "kvtide_object_reads_total"
     assert counted(server, reads) == counted(server, reads, result="found") == 6

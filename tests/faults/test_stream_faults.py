@@ -112,16 +112,18 @@ def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: 
     objects = made_objects(6, SIZES)
     servers = Servers(tmp_path, objects, 3e5, stack)
     job, link = made_job(objects, deadline_s=30.0), LinkEstimate()
-    receiver = Receiver(job.objects)
+    receivers = [Receiver(stored) for stored in job.objects]
     fail_later(servers, stack, cut_s=1.5, kill_at=200_000, cut_at=400_000)
-    run = FetchRun(job, receiver, Layered(), servers.tiers, link, CLOCK, FetchLimits())
+    run = FetchRun(job, receivers, Layered(), servers.tiers, link, CLOCK, FetchLimits())
     run.start()
     report = run.until_ready(IdleEngine())
     unique = 6 * sum(SIZES)
     assert report.progress.here == (3,) * 6
     assert report.ready_s < 29
     assert report.received_bytes == unique
-    assert [receiver.sections(block) == stored.sections() for block, stored in enumerate(parsed(objects))] == [True] * 6
+    assert [receivers[block].sections() == stored.sections() for block, stored in enumerate(parsed(objects))] == [
+        True
+    ] * 6
     assert report.faults >= 3
     # What a broken connection lost on its way is asked for again: the kernel's buffers, not the range.
     twice = (servers.passed_bytes - unique) / unique
@@ -176,9 +178,9 @@ def test_random_schedules_of_cuts_damage_and_moves(stack: ExitStack) -> None:
     passed = faults = damaged = 0
     for _ in range(SCHEDULES):
         job, before = made_job(objects, deadline_s=30.0), rig.passed_bytes
-        receiver = Receiver(job.objects)
+        receivers = [Receiver(stored) for stored in job.objects]
         places = sorted(random.randrange(unique) for _ in range(random.randint(1, 4)))
-        run = FetchRun(job, receiver, Layered(), rig.tiers, LinkEstimate(), CLOCK, FetchLimits(retry_s=0.01))
+        run = FetchRun(job, receivers, Layered(), rig.tiers, LinkEstimate(), CLOCK, FetchLimits(retry_s=0.01))
         ended = threading.Event()
 
         def happen(places: list[int] = places, before: int = before, ended: threading.Event = ended) -> None:
@@ -193,7 +195,7 @@ def test_random_schedules_of_cuts_damage_and_moves(stack: ExitStack) -> None:
         ended.set()
         happening.result()
         for block, stored in enumerate(job.objects):
-            here = {section.id: bytes(section.data) for section in receiver.sections(block)}
+            here = {section.id: bytes(section.data) for section in receivers[block].sections()}
             assert here.items() <= whole[stored.meta.id].items(), "wrong bytes"
             assert len(here) == 6 or block in report.damaged
         passed += rig.passed_bytes - before
@@ -220,9 +222,9 @@ def test_a_name_that_leads_elsewhere_in_mid_load_is_followed(stack: ExitStack, m
     tiers.open()
     stack.callback(tiers.close)
     job, before = made_job(objects, deadline_s=30.0), rig.links[0].passed_bytes
-    receiver = Receiver(job.objects)
+    receivers = [Receiver(stored) for stored in job.objects]
     limits = FetchLimits(retry_s=0.01)
-    run = FetchRun(job, receiver, Layered(), tiers, LinkEstimate(), CLOCK, limits, give_up_s=CLOCK.monotonic_s() + 30)
+    run = FetchRun(job, receivers, Layered(), tiers, LinkEstimate(), CLOCK, limits, give_up_s=CLOCK.monotonic_s() + 30)
     run.start()
     wait_until(lambda: rig.links[0].passed_bytes - before > 300_000, "bytes to pass")
     ports.append(rig.links[1].port)
@@ -237,10 +239,10 @@ def test_deadline_is_kept_with_the_engine_computing_meanwhile(tmp_path: Path, st
     objects = made_objects(6, SIZES)
     servers = Servers(tmp_path, objects, 1e5, stack)
     job, link = made_job(objects, deadline_s=3.5, tokens_per_s=12.0), LinkEstimate()
-    receiver = Receiver(job.objects)
+    receivers = [Receiver(stored) for stored in job.objects]
     fail_later(servers, stack, cut_s=3.0, kill_at=100_000, cut_at=200_000)
     engine = MadeEngine(tokens_per_s=14.0)
-    run = FetchRun(job, receiver, TwoEnded(), servers.tiers, link, CLOCK, FetchLimits())
+    run = FetchRun(job, receivers, TwoEnded(), servers.tiers, link, CLOCK, FetchLimits())
     run.start()
     report = run.until_ready(engine)
     # 2.5 s to what is computed in 3.5 s, and the last bases in 1.5 s before the cut: in time, or computed at once.

@@ -66,7 +66,7 @@ class Remote:
         if fault == "answer":
             raise TierUnavailable("cut")
         assert upload is not None
-        missing = upload.missing()
+        missing = upload.receiver.missing()
         return HttpAnswer(202 if missing else 201, {}, 0, msgspec.json.encode(PiecesAnswer(missing)))
 
 

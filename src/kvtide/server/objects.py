@@ -419,7 +419,7 @@ class ObjectRequests:
 
         def take() -> tuple[Upload | None, list[int]]:
             upload = self._uploads.take(stored, object_id, exchange.owner, body, is_wanted)
-            return upload, upload.missing() if upload is not None else []
+            return upload, upload.receiver.missing() if upload is not None else []
 
         upload, missing = await self._write(exchange, take, give_back)
         self._shared.metrics.count_received(tenant, size)

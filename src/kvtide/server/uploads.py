@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 
-from kvtide.errors import CorruptPayload, RequestRefused
+from kvtide.errors import RequestRefused
 from kvtide.server.settings import ServerLimits
 from kvtide.tier.base import LentObject
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
 from kvtide.wire.protocol import etag
 from kvtide.wire.ranges import parse_ranges
-from kvtide.wire.receiver import OfferOutcome, Receiver, is_frame, parse_frame_header
+from kvtide.wire.receiver import Receiver, is_frame, parse_frame_header
 
 
 class Upload:
@@ -29,8 +29,7 @@ class Upload:
         self.name = (object_id, stored.version_tag)
         self.owner = owner
         self.stored = stored
-        self.receiver = Receiver([stored], stored.object_bytes)
-        self.memory = self.receiver.memory(0)
+        self.receiver = Receiver(stored)
         self.held_bytes = self.receiver.held_bytes
         self.used_s = now_s
         # Those that read or store it now, and whether it goes when they are done.
@@ -43,19 +42,13 @@ class Upload:
         while frames:
             size = parse_frame_header(frames).frame_bytes
             with self._lock:
-                offer = self.receiver.offer(frames[:size])
-            if offer.outcome is OfferOutcome.REFUSED:
-                raise CorruptPayload(offer.reason)
+                self.receiver.offer(frames[:size])
             frames = frames[size:]
-
-    def missing(self) -> list[int]:
-        """Numbers of the sections that have not come."""
-        return [each.position for each in self.receiver.missing()]
 
     def has_part(self, asked: str) -> bool:
         """True if all that a Range header asks for is here."""
         try:
-            return all(self.receiver.has_range(0, *part) for part in parse_ranges(asked, self.stored.object_bytes))
+            return all(self.receiver.has_range(*part) for part in parse_ranges(asked, self.stored.object_bytes))
         except RequestRefused:
             return False
 
@@ -156,8 +149,8 @@ class Uploads:
     def _lent(self, upload: Upload) -> LentObject:
         upload.users += 1
         upload.used_s = self._monotonic_s()
-        head, release = bytes(upload.memory[:HEADER_BYTES]), partial(self._release, upload)
-        return LentObject(len(upload.memory), head, [upload.memory], None, release)
+        memory, release = upload.receiver.memory, partial(self._release, upload)
+        return LentObject(len(memory), bytes(memory[:HEADER_BYTES]), [memory], None, release)
 
     def _release(self, upload: Upload) -> None:
         with self._lock:

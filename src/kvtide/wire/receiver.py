@@ -1,30 +1,24 @@
-"""Puts the objects of a run together from sections that arrive in any order, late, or never; and the frame format.
+"""Puts an object together from sections that arrive in any order, late, or never; and the frame format.
 
 A frame (version 1, docs/format.md) is one section of an object on its own, on the wire; it names its object by the
 version tag. Invariant: nothing is handed out that a checksum and the object's table do not vouch for. What does not
-belong is refused, a damaged section is as if it had not come, and memory is bounded by the objects' own sizes.
+belong is refused, a damaged section is as if it had not come, and memory is bounded by the object's own size.
 """
 
 from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from kvtide.errors import CorruptPayload
-from kvtide.types import Section, SectionId
+from kvtide.types import Section
 from kvtide.wire.object import ENTRY_BYTES, OBJECT_BYTES_MAX, SectionEntry, StoredObject
 
-__all__ = ["FRAME_HEADER_BYTES", "OfferOutcome", "Receiver", "frame_header", "is_frame", "parse_frame_header"]
-
 FRAME_HEADER_BYTES = 96
-# Default bound on the bytes of all objects that one receiver puts together.
-RECEIVE_BYTES_MAX = 4 << 30
 
 _MAGIC = b"\x89KVTFR\r\n"
 _VERSION = 1
@@ -89,13 +83,16 @@ def parse_frame(data: bytes | bytearray | memoryview) -> tuple[FrameHeader, memo
     return header, body
 
 
-class Arrival:
-    """The bytes of an object so far, in their places. A section with a good checksum is never written again."""
+class Receiver:
+    """The bytes of an object so far, in their places. A section with a good checksum is never written again.
+
+    Not thread-safe.
+    """
 
     def __init__(self, stored: StoredObject) -> None:
         self.stored = stored
         self._head = stored.head
-        self._position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
+        self._position_of = {entry: position for position, entry in enumerate(stored.entries)}
         self._offsets = [entry.offset for entry in stored.entries]
         self._is_here = [False] * len(stored.entries)
         # Bytes of each section that came in one unbroken run from its first on.
@@ -106,80 +103,83 @@ class Arrival:
             if entry.size == 0 and entry.checksum == xxhash.xxh3_128_digest(b""):
                 self._settle(position)
 
-    def position_of(self, entry: SectionEntry) -> int | None:
-        """Return where this very entry stands in the table, None if it does not."""
-        position = self._position_of.get(entry.id)
-        return position if position is not None and self.stored.entries[position] == entry else None
+    def offer(self, frame: bytes | bytearray | memoryview) -> bool:
+        """Take a frame, whose bytes are copied. False if its section is here already.
 
-    def is_here(self, position: int) -> bool:
-        """Tell whether the section at this place in the table has arrived."""
-        return self._is_here[position]
-
-    def differs_from_head(self, offset: int, data: memoryview) -> bool:
-        """Tell whether bytes at `offset` contradict the header and table that we know."""
-        known = self._head[offset : offset + len(data)]
-        return known != data[: len(known)]
-
-    def put(self, position: int, data: memoryview) -> None:
-        """Take a section that is not here, whole, its checksum verified by the caller."""
-        assert not self._is_here[position]
+        CorruptPayload if it is damaged or not of this object.
+        """
+        header, data = parse_frame(frame)
+        position = self._position_of.get(header.entry)
+        if header.version_tag != self.stored.version_tag or position is None:
+            raise CorruptPayload(f"section {header.entry.id} is of another object than {self.stored.meta.id}")
+        if self._is_here[position]:
+            return False
         self._place(position)[:] = data
         self._settle(position)
+        return True
 
-    def fill(self, offset: int, data: memoryview) -> Iterator[tuple[int, bool]]:
-        """Take bytes of the object at `offset`; yield each section that they complete, and whether it is good.
+    def offer_bytes(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Take bytes of the object from `offset` on. They count where they continue a section from what is here of it.
 
-        Bytes count where they continue a section from what is here of it. A section that proves damaged is dropped.
+        CorruptPayload for bytes of another object, and once a section proves damaged, which is dropped: others count.
         """
-        stop = offset + len(data)
+        view, stop, damaged = memoryview(data), offset + len(data), ""
+        known = self._head[offset : offset + len(view)]
+        if stop > self.stored.object_bytes or known != view[: len(known)]:
+            raise CorruptPayload(f"{len(view)} bytes at {offset} are of another object than {self.stored.meta.id}")
         for position in range(max(0, bisect_right(self._offsets, offset) - 1), len(self._offsets)):
             entry = self.stored.entries[position]
             if entry.offset >= stop:
-                return
+                break
             # Of a section that is here all is filled: none of its bytes are taken again.
             start, filled = entry.offset + self._filled[position], min(stop, entry.offset + entry.size)
             if not offset <= start < filled:
                 continue
             place = self._place(position)
-            place[self._filled[position] : filled - entry.offset] = data[start - offset : filled - offset]
+            place[self._filled[position] : filled - entry.offset] = view[start - offset : filled - offset]
             self._filled[position] = filled - entry.offset
-            if self._filled[position] == entry.size:
-                is_good = xxhash.xxh3_128_digest(place) == entry.checksum
-                if is_good:
-                    self._settle(position)
-                else:
-                    self._filled[position] = 0
-                yield position, is_good
+            if self._filled[position] < entry.size:
+                continue
+            if xxhash.xxh3_128_digest(place) == entry.checksum:
+                self._settle(position)
+            else:
+                self._filled[position] = 0
+                damaged += f" {entry.id}"
+        if damaged:
+            raise CorruptPayload(f"{self.stored.meta.id}: checksums don't match:{damaged}")
+
+    def missing(self) -> list[int]:
+        """Return the places in the table of the sections that have not arrived."""
+        return [position for position, is_here in enumerate(self._is_here) if not is_here]
+
+    def has_range(self, start: int, stop: int) -> bool:
+        """Tell whether every section that has a byte in [start, stop) of the object has arrived."""
+        # A section without bytes is one too, where it stands.
+        return all(
+            is_here or not (entry.offset < stop and start < entry.offset + max(entry.size, 1))
+            for entry, is_here in zip(self.stored.entries, self._is_here, strict=True)
+        )
 
     @property
     def memory(self) -> memoryview:
-        """The object's bytes in their places, those that have not come whatever was there."""
-        if self._memory is None:
-            # Not a bytearray, which would write zeros to every page.
-            self._memory = np.empty(self.stored.object_bytes, dtype=np.uint8).data
-            self._memory[: len(self._head)] = self._head
-        return self._memory
+        """The object, good where `has_range` says so; that stays valid and unchanged."""
+        return self._bytes.toreadonly()
+
+    def whole(self) -> bytes | None:
+        """Return the object as it is stored, None unless every section of it has arrived."""
+        return bytes(self._bytes) if all(self._is_here) else None
 
     @property
     def held_bytes(self) -> int:
         """A bound on the memory that this takes, once all has come."""
         return self.stored.object_bytes + _SECTION_BYTES * len(self._offsets)
 
-    def _place(self, position: int) -> memoryview:
-        start = self._offsets[position]
-        return self.memory[start : start + self.stored.entries[position].size]
-
-    def _settle(self, position: int) -> None:
-        self._is_here[position] = True
-        self._filled[position] = self.stored.entries[position].size
-
     def missing_ranges(self) -> list[tuple[int, int]]:
         """Return the [start, stop) of the object's bytes that no section has yet, in order, neighbours as one."""
         ranges: list[tuple[int, int]] = []
-        for entry, filled, is_here in zip(self.stored.entries, self._filled, self._is_here, strict=True):
-            start, stop = entry.offset + filled, entry.offset + entry.size
-            if is_here:
-                continue
+        for position in self.missing():
+            entry = self.stored.entries[position]
+            start, stop = entry.offset + self._filled[position], entry.offset + entry.size
             if ranges and ranges[-1][1] == start:
                 ranges[-1] = (ranges[-1][0], stop)
             else:
@@ -187,9 +187,25 @@ class Arrival:
         return ranges
 
     def sections(self) -> list[Section]:
-        """Return the sections that are here, in stored order: views that stay valid."""
+        """Return the sections that are here, in stored order, for `Codec.decode`: views that stay valid."""
         entries = enumerate(self.stored.entries)
         return [Section(entry.id, self._place(at).toreadonly()) for at, entry in entries if self._is_here[at]]
+
+    @property
+    def _bytes(self) -> memoryview:
+        if self._memory is None:
+            # Not a bytearray, which would write zeros to every page.
+            self._memory = np.empty(self.stored.object_bytes, dtype=np.uint8).data
+            self._memory[: len(self._head)] = self._head
+        return self._memory
+
+    def _place(self, position: int) -> memoryview:
+        start = self._offsets[position]
+        return self._bytes[start : start + self.stored.entries[position].size]
+
+    def _settle(self, position: int) -> None:
+        self._is_here[position] = True
+        self._filled[position] = self.stored.entries[position].size
 
     def check(self) -> None:
         """Assert that what is here is what the table says."""
@@ -197,134 +213,3 @@ class Arrival:
             assert 0 <= self._filled[position] <= entry.size
             if self._is_here[position]:
                 assert xxhash.xxh3_128_digest(self._place(position)) == entry.checksum
-
-
-class OfferOutcome(Enum):
-    """The fate of bytes that were offered."""
-
-    ACCEPTED = "accepted"
-    DUPLICATE = "duplicate"
-    REFUSED = "refused"
-
-
-class Offer(NamedTuple):
-    """The outcome; which block's which section it was, as far as that is known; why it was refused."""
-
-    outcome: OfferOutcome
-    block: int | None = None
-    section: SectionId | None = None
-    reason: str = ""
-
-
-class Missing(NamedTuple):
-    """A section that has not arrived: of which block, and where in its table."""
-
-    block: int
-    position: int
-
-
-class Receiver:
-    """Takes frames, or bytes of objects by their number, and hands out what is whole. Not thread-safe."""
-
-    def __init__(self, objects: Sequence[StoredObject], bytes_max: int = RECEIVE_BYTES_MAX) -> None:
-        """ValueError for no objects, one twice, or more than `bytes_max`."""
-        object_bytes = sum(stored.object_bytes for stored in objects)
-        if not objects or object_bytes > bytes_max:
-            raise ValueError(f"expected objects of at most {bytes_max} bytes, got {len(objects)} of {object_bytes}")
-        self._block_of = {stored.version_tag: block for block, stored in enumerate(objects)}
-        if len(self._block_of) != len(objects):
-            raise ValueError("one object was given twice")
-        self._arrivals = [Arrival(stored) for stored in objects]
-
-    def offer(self, frame: bytes | bytearray | memoryview) -> Offer:
-        """Take a frame, if it belongs here and is whole. The bytes are copied."""
-        try:
-            header, data = parse_frame(frame)
-        except CorruptPayload as error:
-            return Offer(OfferOutcome.REFUSED, reason=str(error))
-        block, section = self._block_of.get(header.version_tag), header.entry.id
-        if block is None:
-            return Offer(OfferOutcome.REFUSED, section=section, reason="a section of another object")
-        arrival = self._arrivals[block]
-        position = arrival.position_of(header.entry)
-        if position is None:
-            return Offer(OfferOutcome.REFUSED, block, section, "the object's table has no such section")
-        if arrival.is_here(position):
-            return Offer(OfferOutcome.DUPLICATE, block, section)
-        arrival.put(position, data)
-        return Offer(OfferOutcome.ACCEPTED, block, section)
-
-    def offer_bytes(self, block: int, offset: int, data: bytes | bytearray | memoryview) -> list[Offer]:
-        """Take bytes of a block's object from `offset` on; return an offer for each section that they complete.
-
-        Chunks may be of any size. They count where they continue a section from its first byte on, and are copied
-        once. Bytes that contradict the header and table, or lie beyond the object, are refused.
-        """
-        arrival, view = self._arrival(block), memoryview(data)
-        if offset < 0:
-            raise ValueError(f"the offset must not be negative, got {offset}")
-        if offset + len(view) > arrival.stored.object_bytes:
-            reason = f"{len(view)} bytes at {offset} of an object of {arrival.stored.object_bytes}"
-            return [Offer(OfferOutcome.REFUSED, block, reason=reason)]
-        if arrival.differs_from_head(offset, view):
-            return [Offer(OfferOutcome.REFUSED, block, reason="bytes of another object")]
-        offers = []
-        for position, is_good in arrival.fill(offset, view):
-            section = arrival.stored.entries[position].id
-            if is_good:
-                offers.append(Offer(OfferOutcome.ACCEPTED, block, section))
-            else:
-                offers.append(Offer(OfferOutcome.REFUSED, block, section, "checksum of the section does not match"))
-        return offers
-
-    def missing(self) -> list[Missing]:
-        """Return the sections that have not arrived, by block, in stored order."""
-        return [
-            Missing(block, position)
-            for block, arrival in enumerate(self._arrivals)
-            for position in range(len(arrival.stored.entries))
-            if not arrival.is_here(position)
-        ]
-
-    def has_range(self, block: int, start: int, stop: int) -> bool:
-        """Tell whether every section that has a byte in [start, stop) of a block's object has arrived."""
-        arrival = self._arrival(block)
-        # A section without bytes is one too, where it stands.
-        return all(
-            arrival.is_here(position) or not (entry.offset < stop and start < entry.offset + max(entry.size, 1))
-            for position, entry in enumerate(arrival.stored.entries)
-        )
-
-    def memory(self, block: int) -> memoryview:
-        """Return a block's object, good where `has_range` says so; that stays valid and unchanged."""
-        return self._arrival(block).memory.toreadonly()
-
-    def sections(self, block: int) -> list[Section]:
-        """Return what has arrived of a block, for `Codec.decode`. The data stay valid and unchanged."""
-        return self._arrival(block).sections()
-
-    def missing_ranges(self, block: int) -> list[tuple[int, int]]:
-        """Return the [start, stop) of a block's object that have not been taken, in order, neighbours as one."""
-        return self._arrival(block).missing_ranges()
-
-    def whole(self, block: int) -> bytes | None:
-        """Return a block's object as it is stored, None unless every section of it has arrived."""
-        arrival = self._arrival(block)
-        is_whole = all(map(arrival.is_here, range(len(arrival.stored.entries))))
-        return bytes(arrival.memory) if is_whole else None
-
-    @property
-    def held_bytes(self) -> int:
-        """A bound on the memory that this takes, once all has arrived."""
-        return sum(arrival.held_bytes for arrival in self._arrivals)
-
-    def _arrival(self, block: int) -> Arrival:
-        if not 0 <= block < len(self._arrivals):
-            raise ValueError(f"block must be from 0 to {len(self._arrivals) - 1}, got {block}")
-        return self._arrivals[block]
-
-    def check(self) -> None:
-        """Assert every invariant; for tests."""
-        for block, arrival in enumerate(self._arrivals):
-            assert self._block_of[arrival.stored.version_tag] == block
-            arrival.check()

@@ -20,10 +20,10 @@ BASE_STOP = parsed(OBJECTS)[0].entries[1].offset + 1500
 
 def left_of(objects: dict[ObjectId, bytes], blocks: tuple[int, ...] = (0, 1, 2)) -> PartialLoad:
     """What a load leaves that had time for the bases."""
-    receiver = Receiver(parsed(objects))
+    receivers = [Receiver(stored) for stored in parsed(objects)]
     for block, data in enumerate(objects.values()):
-        receiver.offer_bytes(block, HEAD_BYTES, data[HEAD_BYTES:BASE_STOP])
-    return PartialLoad(parsed(objects), receiver, blocks)
+        receivers[block].offer_bytes(HEAD_BYTES, data[HEAD_BYTES:BASE_STOP])
+    return PartialLoad(receivers, blocks)
 
 
 class Store:

@@ -9,16 +9,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.errors import TierUnavailable
+from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeSource
 from kvtide.types import ObjectId
-from kvtide.wire import StoredObject
 
 if TYPE_CHECKING:
     from kvtide.wire.receiver import Receiver
@@ -30,16 +29,15 @@ Put = Callable[[ObjectId, bytes], bool]
 
 
 class PartialLoad(NamedTuple):
-    """The bytes that a load has received of its objects, and the numbers of those that the engine has from there."""
+    """What a load has received of its objects, and the numbers of those that the engine has from there."""
 
-    objects: Sequence[StoredObject]
-    receiver: Receiver
+    receivers: Sequence[Receiver]
     blocks: Sequence[int]
 
     @property
     def object_bytes(self) -> int:
         """Return what the objects take once they are whole."""
-        return sum(stored.object_bytes for stored in self.objects)
+        return sum(receiver.stored.object_bytes for receiver in self.receivers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class Backfill:
         self._kept = self._dropped = self._received_bytes = 0
 
     def offer(self, left: PartialLoad) -> bool:
-        """Complete a load's objects later; the receiver is the keeper's from now on. False if there is no room."""
+        """Complete a load's objects later; the receivers are the keeper's from now on. False if there is no room."""
         with self._changed:
             size = left.object_bytes
             is_full = len(self._waiting) >= self._limits.loads_max or self._held_bytes + size > self._limits.bytes_max
@@ -145,22 +143,25 @@ class Backfill:
                 self._changed.notify_all()
 
     def _keep(self, left: PartialLoad, block: int) -> bool:
-        stored = left.objects[block]
-        for start, stop in left.receiver.missing_ranges(block):
-            if not self._bring(left, block, start, stop):
+        receiver = left.receivers[block]
+        name = receiver.stored.meta.id
+        for start, stop in receiver.missing_ranges():
+            if not self._bring(receiver, start, stop):
                 return False
-        data = left.receiver.whole(block)
+        data = receiver.whole()
         if data is None:
-            _log.debug("%s came damaged and is not kept", stored.meta.id)
-        return data is not None and self._put(stored.meta.id, data)
+            _log.debug("%s came damaged and is not kept", name)
+        return data is not None and self._put(name, data)
 
-    def _bring(self, left: PartialLoad, block: int, start: int, stop: int) -> bool:
+    def _bring(self, receiver: Receiver, start: int, stop: int) -> bool:
         """Fetch a range, from where it stopped as long as a read brings anything."""
         position, has_moved = start, True
 
         def take(part: memoryview) -> bool:
             nonlocal position
-            left.receiver.offer_bytes(block, position, part)
+            # What comes damaged is missing when all has come.
+            with suppress(CorruptPayload):
+                receiver.offer_bytes(position, part)
             position += len(part)
             return not (self._loads or self._is_closing)
 
@@ -170,7 +171,7 @@ class Backfill:
             before = position
             try:
                 with until(self._clock.monotonic_s() + self._limits.read_s_max):
-                    self._source.read_range(left.objects[block].meta.id, position, stop, take)
+                    self._source.read_range(receiver.stored.meta.id, position, stop, take)
             except TierUnavailable as error:
                 _log.debug("%s", error)
             with self._changed:

@@ -37,7 +37,7 @@ from kvtide.plan.base import (
 from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeSource
 from kvtide.wire import StoredObject
-from kvtide.wire.receiver import OfferOutcome, Receiver
+from kvtide.wire.receiver import Receiver
 
 __all__ = ["FetchLimits", "LoadRequest"]
 
@@ -266,7 +266,7 @@ class FetchRun:
     def __init__(
         self,
         job: FetchJob,
-        receiver: Receiver,
+        receivers: Sequence[Receiver],
         policy: StreamPolicy,
         source: RangeSource,
         link: LinkEstimate,
@@ -282,7 +282,7 @@ class FetchRun:
         """
         self._give_up_s = give_up_s
         self._job = job
-        self._receiver = receiver
+        self._receivers = receivers
         self._policy = policy
         self._source = source
         self._link = link
@@ -422,7 +422,7 @@ class FetchRun:
     def take(
         self, block: int, position: int, part: memoryview, flight: _Flight, asked_s: float | None, deadline_s: float
     ) -> bool:
-        """Hand bytes to the receiver; False when the flight is no longer wanted."""
+        """Hand bytes to their receiver; False when the flight is no longer wanted."""
         with self._changed:
             if part and asked_s is not None:
                 self._link.latency_s = min(self._link.latency_s, self._clock.monotonic_s() - asked_s)
@@ -430,8 +430,9 @@ class FetchRun:
             flight.left_bytes -= len(part)
             self._touch()
             if part and flight.is_wanted:
-                offers = self._receiver.offer_bytes(block, position, part)
-                if any(offer.outcome is OfferOutcome.REFUSED for offer in offers):
+                try:
+                    self._receivers[block].offer_bytes(position, part)
+                except CorruptPayload:
                     self._damaged.add(block)
             if self._has_room():
                 self._changed.notify_all()
@@ -440,7 +441,7 @@ class FetchRun:
     def _arrive(self, fetch: Fetch) -> None:
         """Count a fetch whose bytes are all here, if their checksums hold."""
         for piece in self._job.pieces[fetch.chunk][fetch.step]:
-            if not self._receiver.has_range(piece.block, piece.start, piece.stop):
+            if not self._receivers[piece.block].has_range(piece.start, piece.stop):
                 self._faults += 1
                 return
         self._progress = self._progress.arrived(fetch)
@@ -456,7 +457,7 @@ class FetchRun:
     def until_ready(self, engine: Engine) -> FetchReport:
         """Have the engine compute what it is given; return when it should start or nothing more can come.
 
-        What then has not arrived is left, and the receiver is the caller's alone.
+        What then has not arrived is left, and the receivers are the caller's alone.
         """
         try:
             self._compute_until_ready(engine)

@@ -44,6 +44,8 @@ __all__ = ["Streamed", "StreamedReport"]
 # Passes that nobody races are no longer: to SmolLM2 each one more is about 1.5 % of recomputing 1,040 tokens, and in
 # much longer ones attention over what was there before them costs more than that.
 _OWN_PASS_TOKENS = 2 * PASS_TOKENS
+# Bound on the bytes of all objects that one load brings.
+RECEIVE_BYTES_MAX = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +390,7 @@ class _Stream:
         request = load.job.request
         self._access.judge.note_decode(load.job.objects[0].codec_id, len(load.appended) * self._tokens, load.append_s)
         if load.appended and not self._is_by_level:
-            self._access.backfill.offer(PartialLoad(load.job.objects, load.receiver, load.appended))
+            self._access.backfill.offer(PartialLoad(load.receivers, load.appended))
         computed, here = sum(request.chunks[chunk].tokens for chunk in fetch.progress.computed), fetch.progress.here
         return StreamedReport(
             load.tokens,
@@ -424,7 +426,9 @@ class StreamedLoad:
         give_up_s: when nothing more is fetched, by the clock.
         """
         self.job = job
-        self.receiver = Receiver(job.objects)
+        if (size := sum(stored.object_bytes for stored in job.objects)) > RECEIVE_BYTES_MAX:
+            raise ValueError(f"a streamed load brings at most {RECEIVE_BYTES_MAX} bytes, got objects of {size}")
+        self.receivers = [Receiver(stored) for stored in job.objects]
         # What the engine has, from the start on; the blocks of it that were appended, and what that took.
         self.tokens = max((job.request.chunks[chunk].stop for chunk in computed), default=0)
         self.appended: list[int] = []
@@ -432,7 +436,7 @@ class StreamedLoad:
         self._access = access
         self._begun = begun
         link, clock = access.judge.link, access.clock
-        self._run = FetchRun(job, self.receiver, policy, access.tiers, link, clock, limits, computed, begun, give_up_s)
+        self._run = FetchRun(job, self.receivers, policy, access.tiers, link, clock, limits, computed, begun, give_up_s)
         self._run.start()
 
     def is_ready(self) -> bool:
@@ -476,7 +480,7 @@ class StreamedLoad:
         bits: BlockBits = np.empty(layout.shape, layout.bits_dtype)
         blocks = self.job.request.tokens // layout.tokens
         for number in range(block, len(self.job.objects), blocks):
-            stored, sections = self.job.objects[number], self.receiver.sections(number)
+            stored, sections = self.job.objects[number], self.receivers[number].sections()
             codec = self._access.registry.get(stored.codec_id, stored.profile)
             # Other codecs may decode a part too, at a quality that nobody knows.
             is_enough = bool(sections) if isinstance(codec, EmbeddedCodec) else len(sections) == len(stored.entries)
