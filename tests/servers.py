@@ -83,7 +83,7 @@ def running_server(member: Member | None = None, **settings: Any) -> Iterator[Ru
 
 def counted(server: RunningServer, name: str, **labels: str) -> float:
     """Return the sum of a metric's samples that have these labels."""
-    families = server.service.observatory.registry.collect()
+    families = server.service.metrics.registry.collect()
     samples = (each for family in families for each in family.samples if each.name == name)
     return sum(each.value for each in samples if labels.items() <= each.labels.items())
 

@@ -19,7 +19,7 @@ def test_made_up_tenants_leave_named_ones_their_labels() -> None:
     relay = Grant(tenant="relay", scopes=list(Scope), token_sha256=token_digest(token), on_behalf_of=["*"])
     with running_server(grants=(*GRANTS, relay)) as server:
         ask(server, "PUT", OBJECT, body=object_bytes(1))
-        metrics = server.service.observatory.metrics
+        metrics = server.service.metrics
         for number in range(100):
             metrics.count_sent(f"junk-{number}", 1)
         ask(server, "GET", OBJECT, "victim")

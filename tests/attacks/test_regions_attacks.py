@@ -22,14 +22,13 @@ from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
-from kvtide.server.names import Names
 from kvtide.server.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
 from kvtide.server.regions import LATEST_S_MAX
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import stack_of
 from kvtide.tier.http.records import raise_to, records_clients
 from kvtide.tier.http.tier import http_tier
-from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
+from kvtide.types import BlockKey, Name, NamedId, Namespace
 from kvtide.wire.protocol import RecordKind, RecordName
 from kvtide_lab.bench.services import wait_until
 
@@ -94,25 +93,6 @@ def test_what_waits_has_its_name_after_a_restart(tenants: World) -> None:
     manifest.open()
     waiting = manifest.next()
     assert waiting is not None and waiting.name == Name("a", SPACE, 0)
-
-
-def test_events_never_guess_a_name() -> None:
-    names = Names(lambda tenant, namespace: 0)
-    hidden = ObjectId(names.place("a", SPACE), BlockKey(bytes(32)))
-    assert names.own(hidden) is None, "not the place where it is stored"
-    (named,) = names.ids("a", SPACE, [hidden.key])
-    assert names.own(named) == ObjectId(SPACE, hidden.key)
-
-
-def test_many_names_of_one_tenant_leave_those_of_others() -> None:
-    names = Names(lambda tenant, namespace: 0, names_max=16)
-    (mine,) = names.ids("a", SPACE, [BlockKey(bytes(32))])
-    names.note(mine)
-    for number in range(100):
-        for each in names.ids("b", made_up(number), [BlockKey(bytes(32))]):
-            names.note(each)
-    assert names.find(mine.namespace) == Name("a", SPACE, 0)
-    assert len(names._names) == 16
 
 
 @pytest.mark.parametrize("leap", ["7", "999999999999", "999999999999999999"])

@@ -45,7 +45,9 @@ def labels_of() -> dict[str, set[str]]:
     quotas.note(Namespace(bytes(32)), "a")
     quotas.placed(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))), 0, 1)
     scheduler = Scheduler(SchedulerSettings(), random.Random(0))
-    registry.register(SourceCollector(lambda: tiers, scheduler, quotas, str))
+    sources = SourceCollector(scheduler, quotas, str)
+    sources.tier_stats = tiers
+    registry.register(sources)
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

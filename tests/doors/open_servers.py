@@ -117,7 +117,6 @@ access log | --access-log FILE | @server | @process | OURS
 audit log | --audit-log FILE | @server | @process | OURS
 clients behind a proxy | trusted_proxies | @server | @process | OURS
 metrics | GET /metrics | @watching | @process | OURS
-events | GET /events | docs/monitoring.md: Events | @process | OURS
 ranges, tags and look-ups by curl | GET /v1/{namespace}/{key} | docs/protocol.md: The server's protocol, version 1
     curl | OURS
     tests/server/test_protocol_page.py::test_curl_says_what_the_page_shows

@@ -302,17 +302,6 @@ def test_metrics_count_what_was_read(server: ServerProcess) -> None:
     assert metric(server, name, **bearer("chat")) == before + 1
 
 
-@door("events")
-def test_router_hears_what_is_stored(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), 10) as reader:
-        reader.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        heard = reader.recv(4096)
-        put(server, 1)
-        while object_id(1).key.hex().encode() not in heard:
-            heard += reader.recv(4096)
-        assert b"event: stored" in heard
-
-
 @door("read through from the centre")
 def test_region_reads_what_only_the_centre_has(regions: Regions) -> None:
     put(regions.centre, 1)

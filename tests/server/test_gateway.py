@@ -332,19 +332,6 @@ def test_pages_tell_what_happened(server: RunningServer) -> None:
     assert 'kvtide_send_slots{state="used"} 0.0' in metrics
 
 
-def test_events_follow_objects(server: RunningServer) -> None:
-    with server.connect() as sock:
-        sock.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b"text/event-stream" in sock.recv(1000)
-        put(server, 1)
-        ask(server, "DELETE", 1)
-        came = b""
-        while b"event: removed" not in came:
-            came += sock.recv(1000)
-    assert came.index(b"event: stored") < came.index(b"event: removed")
-    assert came.count(object_id(1).key.hex().encode()) == 2
-
-
 def test_what_clients_decided_is_counted_and_nonsense_refused(server: RunningServer) -> None:
     tier = http_tier(server.url, SystemClock())
     tier.open()

@@ -79,7 +79,7 @@ def test_server_of_a_pool_is_ready_when_it_has_the_map(tmp_path: Path) -> None:
 
 
 def test_silent_and_greedy_health_checks_harm_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.pages._CONNECTION_S_MAX", 0.5)
+    monkeypatch.setattr("kvtide.server.health._CONNECTION_S_MAX", 0.5)
     with running_server(health=HEALTH) as server:
         crowd = [socket.create_connection(("127.0.0.1", server.service.health_port), 10) for _ in range(100)]
         crowd[0].sendall(b"x" * 20_000)

@@ -82,7 +82,9 @@ def test_server_without_tokens_counts_under_one_name(metrics: Metrics) -> None:
 def test_tiers_and_scheduler_are_read_when_asked(registry: CollectorRegistry) -> None:
     scheduler = Scheduler(SchedulerSettings(slots=3), random.Random(0))
     stats = [TierStats("memory", 2, 500, 1000, 7, 3, 4, 1)]
-    registry.register(SourceCollector(lambda: stats, scheduler, Quotas(dict, lambda: 0.0), str))
+    sources = SourceCollector(scheduler, Quotas(dict, lambda: 0.0), str)
+    sources.tier_stats = stats
+    registry.register(sources)
     scheduler.enqueue("a", "a1", 600 << 10, 0.0)
     scheduler.enqueue("a", "a1", 100, 0.0)
     scheduler.grant(0.0)

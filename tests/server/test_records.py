@@ -223,15 +223,6 @@ def test_invalidated_blocks_are_misses_and_may_be_stored_anew(tmp_path: Path) ->
         put(server, 1)
         assert ask(server, "GET", 1)[1] == object_bytes(1)
         assert json.loads(ask(server, "GET", "/v1")[1])["namespaces"] == [SPACE.hex()]
-        events = [event.kind for event in server.service.observatory.events.since(_start(server)).events]
-        assert events == ["stored"]
-        ask(server, "PUT", GENERATION, b"2")
-        events = [event.kind for event in server.service.observatory.events.since(_start(server)).events]
-        assert events == ["stored", "invalidated"]
-
-
-def _start(server: RunningServer):  # type: ignore[no-untyped-def]
-    return server.service.observatory.events.end()._replace(sequence=0)
 
 
 def test_object_of_another_generation_is_refused(server: RunningServer) -> None:

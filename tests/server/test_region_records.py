@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.server.worlds import World, ask, put
-from tests.servers import RunningServer
+from tests.servers import RunningServer, counted
 
 from kvtide.clock import SystemClock
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
@@ -201,11 +201,6 @@ def test_region_looks_up_a_run_at_its_centre_in_few_questions(world: World) -> N
     tier.close()
 
 
-def asked_for_objects(server: RunningServer) -> int:
-    registry = server.service.observatory.registry
-    counts = (
-        registry.get_sample_value("kvtide_requests_total", {"route": route, "status": status})
-        for route in ("object", "exists")
-        for status in ("200", "404")
-    )
-    return int(sum(count or 0 for count in counts))
+def asked_for_objects(server: RunningServer) -> float:
+    asked = [(route, status) for route in ("object", "exists") for status in ("200", "404")]
+    return sum(counted(server, "kvtide_requests_total", route=route, status=status) for route, status in asked)

@@ -19,7 +19,7 @@ from tests.servers import RunningServer, running_server
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import Gate, Grant, Scope, new_token, tenant_namespace, token_digest
-from kvtide.server.logs import ACCESS_LOGGER, AccessLine, write_log
+from kvtide.server.logs import ACCESS_LOGGER, write_log
 from kvtide.server.settings import ServerLimits, ServerSettings, TlsSettings, read_settings
 from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.tier import http_tier
@@ -52,7 +52,6 @@ MATRIX: list[tuple[str, str, bytes | None, tuple[int, ...]]] = [
     ("GET", ALIAS, None, (401, 401, 401, 404, 404, 403, 404)),
     ("GET", "/v1/records", None, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", "/metrics", None, (401, 401, 401, 403, 403, 200, 200)),
-    ("HEAD", "/events", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/healthz", None, (200,) * 7),
     ("GET", "/elsewhere", None, (401, 401, 401, 404, 404, 404, 404)),
 ]
@@ -299,13 +298,13 @@ def test_access_log_says_who_did_what_and_no_secret(tmp_path: Path) -> None:
             ask(server, method, OBJECT, token, data if method == "PUT" else None)
         wait_until(lambda: len(written()) == 4, "every request's line")
     text = (tmp_path / "access").read_text()
-    lines = [msgspec.json.decode(line, type=AccessLine) for line in text.splitlines()]
-    assert [(line.tenant, line.method, line.status) for line in lines] == [
+    lines = [msgspec.json.decode(line, type=dict[str, Any]) for line in text.splitlines()]
+    assert [(line["tenant"], line["method"], line["status"]) for line in lines] == [
         ("a", "PUT", 201), ("a", "GET", 200), ("b", "GET", 404), ("", "GET", 401)
     ]  # fmt: skip
-    assert [line.route for line in lines] == ["object"] * 4
-    assert {line.address for line in lines} == {"127.0.0.1"}
-    assert (lines[0].received_bytes, lines[1].sent_bytes) == (len(data), len(data))
+    assert [line["route"] for line in lines] == ["object"] * 4
+    assert {line["address"] for line in lines} == {"127.0.0.1"}
+    assert (lines[0]["received_bytes"], lines[1]["sent_bytes"]) == (len(data), len(data))
     assert not any(
         secret in text for secret in (*TOKENS.values(), object_id(1).key.hex(), object_id(1).namespace.hex())
     )

@@ -177,7 +177,7 @@ def _groups_of(model: str | None, block_tokens: int) -> Sequence[tuple[LayerGrou
 
 
 class _Look(NamedTuple):
-    """Why an object can't be loaded (ALL_FULL_BLOCKS: it can), and what it needs."""
+    """The reason why an object can't be loaded (ALL_FULL_BLOCKS: it can), and what it needs."""
 
     verdict: MatchVerdict = MatchVerdict.ALL_FULL_BLOCKS
     needs: str = ""

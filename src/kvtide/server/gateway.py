@@ -9,14 +9,16 @@ from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
+from prometheus_client import generate_latest
+
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.auth import Scope
+from kvtide.server.health import Health
 from kvtide.server.http import Connection, Exchange, Guest, Reception, Resources, receive
 from kvtide.server.logs import AccessLog
-from kvtide.server.metrics import Route
+from kvtide.server.metrics import Route, SourceCollector
 from kvtide.server.names import Listing
 from kvtide.server.objects import ObjectRequests
-from kvtide.server.pages import PAGES, Pages
 from kvtide.server.records import RecordRequests
 from kvtide.server.regions import Backing
 from kvtide.types import Namespace
@@ -29,9 +31,8 @@ _View = TypeVar("_View", protocol.ObjectList, protocol.TenantView)
 _LINGER_S_MAX = 1.0
 # Keys that are looked up at a time: a fraction of a millisecond in memory, one round trip for what lies behind it.
 _LOOK_UPS_A_TURN = 256
-# Ends only when the reader does.
-_EVENTS = "/events"
 _READ = ("GET", "HEAD")
+_PAGES = {"/healthz": Route.HEALTH, "/metrics": Route.METRICS, "/v1": Route.LIST}
 # What a request counts as, and its methods. Pages count one by one.
 _ROUTES: dict[type[protocol.Route], tuple[Route, tuple[str, ...]]] = {
     protocol.ObjectRoute: (Route.OBJECT, (*_READ, "PUT", "POST", "DELETE")),
@@ -54,7 +55,8 @@ class Gateway:
         reception: Reception,
         objects: ObjectRequests,
         records: RecordRequests,
-        pages: Pages,
+        sources: SourceCollector,
+        health: Health,
         access_log: AccessLog,
     ) -> None:
         self._backing = backing
@@ -62,11 +64,14 @@ class Gateway:
         self._reception = reception
         self._objects = objects
         self._records = records
-        self._pages = pages
+        self._sources = sources
+        self._health = health
         self._access_log = access_log
         self._listing = Listing(backing.store, backing.names)
-        # Connections between a request's head and the end of its answer, where that is near.
+        # Connections between a request's head and the end of its answer.
         self.busy: set[Guest] = set()
+        # No more requests are taken.
+        self._is_draining = False
 
     async def serve(self, stream: Connection, guest: Guest) -> None:
         """Answer a connection's requests until one of both sides ends it."""
@@ -99,14 +104,13 @@ class Gateway:
             await stream.linger(stream.now_s() + _LINGER_S_MAX)
             return False
         exchange = Exchange.begun(stream, guest, head, limits.head_s_max)
-        exchange.is_kept_alive = head.is_kept_alive and not self._pages.is_draining
-        if head.target != _EVENTS:
-            self.busy.add(guest)
+        exchange.is_kept_alive = head.is_kept_alive and not self._is_draining
+        self.busy.add(guest)
         try:
             await self._answer(exchange, guest, common_name)
             if exchange.has_unread_body:
                 await stream.linger(stream.now_s() + _LINGER_S_MAX)
-            return exchange.is_kept_alive and not self._pages.is_draining
+            return exchange.is_kept_alive and not self._is_draining
         finally:
             self.busy.discard(guest)
             self._note(exchange, _kind(exchange.route))
@@ -156,12 +160,8 @@ class Gateway:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route, caller = exchange.route, exchange.caller
-        if isinstance(route, protocol.PageRoute) and route.path != "/v1":
-            await self._pages.answer(exchange, route.path)
-            return
         if isinstance(route, protocol.PageRoute):
-            caller.require(Scope.READ)
-            await exchange.reply_json(await self._walked(exchange, self._listing.tenant(caller)))
+            await self._page(exchange, route.path)
             return
         self._backing.require_recovered()
         if isinstance(route, protocol.ObjectRoute):
@@ -177,6 +177,25 @@ class Gateway:
             await self._prefetch(exchange, route)
         else:
             await self._exists(exchange, route)
+
+    async def _page(self, exchange: Exchange, path: str) -> None:
+        """Answer GET or HEAD of a path without anything variable in it."""
+        if path not in _PAGES:
+            raise RequestRefused(404, "no such page")
+        if path == "/healthz":
+            if self._health.is_draining:
+                raise RequestRefused(503, "draining", retry_after_s=1.0)
+            await exchange.reply(200, b"ok\n")
+        elif path == "/metrics":
+            exchange.caller.require(Scope.ADMIN)
+            # Tiers may ask the disk for this, so not here.
+            read = self._backing.store.tier_stats
+            self._sources.tier_stats = await self._shared.workers.read(exchange.owner, read)
+            headers = [("Content-Type", "text/plain; version=0.0.4; charset=utf-8")]
+            await exchange.reply(200, generate_latest(self._shared.metrics.registry), headers)
+        else:
+            exchange.caller.require(Scope.READ)
+            await exchange.reply_json(await self._walked(exchange, self._listing.tenant(exchange.caller)))
 
     async def _asked(self, exchange: Exchange) -> protocol.LookUps:
         """Return the keys in the request's body."""
@@ -230,7 +249,7 @@ class Gateway:
 
     def drain(self) -> set[Guest]:
         """Take no more requests on connections that are here. Return those that are busy with one that will end."""
-        self._pages.is_draining = True
+        self._is_draining = True
         return self.busy
 
 
@@ -243,5 +262,5 @@ def _namespace(route: protocol.Route) -> Namespace:
 
 def _kind(route: protocol.Route) -> Route:
     if isinstance(route, protocol.PageRoute):
-        return Route.LIST if route.path == "/v1" else PAGES.get(route.path, Route.OTHER)
+        return _PAGES.get(route.path, Route.OTHER)
     return _ROUTES[type(route)][0]

@@ -43,7 +43,6 @@ class Route(StrEnum):
     RECORDS = "records"
     HEALTH = "health"
     METRICS = "metrics"
-    EVENTS = "events"
     OTHER = "other"
     MALFORMED = "malformed"
 
@@ -54,6 +53,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry, tenants_max: int = 64, namespaces_max: int = 16) -> None:
         self._tenants_max = tenants_max
         self._namespaces_max = namespaces_max
+        self.registry = registry
         self._lock = threading.Lock()
         self._tenants: dict[str, str] = {}
         # Each tenant label's namespace labels.
@@ -112,6 +112,10 @@ class Metrics:
         for (choice, why), count in counts.items():
             self._tokens.labels(label, name, choice, why).inc(count)
 
+    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Show a figure as it is whenever somebody asks for the metrics."""
+        Gauge(name, text, registry=self.registry).set_function(read)
+
     def label(self, tenant: str) -> str:
         """Return the label under which a tenant is counted."""
         with self._lock:
@@ -123,23 +127,17 @@ class Metrics:
 
 
 class SourceCollector(Collector):
-    """Reads tiers, scheduler and quotas whenever somebody asks for the metrics: they count for themselves."""
+    """Reads what counts for itself whenever somebody asks for the metrics: scheduler, quotas, and `tier_stats`."""
 
-    def __init__(
-        self,
-        tier_stats: Callable[[], Sequence[TierStats]],
-        scheduler: Scheduler,
-        quotas: Quotas,
-        label: Callable[[str], str],
-    ) -> None:
-        self._tier_stats = tier_stats
+    def __init__(self, scheduler: Scheduler, quotas: Quotas, label: Callable[[str], str]) -> None:
+        self.tier_stats: Sequence[TierStats] = ()
         self._scheduler = scheduler
         self._quotas = quotas
         self._label = label
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
-        stats = self._tier_stats()
+        stats = self.tier_stats
         texts = {"hits": "Reads", "misses": "Failed reads", "evictions": "Evictions", "faults": "Faults"}
         for name, text in texts.items():
             counter = CounterMetricFamily(f"kvtide_tier_{name}", f"{text} of a tier", labels=["tier"])

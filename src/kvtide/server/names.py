@@ -1,14 +1,12 @@
 """Storage places of namespaces, their owners' names for them, and the requests about many of their objects.
 
 Invariant: a place is named by tenant, namespace and generation, so that nobody looks for what an earlier generation
-stored. No name is guessed from a place. Listings walk through everybody's objects in slices, with a turn for each.
+stored. Listings walk through everybody's objects in slices, with a turn for each.
 """
 
 from __future__ import annotations
 
 import heapq
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -26,19 +24,10 @@ _SLICE_OBJECTS = 512
 
 
 class Names:
-    """Names of stored namespaces in which objects were seen, the last `names_max` of them. Thread-safe.
+    """Storage places of tenants' namespaces. `generation` tells a namespace's present one; it must not wait."""
 
-    Over the bound the tenant with the most names loses its oldest. `generation` tells a namespace's present one; it
-    must not wait.
-    """
-
-    def __init__(self, generation: Callable[[str, Namespace], int], names_max: int = 4096) -> None:
+    def __init__(self, generation: Callable[[str, Namespace], int]) -> None:
         self._generation = generation
-        self._names_max = names_max
-        self._lock = threading.Lock()
-        self._names: dict[Namespace, Name] = {}
-        # The same places by tenant, the least recently noted first.
-        self._places: dict[str, OrderedDict[Namespace, None]] = {}
 
     def place(self, tenant: str, namespace: Namespace, generation: int | None = None) -> Namespace:
         """Place of a tenant's namespace, of a generation or the present one."""
@@ -53,33 +42,9 @@ class Names:
         name, stored = Name(tenant, namespace, of), self.place(tenant, namespace, of)
         return [NamedId.of(ObjectId(stored, key), name) for key in keys]
 
-    def note(self, object_id: NamedId) -> None:
-        """Remember what the namespace of an object that is here is called."""
-        stored, name = object_id.namespace, object_id.name
-        with self._lock:
-            self._names[stored] = name
-            places = self._places.setdefault(name.tenant, OrderedDict())
-            places[stored] = None
-            places.move_to_end(stored)
-            if len(self._names) > self._names_max:
-                tenant, most = max(self._places.items(), key=lambda each: len(each[1]))
-                del self._names[most.popitem(last=False)[0]]
-                if not most:
-                    del self._places[tenant]
-
-    def find(self, stored: Namespace) -> Name | None:
-        """Return what a stored namespace is called, if that is known."""
-        with self._lock:
-            return self._names.get(stored)
-
     def is_current(self, name: Name) -> bool:
         """Tell whether a name is of its namespace's present generation."""
         return name.generation == self._generation(name.tenant, name.namespace)
-
-    def own(self, stored: ObjectId) -> ObjectId | None:
-        """A stored object's id as its owner says it; None without a name, or of an earlier generation."""
-        name = stored.name if isinstance(stored, NamedId) else self.find(stored.namespace)
-        return ObjectId(name.namespace, stored.key) if name is not None and self.is_current(name) else None
 
 
 class Listing:
@@ -120,9 +85,6 @@ class Listing:
             found = [info for info in infos if info.id.namespace == stored and info.id.key > route.after]
             first = heapq.nsmallest(route.limit, [*first, *found], key=lambda info: info.id.key) if found else first
             yield None
-        for named in self._names.ids(tenant, route.namespace, [info.id.key for info in first[:1]]):
-            # Who lists follows events from now on.
-            self._names.note(named)
         yield ObjectList([ListedObject(info.id.key.hex(), info.size, info.last_use_s) for info in first])
 
     def tenant(self, caller: Caller) -> Iterator[TenantView | None]:
@@ -144,9 +106,6 @@ class Listing:
 
     def _name(self, stored: Namespace, sample: ObjectId) -> Namespace | None:
         """Return what the owner calls a stored namespace, as one of its objects says."""
-        name = self._names.find(stored)
-        if name is not None:
-            return name.namespace
         if stored not in self._embedded:
             head = bytearray(HEADER_BYTES)
             if self._tier.get_into(sample, memoryview(head)) != HEADER_BYTES:

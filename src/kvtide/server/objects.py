@@ -240,7 +240,6 @@ class ObjectRequests:
                 if method == "GET":
                     self._shared.metrics.count_absent(exchange.caller.tenant, reason)
             return
-        self._backing.names.note(stored)
         try:
             await self._send(exchange, lent)
         finally:

@@ -112,8 +112,6 @@ class Records:
         self.epoch = secrets.token_hex(8)
         # All is here that was ever written: not with a new or damaged file, or none, until somebody says so.
         self.is_complete = False
-        # Told of a namespace whose generation has risen; from any thread, and must not call back.
-        self.on_raised: Callable[[Namespace], None] = lambda namespace: None
 
     def open(self) -> None:
         """Read the file, and write it again without what is out of date. OSError if that can't be done."""
@@ -280,8 +278,6 @@ class Records:
             self._lines += len(records)
         for record in records:
             self._keep(record)
-            if record.kind is RecordKind.GENERATION:
-                self.on_raised(_of(record))
         if self._lines > LINES_MAX:
             with _answering():
                 self._rewrite()

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from kvtide.clock import Clock
 from kvtide.server.auth import tenants_named
 from kvtide.server.gateway import Gateway
+from kvtide.server.health import Health
 from kvtide.server.http import Acceptor, BodyBuffers, Reception, Resources, Sender, Workers, bound, listener_on
 from kvtide.server.logs import AccessLog
+from kvtide.server.metrics import Metrics, SourceCollector
 from kvtide.server.objects import ObjectRequests
-from kvtide.server.pages import Health, Observatory, Pages
 from kvtide.server.quotas import OTHERS, Quotas
 from kvtide.server.records import RecordRequests
 from kvtide.server.regions import Backing
@@ -60,10 +63,20 @@ class Service:
         self.scheduler = Scheduler(settings.sending, random.Random())
         self.quotas = Quotas(lambda: self.live.settings.quotas, clock.wall_s)
         self.uploads = Uploads(lambda: self.live.limits, clock.monotonic_s)
-        self.observatory = Observatory(backing, self.scheduler, self.quotas)
+        # A region's own tiers are a stack in this one: quotas count those.
+        backing.local.observe(self.quotas)
+        self.metrics = Metrics(CollectorRegistry())
+        self._sources = SourceCollector(self.scheduler, self.quotas, self.metrics.label)
+        self.metrics.registry.register(self._sources)
+        if (sync := backing.synchroniser) is not None:
+            watch = self.metrics.watch
+            watch("kvtide_region_waiting_objects", "Objects that the centre has not got yet", lambda: sync.waiting)
+            watch("kvtide_region_given_up_objects", "Objects that the centre did not take", lambda: sync.given_up)
+            heard = "Unix time until which all that the centre wrote is known"
+            watch("kvtide_region_as_of_seconds", heard, lambda: backing.as_of_s() or 0.0)
         for tenant in tenants_named(settings.grants):
             # Before names that anybody may make up.
-            self.observatory.metrics.label(tenant)
+            self.metrics.label(tenant)
 
     @property
     def connections(self) -> int:
@@ -83,9 +96,8 @@ class Service:
             workers = stack.enter_context(Workers(self.live.limits.io_threads))
             self.acceptor.mover.open(loop)
             stack.callback(self.acceptor.mover.close)
-            shared = Resources(self.live, self.observatory.metrics, workers, self.buffers)
-            pages = Pages(self._backing, shared, self.observatory, self.health)
-            gateway = self._gateway(loop, shared, pages)
+            shared = Resources(self.live, self.metrics, workers, self.buffers)
+            gateway = self._gateway(loop, shared)
             accepting = [asyncio.create_task(self.acceptor.accept(listener, gateway.serve)) for listener in listeners]
             stack.callback(self.health.close)
             if self.live.settings.health is not None:
@@ -115,7 +127,7 @@ class Service:
             if address.path:
                 Path(address.path).unlink(missing_ok=True)
 
-    def _gateway(self, loop: asyncio.AbstractEventLoop, shared: Resources, pages: Pages) -> Gateway:
+    def _gateway(self, loop: asyncio.AbstractEventLoop, shared: Resources) -> Gateway:
         backing, settings = self._backing, self.live.settings
         self._sender = Sender(self.scheduler, loop, shared.workers, settings.limits.stall_s_max, shared.metrics)
         objects = ObjectRequests(backing, shared, self._sender, self.quotas, self.uploads, self._member)
@@ -125,7 +137,7 @@ class Service:
         records = RecordRequests(backing.records, backing.central, shared, are_kept)
         is_mine = self._address.is_local and not (settings.grants or settings.is_open_to_all)
         reception = Reception(self.live, self.acceptor.limits, loop, is_mine)
-        return Gateway(backing, shared, reception, objects, records, pages, self._access_log)
+        return Gateway(backing, shared, reception, objects, records, self._sources, self.health, self._access_log)
 
     def reload(self) -> None:
         """Read the settings again; those that can't be used change nothing. Call it on the event loop."""

@@ -150,13 +150,6 @@ class Exchange:
         await self.stream.send_all(data, self.stream.now_s() + self.send_s_max)
         self.sent_bytes = len(data) - len(head)
 
-    async def begin_stream(self, headers: Headers) -> None:
-        """Send the head of an answer that goes on until the connection ends."""
-        self.started()
-        self.is_kept_alive, self.status = False, 200
-        head = pack_response_head(200, [*headers, ("Connection", "close")])
-        await self.stream.send_all(head, self.stream.now_s() + self.send_s_max)
-
     async def reply_json(self, value: msgspec.Struct) -> None:
         """Send a value as JSON."""
         await self.reply(200, msgspec.json.encode(value) + b"\n", [("Content-Type", "application/json")])

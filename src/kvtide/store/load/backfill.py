@@ -29,7 +29,7 @@ Put = Callable[[ObjectId, bytes], bool]
 
 
 class PartialLoad(NamedTuple):
-    """What a load has received of its objects, and the numbers of those that the engine has from there."""
+    """The objects of a load as far as they came, and the numbers of those that the engine has from there."""
 
     receivers: Sequence[Receiver]
     blocks: Sequence[int]
