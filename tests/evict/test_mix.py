@@ -94,13 +94,13 @@ def test_lead_of_two_hits_is_chance_where_policies_hold_the_same(monkeypatch: py
     assert rulers == ["reuse", "reuse", "lru"]
 
 
-def test_costs_and_values_reach_the_shadows() -> None:
+def test_sizes_reach_the_shadows() -> None:
     policy = policy_named("mix")(8)
     assert isinstance(policy, mix.MixPolicy)
     index = RadixIndex(ManualClock(), lambda _: policy, 8)
-    index.insert(namespace(), chain(1, 2), value=3.0, cost=5.0)
+    index.insert(namespace(), chain(1, 2), size=500)
     for shadow in policy._shadows._shadows:
-        assert {(run.value, run.given_cost) for run in shadow._tree.runs()} == {(3.0, 5.0)}
+        assert {run.size for run in shadow._tree.runs()} == {500}
 
 
 def test_switch_forgets_a_bounded_number_of_blocks_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,15 +164,6 @@ def test_gdsf_keeps_what_costs_more_to_recompute() -> None:
     assert index.match(chain(*range(200))) == 200
 
 
-def test_score_evicts_few_important_tokens_first() -> None:
-    clock = ManualClock()
-    index = RadixIndex(clock, policy_named("score"), 2)
-    index.insert(namespace(), chain(1), value=50.0)
-    index.insert(namespace(), chain(2), value=3.0)
-    index.insert(namespace(), chain(3), value=10.0)
-    assert held(index, 1, 2, 3) == [True, False, True]
-
-
 def test_reuse_learns_that_one_kind_of_prompt_never_returns() -> None:
     # Sessions of four blocks return every 100 s for eight turns; single prompts of 40 blocks never do.
     clock = ManualClock()
@@ -190,35 +181,19 @@ def test_reuse_learns_that_one_kind_of_prompt_never_returns() -> None:
     assert hits["reuse"] > 2 * hits["lru"] + 1000
 
 
-@pytest.mark.parametrize(("costs", "first_victim"), [((None, None), 1), ((1.0, 1.1), 1), ((8.0, 1.0), 2)])
+@pytest.mark.parametrize(("sizes", "first_victim"), [((1024, 1024), 1), ((1100, 1000), 1), ((128, 1024), 2)])
 @pytest.mark.parametrize("uses", [0, 200])
-def test_reuse_weighs_costs_that_it_is_told(
-    costs: tuple[float | None, float | None], first_victim: int, uses: int
-) -> None:
+def test_reuse_weighs_the_room_that_blocks_take(sizes: tuple[int, int], first_victim: int, uses: int) -> None:
     clock = ManualClock()
     index = RadixIndex(clock, policy_named("reuse"), 1000)
     for number in range(uses):
         clock.advance(1.0)
         index.insert(namespace(), chain(100 + number % 50))
     clock.advance(10_000.0)
-    for number, cost in enumerate(costs, 1):
-        index.insert(namespace(), chain(number), cost=cost)
+    for number, size in enumerate(sizes, 1):
+        index.insert(namespace(), chain(number), size=size)
     order = index.victims(60)
     assert min(order.index(chain(number)[0]) for number in (1, 2)) == order.index(chain(first_victim)[0])
-
-
-@pytest.mark.parametrize("cost", [0.0, -1.0, float("nan")])
-def test_cost_that_is_not_positive_is_refused(cost: float) -> None:
-    with pytest.raises(ValueError, match="cost must be positive"):
-        RadixIndex(ManualClock(), policy_named("reuse"), 10).insert(namespace(), chain(1), cost=cost)
-
-
-def test_costs_of_a_run_that_grows_are_those_of_its_blocks() -> None:
-    index, keys = RadixIndex(ManualClock(), policy_named("gdsf"), 10), chain(1, 1, 1, 1)
-    parents = [None, *keys]
-    for key, parent, cost in zip(keys, parents, (1.0, 2.0, 3.0, 6.0), strict=False):
-        index.insert(namespace(), [key], parent, cost=cost)
-    assert index._tree.run_of(keys[-1]).given_cost == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -82,12 +82,6 @@ def test_index_counts_its_room_by_size() -> None:
     index.check()
 
 
-@pytest.mark.parametrize("size", [0, -1])
-def test_size_that_is_not_positive_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match="size must be positive"):
-        RadixIndex(ManualClock(), policy_named("lru"), 4).insert(NS, prompt(1), size=size)
-
-
 def test_sizes_that_are_nearly_alike_are_the_usual_one() -> None:
     sizes = Sizes(1000)
     for number in range(40):

@@ -18,7 +18,6 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import TierUnavailable
-from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.outcomes import decisions_text
 from kvtide.store import PendingBlock
@@ -135,18 +134,6 @@ def test_restored_and_found_blocks_are_known_to_be_on_disk(
     fill(open_cache(tmp_path), metas)
     assert early.match(ids(metas)) == 3
     assert tiers_of(early, metas) == tiers_of(open_cache(tmp_path), metas) == [2, 2, 2]
-
-
-def test_index_hears_what_recomputing_costs(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    cache, metas = open_cache(tmp_path), metas_of(layout, 2)
-    bits = smooth_bits(layout, 1)
-    costs = (1.0, 2.0)
-    cache.store([PendingBlock(meta, lambda: lambda: bits, cost) for meta, cost in zip(metas, costs, strict=True)])
-    assert cache.flush(10)
-    assert isinstance(cache.index, RadixIndex)
-    run = cache.index._tree.run_of(metas[1].id.key)
-    assert run is not None
-    assert run.given_cost == 1.5
 
 
 def test_loads_are_counted_as_decisions_and_told_to_the_store(

@@ -29,7 +29,7 @@ app = typer.Typer(help="Run the real index, planner and scheduler on made-up tim
 SHARES = ["1%", "3%", "10%", "30%"]
 SHARES_QUICK = ["3%", "10%"]
 POLICIES_QUICK = ["lru", "arc", "reuse"]
-STANDING = ["lru", "slru", "s3fifo", "arc", "score", "fading", "reuse"]
+STANDING = ["lru", "slru", "s3fifo", "arc", "lfu", "fading", "reuse"]
 DEFAULT_POLICY = "mix"
 _STREAM = StreamSetup()
 TRIALS_QUICK = 30

@@ -15,6 +15,9 @@ from kvtide.index import EvictionPolicy, HeapPolicy, Run, Use
 # Uses count in whole steps, recency below them: more requests than this would round off.
 _USES_PER_STEP = float(1 << 40)
 _PROTECTED_SHARE = 0.8
+# A block's attention costs as much as its matrices once this many blocks come before it (16k tokens of 256 a block,
+# the order of magnitude of today's 8B models).
+_BLOCKS_OF_EQUAL_COST = 64
 # Any protected run ranks above any that is not: uses are fewer than this.
 _PROTECTED = float(1 << 52)
 
@@ -76,13 +79,6 @@ class LfuPolicy(HeapPolicy):
         return run.uses + run.last_use / _USES_PER_STEP
 
 
-class ScorePolicy(HeapPolicy):
-    """Importance times frequency (IMPRESS): uses times the mean number of important tokens of the run's blocks."""
-
-    def priority(self, run: Run) -> float:
-        return run.uses * run.value
-
-
 class GdsfPolicy(HeapPolicy):
     """Greedy dual, size and frequency: uses times what a block costs to recompute, plus the worth of the latest victim.
 
@@ -95,7 +91,7 @@ class GdsfPolicy(HeapPolicy):
 
     def priority(self, run: Run) -> float:
         """Return inflation plus uses times the mean cost of the run's blocks."""
-        return self._inflation + run.uses * run.cost
+        return self._inflation + run.uses * (1 + (run.start + run.held / 2) / _BLOCKS_OF_EQUAL_COST)
 
     def victim(self) -> Run | None:
         """Return the candidate of lowest priority, and age the others by it."""
@@ -162,7 +158,6 @@ POLICIES: Mapping[str, PolicyOf] = MappingProxyType(
         "slru": SlruPolicy,
         "sieve": lambda blocks_max: SievePolicy(),
         "gdsf": lambda blocks_max: GdsfPolicy(),
-        "score": lambda blocks_max: ScorePolicy(),
     }
 )
 

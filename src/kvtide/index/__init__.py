@@ -1,8 +1,7 @@
 """The index: which blocks are known and which are in use. It knows keys and sizes, never bytes."""
 
 from kvtide.index.policy import USUAL_SIZE, EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
-from kvtide.index.radix import TIERS_MAX, RadixIndex, RestoreReport
-from kvtide.index.rebuild import ListedBlock
+from kvtide.index.radix import TIERS_MAX, ListedBlock, RadixIndex, RestoreReport
 
 __all__ = [
     "TIERS_MAX",

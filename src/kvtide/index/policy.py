@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 from kvtide.types import BlockKey
 
-# A block's attention costs as much as its matrices once this many blocks come before it (16k tokens of 256 a block,
-# the order of magnitude of today's 8B models).
-BLOCKS_OF_EQUAL_COST = 64
 # The size of a block as large as those that an index counts its room in.
 USUAL_SIZE = 1024
 # Entries of candidates that left stay in the heap until they are a majority.
@@ -23,8 +20,7 @@ class Run:
     """Consecutive blocks `[start, start + len(keys))` of a prefix, in the tree of their namespace.
 
     Index and policy share it: the last three fields belong to the policy. `uses` and `last_use` (a sequence number)
-    tell of the latest use, set before the policy hears of it. `value` is the mean number of important tokens of its
-    blocks, `given_cost` what recomputing one of them costs if somebody said so, `size` what room each takes.
+    tell of the latest use, set before the policy hears of it. `size` is the room that each block takes.
     """
 
     keys: list[BlockKey]
@@ -37,28 +33,14 @@ class Run:
     is_candidate: bool = False
     uses: int = 0
     last_use: int = 0
-    value: float = 1.0
-    given_cost: float | None = None
     size: int = USUAL_SIZE
     order: int = 0
     tag: int = 0
     state: Any = None
 
-    @property
-    def cost(self) -> float:
-        """Return what recomputing one of its held blocks costs; if not given, by its position, a prompt's first 1."""
-        if self.given_cost is not None:
-            return self.given_cost
-        return 1 + (self.start + self.held / 2) / BLOCKS_OF_EQUAL_COST
-
     def may_grow(self, depth: int) -> bool:
         """Tell whether blocks after `depth` share this run's history: stored one by one, used by nobody since."""
         return self.uses == 1 and self.stop == depth and self.held == len(self.keys) and not self.children
-
-    def note_cost(self, cost: float | None, blocks: int) -> None:
-        """Take the cost of blocks that are about to be added; the given one is the mean over all, if all gave one."""
-        if cost is not None and self.given_cost is not None:
-            self.given_cost += blocks / (len(self.keys) + blocks) * (cost - self.given_cost)
 
     @property
     def stop(self) -> int:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.index.policy import USUAL_SIZE, EvictionPolicy, Run, Use
-from kvtide.index.rebuild import ListedBlock, Rebuild
 from kvtide.types import BlockKey, Namespace
 
 # A block's tiers are the bits of one byte.
@@ -118,8 +117,7 @@ class Tree:
         upper = _new_run(lower.keys[:count], parent, lower.start)
         upper.held = min(lower.held, count)
         upper.tiers = lower.tiers[:count]
-        upper.value, upper.given_cost, upper.size = lower.value, lower.given_cost, lower.size
-        upper.uses, upper.last_use = lower.uses, lower.last_use
+        upper.uses, upper.last_use, upper.size = lower.uses, lower.last_use, lower.size
         lower.keys = lower.keys[count:]
         lower.tiers = lower.tiers[count:]
         lower.held -= upper.held
@@ -197,10 +195,24 @@ class Tree:
         assert count == len(self._where)
 
 
+def _bit_of(tier: int) -> int:
+    if not 0 <= tier < TIERS_MAX:
+        raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
+    return 1 << tier
+
+
 def mark_tier(run: Run, first: int, bit: int) -> None:
     """Note that the blocks of a run from `first` on are in the tier of that bit too."""
     if run.tiers.count(bit, first) < len(run.tiers) - first:
         run.tiers[first:] = run.tiers[first:].translate(_WITH_BIT[bit])
+
+
+class ListedBlock(NamedTuple):
+    """One block as a tier lists it: enough to hang it into the tree."""
+
+    namespace: Namespace
+    key: BlockKey
+    parent: BlockKey
 
 
 class RestoreReport(NamedTuple):
@@ -261,26 +273,17 @@ class RadixIndex:
         keys: Sequence[BlockKey],
         parent: BlockKey | None = None,
         tier: int = 0,
-        value: float = 1.0,
-        cost: float | None = None,
         size: int = USUAL_SIZE,
     ) -> list[BlockKey]:
         """Note a use of a prefix and make its blocks known in a tier; return the blocks that had to go for them.
 
         `parent` is the key before the first one; None or the namespace itself for a prefix from its beginning. A chain
         whose parent is not held is not inserted: nothing could match it. Blocks of the prefix itself may be among what
-        had to go: those that have no place or are worth less than all others. `value` is the mean number of important
-        tokens of the new blocks. `cost` is what recomputing one of the blocks costs beside a prompt's first; None
-        leaves it to the index. `size` is the room that each of the new blocks takes. ValueError if the keys are no
-        chain, or for a cost or size that is not positive.
+        had to go: those that have no place or are worth less than all others. `size` is the room that each of the new
+        blocks takes. ValueError if the keys are no chain.
         """
-        if not 0 <= tier < TIERS_MAX:
-            raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
-        tier_bit = 1 << tier
-        if not (cost is None or cost > 0):
-            raise ValueError(f"cost must be positive, got {cost}")
-        if size < 1:
-            raise ValueError(f"size must be positive, got {size}")
+        assert size > 0
+        tier_bit = _bit_of(tier)
         evicted: list[BlockKey] = []
         with self._lock:
             anchor = self._tree.anchor(namespace, parent) if keys else None
@@ -292,21 +295,18 @@ class RadixIndex:
                 anchor.root.state = namespace
             last = self._tree.run_of(anchor.key) if not known and anchor.key is not None else None
             if last is not None and last.may_grow(anchor.depth):
-                last.note_cost(cost, len(keys))
                 self._tree.extend(last, keys, tier_bit)
                 self._policy.adopt(last, len(keys))
                 self._hold(last)
                 self._offer(last)
             else:
-                path = self._path(anchor, keys, known, value, cost, size)
+                path = self._path(anchor, keys, known, size)
                 self._use(path, anchor.depth, known, tier_bit)
             while (surplus := self._held_size - self._room) > 0 and (victim := self._policy.victim()) is not None:
                 evicted += self._shrink(victim, -(-surplus // victim.size))
         return evicted
 
-    def _path(
-        self, anchor: Anchor, keys: Sequence[BlockKey], known: int, value: float, cost: float | None, size: int
-    ) -> list[Run]:
+    def _path(self, anchor: Anchor, keys: Sequence[BlockKey], known: int, size: int) -> list[Run]:
         """Return the runs from the namespace's first block to the last key, the new ones made."""
         end = keys[known - 1] if known else anchor.key
         path: list[Run] = []
@@ -319,7 +319,7 @@ class RadixIndex:
         for part in [fresh[:-1], fresh[-1:]] if self._policy.splits_tail else [fresh]:
             if part:
                 run = self._tree.grow(path[-1] if path else anchor.root, part)
-                run.value, run.given_cost, run.size = value, cost, size
+                run.size = size
                 self._policy.adopt(run, len(part))
                 path.append(run)
         return path
@@ -447,13 +447,12 @@ class RadixIndex:
 
     def place(self, key: BlockKey, tier: int) -> None:
         """Note that a held block is in a tier too; not a use. Blocks that are not held are ignored."""
-        if not 0 <= tier < TIERS_MAX:
-            raise ValueError(f"tier must be from 0 to {TIERS_MAX - 1}, got {tier}")
+        tier_bit = _bit_of(tier)
         with self._lock:
             run = self._tree.run_of(key)
             position = run.keys.index(key) if run is not None else 0
             if run is not None and position < run.held:
-                run.tiers[position] |= 1 << tier
+                run.tiers[position] |= tier_bit
 
     def advise(self, key: BlockKey) -> None:
         """Have the policy note advice about the request that ended with a known block; not a use."""
@@ -485,11 +484,23 @@ class RadixIndex:
 
     def restore(self, records: Iterable[ListedBlock], tier: int = 0) -> RestoreReport:
         """Make known what a tier lists, in any order; blocks whose parent is not listed are passed over."""
-        rebuild, restored = Rebuild(records), 0
-        for namespace, parent, chain in rebuild.chains():
-            self.insert(namespace, chain, parent, tier)
-            restored += len(chain)
-        return RestoreReport(restored, rebuild.listed - restored)
+        children: defaultdict[tuple[Namespace, BlockKey], set[BlockKey]] = defaultdict(set)
+        for namespace, key, parent in records:
+            children[namespace, parent].add(key)
+        restored, listed = 0, sum(map(len, children.values()))
+        pending = [edge for edge in children if bytes(edge[0]) == edge[1]]
+        while pending:
+            namespace, parent = pending.pop()
+            for key in children.pop((namespace, parent)):
+                # A chain is as long as its blocks have one child each.
+                chain = [key]
+                while len(children.get((namespace, chain[-1]), ())) == 1:
+                    chain += children.pop((namespace, chain[-1]))
+                self.insert(namespace, chain, parent, tier)
+                restored += len(chain)
+                if (namespace, chain[-1]) in children:
+                    pending.append((namespace, chain[-1]))
+        return RestoreReport(restored, listed - restored)
 
     def pin(self, keys: Sequence[BlockKey]) -> None:
         """Protect blocks from eviction, once more for each call; they need not be known yet."""

@@ -313,11 +313,11 @@ class Cache:
                 try:
                     source = block.capture()
                     # Before the storing thread may be done with it.
-                    self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, QUEUE_TIER, cost=block.cost)
+                    self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, QUEUE_TIER)
                 except BaseException:
                     storer.release(meta)
                     raise
-                queued = QueuedBlock(meta, source, block.cost, block.is_exact, block.orders, block.group)
+                queued = QueuedBlock(meta, source, block.is_exact, block.orders, block.group)
                 admission = Admission.QUEUED if storer.append(queued) else Admission.REFUSED
             if admission is Admission.REFUSED:
                 self._counts.add("dropped", len(blocks) - count)

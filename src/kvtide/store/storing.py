@@ -50,7 +50,7 @@ END_S_MAX = 1.0
 
 
 class PendingBlock(NamedTuple):
-    """A block to be stored in the background; `cost` as for `RadixIndex.insert`.
+    """A block to be stored in the background.
 
     capture: called once there is room for the block, in the thread that queues it. What it returns must not change
     when the engine goes on: a copy. is_exact: to be kept losslessly whatever the cache's codec. orders: of its tokens,
@@ -59,7 +59,6 @@ class PendingBlock(NamedTuple):
 
     meta: BlockMeta
     capture: Callable[[], BlockSource]
-    cost: float | None = None
     is_exact: bool = False
     orders: Orders | None = None
     group: int = 0
@@ -70,7 +69,6 @@ class QueuedBlock(NamedTuple):
 
     meta: BlockMeta
     source: BlockSource
-    cost: float | None
     is_exact: bool = False
     orders: Orders | None = None
     group: int = 0
@@ -221,7 +219,7 @@ class Placer:
         codec = self._profiles.newest_codec(block.group)
         if block.orders is not None and isinstance(codec, OrderingCodec):
             codec = codec.ordered(block.orders)
-        guarded("store", partial(self.place, block.meta, partial(self._packed, block, codec), block.cost), False)
+        guarded("store", partial(self.place, block.meta, partial(self._packed, block, codec)), False)
         if isinstance(codec, LevelledCodec) and codec.coarser and not block.is_exact:
             guarded("store levels", partial(self._place_levels, block, codec), None)
         self._index.remove(block.meta.id.key, QUEUE_TIER)
@@ -253,7 +251,7 @@ class Placer:
                 sections = level.encode(meta, block.source())
                 self._tiers.put_from(meta.id, pack_object(meta, level.codec_id, sections, level.profile, level.quality))
 
-    def place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None], cost: float | None = None) -> bool:
+    def place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None]) -> bool:
         """Store an object unless one as good is here; put it in the place of a coarser one."""
         here = self._stored_quality(meta.id)
         if here is None or here > self._access.quality_max:
@@ -273,7 +271,7 @@ class Placer:
             if number:
                 self._index.place(meta.id.key, tier)
             else:
-                self._index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier, cost=cost)
+                self._index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier)
         return True
 
     def _stored_quality(self, object_id: ObjectId) -> float | None:

@@ -304,10 +304,8 @@ class WorkerHalf:
         if order.is_state:
             assert self._states is not None
             capture = self._states.capture
-            # They save the whole prefix.
-            cost = float(order.block.start // self._tokens + 1)
             meta = self._state_meta(order.block, self._states)
-            return PendingBlock(meta, lambda: capture(order.pages).block, cost, is_exact=True)
+            return PendingBlock(meta, lambda: capture(order.pages).block, is_exact=True)
         if order.is_tail:
             return PendingBlock(self._meta(order.block, tail_tokens=self._tail_tokens), partial(self._piece, order))
         meta = self._meta(order.block)

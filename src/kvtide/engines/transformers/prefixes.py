@@ -6,7 +6,6 @@ windows or states all that a hit needs comes, or nothing is restored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -237,8 +236,7 @@ class Prefixes:
         """Return the states of a cache that has just taken so many tokens, a whole number of blocks."""
         block = tokens // self._block_tokens
         return [
-            # It saves the whole prefix.
-            PendingBlock(metas[block - 1], partial(_held, read_states(past, each)), float(block), is_exact=True)
+            PendingBlock(metas[block - 1], partial(_held, read_states(past, each)), is_exact=True)
             for each, metas in zip(self._identity.groups, row.metas, strict=True)
             if each.states
         ]
@@ -263,20 +261,11 @@ class Prefixes:
                 for block, meta in enumerate(() if each.states else parts[group]):
                     if block not in known and meta.id.key not in fresh:
                         capture, order = partial(_captured, past, meta, each, number, row.pad), orders.get(meta.id)
-                        pending = PendingBlock(meta, capture, self._cost(meta), orders=order, group=group)
-                        fresh[meta.id.key] = pending
+                        fresh[meta.id.key] = PendingBlock(meta, capture, orders=order, group=group)
             if not each.states:
                 queued.append(self._cache.store([*fresh.values()]))
         kept = self._cache.store(states) if states else 0
         return min(queued, default=kept)
-
-    def _cost(self, meta: BlockMeta) -> float | None:
-        """Return what recomputing a block takes beside a prompt's first one, None while that was not measured."""
-        speed = self._cache.judge.prefill()
-        if speed is None or math.isinf(speed.double_at):
-            return None
-        tokens = meta.layout.tokens
-        return speed.seconds(meta.start, meta.start + tokens) / speed.seconds(0, tokens)
 
 
 def _captured(past: DynamicCache, *which: Any) -> BlockSource:

@@ -148,16 +148,11 @@ class Shadows:
     def insert(self, keys: Sequence[BlockKey], parent: BlockKey | None, like: Run) -> dict[str, list[BlockKey]]:
         """Note a use in each of them; return what each gave up, blocks of the prompt that it does not hold too.
 
-        like: the run whose namespace, value, cost and size new blocks have.
+        like: the run whose namespace and size new blocks have.
         """
         given_up = {}
         for at, (name, shadow) in enumerate(zip(self.names, self._shadows, strict=True)):
-            try:
-                gone = insert_like(shadow, keys, parent, like)
-            except ValueError as error:
-                # A shadow remembers other blocks than the cache: keys that are no chain can come to light here alone.
-                _log.debug("no prefix: %s", error)
-                gone = []
+            gone = insert_like(shadow, keys, parent, like)
             if keys and not shadow.is_held(keys[-1]):
                 gone += [key for key in keys if not shadow.is_held(key)]
             given_up[name] = gone
@@ -210,8 +205,13 @@ class Shadows:
 
 
 def insert_like(index: RadixIndex, keys: Sequence[BlockKey], parent: BlockKey | None, like: Run) -> list[BlockKey]:
-    """Note a use in another index, whose new blocks are what those of a run are; return what it gave up."""
-    return index.insert(namespace_of(like), keys, parent, value=like.value, cost=like.given_cost, size=like.size)
+    """Note a use in another index, whose new blocks are of a run's namespace and size; return what it gave up."""
+    try:
+        return index.insert(namespace_of(like), keys, parent, size=like.size)
+    except ValueError as error:
+        # It remembers other blocks than the cache: keys that are no chain can come to light there alone.
+        _log.debug("no prefix: %s", error)
+        return []
 
 
 # Caches of at most so many blocks have shadows of their own size, larger ones ask a cache of so many.
@@ -229,63 +229,12 @@ _SHARED_USES = 8
 _HASHES = 1 << 32
 
 
-class _Follower(EvictionPolicy):
-    """Evicts what a shadow of the same size does not hold, in the order in which it gave that up.
+class MixPolicy(AdvisedPolicy):
+    """Evicts what a shadow does not hold, the one that has hit most lately, in the order in which it gave that up.
 
     Both sets are closed under prefixes: while the cache holds more, some candidate's end is not held there.
-    Invariant: `_doomed` are the candidates whose last held block the shadow does not hold.
+    Invariant: `_doomed` are the candidates whose last held block the ruler's shadow does not hold.
     """
-
-    def __init__(self, ruler: str, shadows: Shadows) -> None:
-        self._ruler = ruler
-        self._shadow = shadows[ruler]
-        self._shadows = shadows
-        self._end_of: dict[Run, BlockKey] = {}
-        self._ends: dict[BlockKey, Run] = {}
-        self._doomed: OrderedDict[Run, None] = OrderedDict()
-
-    def follow(self, ruler: str) -> None:
-        """Evict from now on what another shadow does not hold."""
-        self._ruler, self._shadow = ruler, self._shadows[ruler]
-        ends = sorted(self._end_of.items(), key=lambda item: item[0].last_use)
-        self._doomed = OrderedDict.fromkeys(run for run, end in ends if not self._shadow.is_held(end))
-
-    def give_up(self, keys: Sequence[BlockKey]) -> None:
-        """Note what the shadow has given up."""
-        for key in keys:
-            if key in self._ends:
-                self._doomed[self._ends[key]] = None
-
-    def enter(self, run: Run) -> None:
-        end = self._end_of[run] = run.keys[run.held - 1]
-        self._ends[end] = run
-        if not self._shadow.is_held(end):
-            self._doomed[run] = None
-
-    def leave(self, run: Run) -> None:
-        del self._ends[self._end_of.pop(run)]
-        self._doomed.pop(run, None)
-
-    def resize(self, run: Run, delta: int) -> None:
-        if run in self._end_of and run.held:
-            self.leave(run)
-            self.enter(run)
-
-    def victim(self) -> Run | None:
-        """Return the first candidate that the shadow does not hold; if it holds all, all shadows give up as many."""
-        while self._end_of and not self._doomed:
-            keys = self._shadows.shrink()[self._ruler]
-            assert keys, "what an empty shadow does not hold is doomed"
-            self.give_up(keys)
-        return next(iter(self._doomed), None)
-
-    def spared(self, run: Run) -> int:
-        """Return how many of the run's blocks the shadow holds."""
-        return bisect_left(range(run.held - 1), True, key=lambda at: not self._shadow.is_held(run.keys[at]))
-
-
-class MixPolicy(AdvisedPolicy):
-    """Evicts as the policy does whose shadow has hit most lately."""
 
     splits_tail = True
 
@@ -307,10 +256,18 @@ class MixPolicy(AdvisedPolicy):
         agreement = Agreement(list(fixed.values()))
         self._shadows = Shadows(fixed, agreement, RadixIndex(self._clock, lambda _: agreement, blocks_max))
         self._hits = dict.fromkeys(self._shadows.names, 0.0)
-        self.ruler = "reuse"
-        self._follower = _Follower(self.ruler, self._shadows)
+        self._end_of: dict[Run, BlockKey] = {}
+        self._ends: dict[BlockKey, Run] = {}
+        self._doomed: OrderedDict[Run, None] = OrderedDict()
+        self._follow("reuse")
         self.trust = reuse.trust
         self.plan(blocks_max)
+
+    def _follow(self, ruler: str) -> None:
+        """Evict from now on what another shadow does not hold."""
+        self.ruler, self._shadow = ruler, self._shadows[ruler]
+        ends = sorted(self._end_of.items(), key=lambda item: item[0].last_use)
+        self._doomed = OrderedDict.fromkeys(run for run, end in ends if not self._shadow.is_held(end))
 
     def plan(self, blocks_max: int) -> None:
         """Tell the shadows how many blocks fit by now."""
@@ -344,30 +301,43 @@ class MixPolicy(AdvisedPolicy):
         lead = self._hits[best] - self._hits[self.ruler]
         # Ski rental: as many as a change may cost.
         if lead > _LEAD_HITS_MIN and lead > self._shadows.apart(best, self.ruler):
-            self.ruler = best
-            self._follower.follow(best)
+            self._follow(best)
 
     def _replay(self, end: Run, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
         """Tell the shadows of keys that end with a run: what is new of them is like it."""
-        given_up = self._shadows.insert(keys, parent, end)
-        self._follower.give_up(given_up[self.ruler])
+        self._give_up(self._shadows.insert(keys, parent, end)[self.ruler])
 
-    def resize(self, run: Run, delta: int) -> None:
-        self._follower.resize(run, delta)
+    def _give_up(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            if key in self._ends:
+                self._doomed[self._ends[key]] = None
 
     def enter(self, run: Run) -> None:
-        self._follower.enter(run)
+        end = self._end_of[run] = run.keys[run.held - 1]
+        self._ends[end] = run
+        if not self._shadow.is_held(end):
+            self._doomed[run] = None
 
     def leave(self, run: Run) -> None:
-        self._follower.leave(run)
+        del self._ends[self._end_of.pop(run)]
+        self._doomed.pop(run, None)
+
+    def resize(self, run: Run, delta: int) -> None:
+        if run in self._end_of and run.held:
+            self.leave(run)
+            self.enter(run)
 
     def victim(self) -> Run | None:
-        """Return what the ruler's shadow does not hold."""
-        return self._follower.victim()
+        """Return the first candidate that the shadow does not hold; if it holds all, all shadows give up as many."""
+        while self._end_of and not self._doomed:
+            keys = self._shadows.shrink()[self.ruler]
+            assert keys, "what an empty shadow does not hold is doomed"
+            self._give_up(keys)
+        return next(iter(self._doomed), None)
 
     def spared(self, run: Run) -> int:
-        """Return what of a run the ruler's shadow holds."""
-        return self._follower.spared(run)
+        """Return how many of the run's blocks the shadow holds."""
+        return bisect_left(range(run.held - 1), True, key=lambda at: not self._shadow.is_held(run.keys[at]))
 
 
 class SampledMixPolicy(AdvisedPolicy):
@@ -427,7 +397,7 @@ class SampledMixPolicy(AdvisedPolicy):
             is_sampled = zlib.crc32(run.keys[0]) < self._hashes_sampled
             self._runs[run] = self._runs[before] if before is not None and is_below else is_sampled
         elif self._runs[run]:
-            self._replay(run, run.keys[-count:], run.keys[-count - 1])
+            insert_like(self._sample, run.keys[-count:], run.keys[-count - 1], run)
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
         """Have the sample see a request of its; let who rules there rule here."""
@@ -436,17 +406,9 @@ class SampledMixPolicy(AdvisedPolicy):
         self.ghost_blocks_max = max(self._live[-1].ghost_blocks_max, self.ghost_blocks_max - FORGOTTEN_MAX)
         if self._runs[path[-1]]:
             self._clock.advance(max(0.0, use.now_s - self._clock.monotonic_s()))
-            self._replay(path[-1], [key for run in path for key in run.keys], None)
+            insert_like(self._sample, [key for run in path for key in run.keys], None, path[-1])
             if self._small.ruler not in (self.ruler, AGREEMENT):
                 self._crown(self._small.ruler)
-
-    def _replay(self, end: Run, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
-        """Use keys that end with a run in the sample: what is new of them is like it."""
-        try:
-            insert_like(self._sample, keys, parent, end)
-        except ValueError as error:
-            # The sample remembers other blocks than the cache: keys that are no chain can come to light here alone.
-            _log.debug("no prefix: %s", error)
 
     def _crown(self, name: str) -> None:
         """Let another policy rule."""

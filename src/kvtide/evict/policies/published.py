@@ -23,7 +23,7 @@ _SECOND_USE = 2
 
 
 class FadingPolicy(HeapPolicy):
-    """Uses that fade, times important tokens: what memory's `frequency` goes by, for prefixes.
+    """Uses that fade: what memory's `frequency` goes by, for prefixes.
 
     A use counts half after one use of each known block, evicted ones that are remembered too. New uses weigh more
     instead of old ones less, as priorities must not change by themselves.
@@ -55,8 +55,7 @@ class FadingPolicy(HeapPolicy):
         self._weights[upper] = self._weights[lower]
 
     def priority(self, run: Run) -> float:
-        """Return the logarithm of the uses' weights times the important tokens."""
-        return self._weights[run] + math.log2(run.value) if run.value > 0 else -math.inf
+        return self._weights[run]
 
     def forget(self, run: Run, count: int) -> None:
         """Count blocks that are remembered no more."""

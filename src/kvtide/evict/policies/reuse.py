@@ -4,8 +4,7 @@ A session is seen in the tree: a request that goes on after most of an earlier o
 session share its fate, so that they share its kind: the turn, and how much that turn brought. Runs used more often than
 their session's turns explain are shared by sessions. The last block of a request is a run of its own: where prompts
 end inside a block it is never used again, which is learned like everything else.
-Where the cost of recomputing blocks is given, worth is chance times cost; otherwise all blocks cost the same, and what
-is saved is hits. Weighing by position unasked would trade hits for time.
+All blocks cost the same to recompute: what is saved is hits. Worth is told by the room that a block takes.
 Invariant: each run that is counted or a candidate is in the queue of its kind and age bin, longest unused first, and
 among that queue's candidates exactly if it is a candidate.
 """
@@ -17,7 +16,7 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -221,9 +220,9 @@ _STILL_USES_MAX = 64
 _TURN_MAX = 6
 # A request that keeps less than this of an earlier one is not its next turn but another branch.
 _NEXT_TURN_SHARE = 0.5
-# Costs that differ by less than a class are alike; beyond the bound it makes no difference.
-_COST_CLASSES_PER_OCTAVE = 2
-_COST_CLASS_MAX = 24
+# Sizes that differ by less than a class are alike; beyond the bound it makes no difference.
+_SIZE_CLASSES_PER_OCTAVE = 2
+_SIZE_CLASS_MAX = 24
 # Turns that a session's runs may miss (a repeated question, a split) before they count as shared.
 _UNEXPLAINED_USES = 1
 
@@ -235,7 +234,7 @@ class _Queue:
         self.row = row
         self.age_bin = age_bin
         self.runs: OrderedDict[Run, None] = OrderedDict()
-        # By the class of what recomputing them costs.
+        # By size class.
         self.candidates: defaultdict[int, OrderedDict[Run, None]] = defaultdict(OrderedDict)
 
 
@@ -253,7 +252,7 @@ class _Trace:
     turn: int = 0
     mark: int = 0
     reach: int = 0
-    cost_class: int = 0
+    size_class: int = 0
 
 
 class ReusePolicy(AdvisedPolicy):
@@ -269,7 +268,7 @@ class ReusePolicy(AdvisedPolicy):
         self._edges_s = self.model.ages.edges_s
         self.counts = True
         self._queues: list[list[_Queue]] = []
-        # (worth, first run's last use, row, age bin, cost class) of every line of candidates. A line's first run may
+        # (worth, first run's last use, row, age bin, size class) of every line of candidates. A line's first run may
         # have left since: its successor's use is later, so that looking again at the top is enough.
         self._ranking: list[tuple[float, int, int, int, int]] = []
         self._uses = 0
@@ -297,10 +296,7 @@ class ReusePolicy(AdvisedPolicy):
     def touch(self, path: Sequence[Run], use: Use) -> None:
         """Count the uses at the ages they came, and file the runs under what they are now."""
         self._tick(use.now_s)
-        known: list[Run] = []
-        for run in path:
-            if run.uses > 1:
-                known.append(run)
+        known = [run for run in path if run.uses > 1]
         turn, tenant = 0, namespace_of(path[0])
         if known:
             latest: _Trace = known[-1].state
@@ -371,22 +367,22 @@ class ReusePolicy(AdvisedPolicy):
             trace.queue = old
             reached += trace.weight
             if run.is_candidate:
-                lines.setdefault(trace.cost_class, []).append(run)
+                lines.setdefault(trace.size_class, []).append(run)
         for run in aged:
             del runs[run]
         old.runs.update(dict.fromkeys(aged))
         self.model.reached[old.row][old.age_bin] += reached * self.counts
-        for cost_class, line in lines.items():
-            self._line_up(line, cost_class, old)
+        for size_class, line in lines.items():
+            self._line_up(line, size_class, old)
             for run in line:
-                del young.candidates[cost_class][run]
+                del young.candidates[size_class][run]
 
-    def _line_up(self, runs: Sequence[Run], cost_class: int, queue: _Queue) -> None:
-        line = queue.candidates[cost_class]
+    def _line_up(self, runs: Sequence[Run], size_class: int, queue: _Queue) -> None:
+        line = queue.candidates[size_class]
         is_new = not line
         line.update(dict.fromkeys(runs))
         if is_new:
-            heapq.heappush(self._ranking, self._rank(queue, cost_class))
+            heapq.heappush(self._ranking, self._rank(queue, size_class))
 
     def _learn(self) -> None:
         self.model.learn()
@@ -394,9 +390,9 @@ class ReusePolicy(AdvisedPolicy):
         self._ranking = [self._rank(queue, name) for queue in queues for name, line in queue.candidates.items() if line]
         heapq.heapify(self._ranking)
 
-    def _rank(self, queue: _Queue, cost_class: int) -> tuple[float, int, int, int, int]:
-        worth = self.model.worth[queue.row][queue.age_bin] * 2.0 ** (cost_class / _COST_CLASSES_PER_OCTAVE)
-        return worth, next(iter(queue.candidates[cost_class])).last_use, queue.row, queue.age_bin, cost_class
+    def _rank(self, queue: _Queue, size_class: int) -> tuple[float, int, int, int, int]:
+        worth = self.model.worth[queue.row][queue.age_bin] * 2.0 ** (size_class / _SIZE_CLASSES_PER_OCTAVE)
+        return worth, next(iter(queue.candidates[size_class])).last_use, queue.row, queue.age_bin, size_class
 
     def advise(self, path: Sequence[Run]) -> None:
         """File what the latest request of the path used, its session's runs, under what is said of it now."""
@@ -425,9 +421,7 @@ class ReusePolicy(AdvisedPolicy):
     def split(self, upper: Run, lower: Run) -> None:
         """Let the upper part stand for the request: what is used again is a prefix."""
         old: _Trace = lower.state
-        trace = upper.state = _Trace(old.queue)
-        trace.turn, trace.reach, trace.weight, trace.at_s = old.turn, old.reach, old.weight, old.at_s
-        trace.mark = old.mark
+        trace = upper.state = replace(old)
         old.weight = 0.0
         if lower in old.queue.runs:
             trace.queue.runs[upper] = None
@@ -440,26 +434,26 @@ class ReusePolicy(AdvisedPolicy):
             age_bin = bisect_right(self._edges_s, self._now_s - trace.at_s) - 1
             queue = trace.queue = self._queues[queue.row][age_bin]
             queue.runs[run] = None
-        trace.cost_class = _cost_class(run)
-        self._line_up([run], trace.cost_class, queue)
+        trace.size_class = _size_class(run)
+        self._line_up([run], trace.size_class, queue)
 
     def leave(self, run: Run) -> None:
         """Take the run out of its queue's candidates."""
         trace: _Trace = run.state
-        del trace.queue.candidates[trace.cost_class][run]
+        del trace.queue.candidates[trace.size_class][run]
 
     def victim(self) -> Run | None:
         """Return the first candidate of the queue of least worth."""
         while self._ranking:
-            _, last_use, row, age_bin, cost_class = self._ranking[0]
+            _, last_use, row, age_bin, size_class = self._ranking[0]
             queue = self._queues[row][age_bin]
-            first = next(iter(queue.candidates[cost_class]), None)
+            first = next(iter(queue.candidates[size_class]), None)
             if first is None:
                 heapq.heappop(self._ranking)
             elif first.last_use == last_use:
                 return first
             else:
-                heapq.heapreplace(self._ranking, self._rank(queue, cost_class))
+                heapq.heapreplace(self._ranking, self._rank(queue, size_class))
         return None
 
     def forget(self, run: Run, count: int) -> None:
@@ -467,12 +461,12 @@ class ReusePolicy(AdvisedPolicy):
             run.state.queue.runs.pop(run, None)
 
 
-def _cost_class(run: Run) -> int:
-    """Return the class of what recomputing a block costs for the room that it takes."""
-    if run.given_cost is None and run.size == USUAL_SIZE:
+def _size_class(run: Run) -> int:
+    """Class of the room that a block takes, the smaller the higher: worth is for room."""
+    if run.size == USUAL_SIZE:
         return 0
-    octaves = math.log2((run.given_cost or 1.0) * USUAL_SIZE / run.size)
-    return max(-_COST_CLASS_MAX, min(round(_COST_CLASSES_PER_OCTAVE * octaves), _COST_CLASS_MAX))
+    octaves = math.log2(USUAL_SIZE / run.size)
+    return max(-_SIZE_CLASS_MAX, min(round(_SIZE_CLASSES_PER_OCTAVE * octaves), _SIZE_CLASS_MAX))
 
 
 def namespace_of(run: Run) -> Namespace:
