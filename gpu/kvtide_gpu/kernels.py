@@ -295,7 +295,7 @@ class DeviceRans:
         """Return the address of the tables for decoding."""
         if self._room is None:
             staging, count = Staging(self._kernels), self._tables.count
-            staging.add(self._tables.frequencies.astype(np.uint16))
+            staging.add(self._tables.rows.astype(np.uint16))
             with self._kernels.queue():
                 room = torch.empty(count * (LANES_BYTES + CODES_BYTES), dtype=torch.uint8, device=self._kernels.device)
             # Queued memory is reused after what uses it on the same stream.

@@ -11,7 +11,7 @@ from tests.gpu.cases import EMULATED
 from tests.gpu.rans_calls import prepare_decode, prepare_encode
 from tests.gpu.twin import needs_compiler
 
-from kvtide.codec.entropy import ESCAPE, Escapes, RansCoder, RansTables, Runs, Streams
+from kvtide.codec.entropy import ESCAPE, Escapes, RansTables, Runs, Streams
 from kvtide.errors import CorruptPayload
 from kvtide_gpu.kernels import Kernels
 
@@ -27,7 +27,7 @@ def check(kernels: Kernels, rows: list[list[int]], streams: int, count: int, run
     counts = counts_of(rows)
     runs = Runs(runs_for(rng, streams, count, run_symbols, len(rows)), run_symbols)
     symbols = draw_symbols(rng, counts, runs.tables, run_symbols, count)
-    tables = RansCoder().build(counts)
+    tables = RansTables.build(counts)
     expected = tables.encode(symbols, runs)
     encode = prepare_encode(kernels, tables, symbols, runs)
     encode.launch()
@@ -60,7 +60,7 @@ def test_every_kind_of_table_and_long_streams(kernels: Kernels) -> None:
 
 def coded_case(count: int = 700) -> tuple[RansTables, Runs, Streams, Escapes, np.ndarray]:
     rng = np.random.default_rng(9)
-    tables = RansCoder().build(counts_of([COUNT_ROWS["bell"], COUNT_ROWS["all equal"]]))
+    tables = RansTables.build(counts_of([COUNT_ROWS["bell"], COUNT_ROWS["all equal"]]))
     runs = Runs(runs_for(rng, 2, count, 64, 2), 64)
     symbols = draw_symbols(rng, tables.weights, runs.tables, 64, count)
     found = (symbols == ESCAPE).sum(axis=1).astype(np.uint64)
@@ -103,7 +103,7 @@ def test_streams_that_are_not_whole_are_refused(kernels: Kernels, fault: str) ->
 
 
 def test_symbols_without_probability_are_refused(kernels: Kernels) -> None:
-    tables = RansCoder().build(counts_of([[1, 1] + [0] * 30]))
+    tables = RansTables.build(counts_of([[1, 1] + [0] * 30]))
     call = prepare_encode(kernels, tables, np.full((1, 40), 5, dtype=np.uint8), one_table(1, 40))
     call.launch()
     with pytest.raises(ValueError, match="no probability"):

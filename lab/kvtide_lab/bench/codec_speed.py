@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
-from kvtide.codec.entropy import EntropyTables, RansCoder, Runs, Streams, rans_paths
-from kvtide.codec.published.integers import PrefixCoder
+from kvtide.codec.entropy import EntropyTables, RansTables, Runs, Streams, rans_paths
+from kvtide.codec.published.integers import PrefixTables
 from kvtide.codec.tide import TideCodec
 from kvtide_lab.judge.quality import block_metas, capture_blocks
 
@@ -118,9 +118,9 @@ def run(quick: bool) -> CodecSpeed:
         memcpy = measure_memcpy(work.out, seconds)
         rows: list[PathSpeed] = []
         for path in rans_paths():
-            for coder in (RansCoder(path), PrefixCoder(path)):
+            for coder in (RansTables, PrefixTables):
                 rows.append(
-                    measure_path(coder.name, path, coder.build(work.counts), work, memcpy.median, seconds, rows)
+                    measure_path(coder.name, path, coder.build(work.counts, path), work, memcpy.median, seconds, rows)
                 )
     best = max((row for row in rows if row.coder == "rans"), key=lambda row: row.decode_gsym_s)
     return CodecSpeed(
@@ -128,7 +128,7 @@ def run(quick: bool) -> CodecSpeed:
         decode_vs_memcpy=best.decode_vs_memcpy,
         encode_gsym_s=max(row.encode_gsym_s for row in rows if row.coder == "rans"),
         size_over_entropy=best.size_over_entropy,
-        two_core_scaling=measure_two_cores(RansCoder(best.path).build(work.counts), work, seconds),
+        two_core_scaling=measure_two_cores(RansTables.build(work.counts, best.path), work, seconds),
         has_avx512=any(path.startswith("avx512") for path in rans_paths()),
         path=best.path,
         memcpy_gb_s=round(memcpy.median * work.out.itemsize, 3),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
 from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
-from kvtide.codec.entropy import ESCAPE, SYMBOLS, EscapeMap, Escapes, RansCoder, Runs, Streams, count_values
+from kvtide.codec.entropy import ESCAPE, SYMBOLS, EscapeMap, Escapes, RansTables, Runs, Streams, count_values
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
 
@@ -100,7 +100,7 @@ def _code(plane: NDArray[np.uint8], width: int) -> bytes:
         bases, symbols = (0, 0), plane
         escapes = Escapes(np.empty(0, np.uint8), np.zeros(2, np.uint64))
         symbol_counts = np.ascontiguousarray(counts[:, :SYMBOLS])
-    tables = RansCoder().build(symbol_counts)
+    tables = RansTables.build(symbol_counts)
     written, streams = tables.to_bytes(), tables.encode(symbols, runs)
     header = _CODED.pack(*bases, 0, len(written), *map(int, escapes.counts), *streams.sizes)
     return b"".join((header, written, streams.data, escapes.elements.data))
@@ -160,10 +160,10 @@ def _decode_coded(body: memoryview, width: int, plane: NDArray[np.uint8]) -> Non
     streams_stop = tables_stop + k_bytes + v_bytes
     if zero or streams_stop + k_escapes + v_escapes != len(body):
         raise CorruptPayload(f"a coded plane's parts do not fill its {len(body)} bytes")
-    tables, has_escapes = RansCoder().parse(body[_CODED.size : tables_stop], 2), width == 8
+    tables, has_escapes = RansTables.parse(body[_CODED.size : tables_stop], 2), width == 8
     if not has_escapes and any((k_base, v_base, k_escapes, v_escapes)):
         raise CorruptPayload(f"a plane of {width} bits has no bases and no escapes")
-    if tables.frequencies[:, 1 << min(width, 5) :].any():
+    if tables.rows[:, 1 << min(width, 5) :].any():
         raise CorruptPayload(f"a plane of {width} bits has a table of wider values")
     elements = np.frombuffer(body[streams_stop:], dtype=np.uint8)
     escapes = Escapes(elements, np.array([k_escapes, v_escapes], dtype=np.uint64)) if has_escapes else None

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.codec.entropy import prefix_twin, rans_twin
 from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, one_table, runs_for
 
-from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams, rans_paths
-from kvtide.codec.published.integers import PrefixCoder, PrefixTables
+from kvtide.codec.entropy import EntropyTables, RansTables, Runs, Streams, rans_paths
+from kvtide.codec.published.integers import PrefixTables
 from kvtide.errors import CorruptPayload
 
 IDENTITY = np.arange(32, dtype=np.uint8)
@@ -23,7 +23,7 @@ IDENTITY = np.arange(32, dtype=np.uint8)
 class Twin(NamedTuple):
     """A coder and its twin: what it makes of counts, what streams are coded with, and the streams of rows."""
 
-    coder: Callable[..., Any]
+    coder: type[EntropyTables]
     quantise: Callable[[list[int]], list[int]]
     tables: Callable[[list[int]], Any]
     encode: Callable[..., bytes]
@@ -34,7 +34,7 @@ class Twin(NamedTuple):
 
 TWINS = [
     Twin(
-        RansCoder,
+        RansTables,
         rans_twin.quantise,
         rans_twin.slot_map,
         rans_twin.encode,
@@ -43,7 +43,7 @@ TWINS = [
         rans_twin.read_tables,
     ),
     Twin(
-        PrefixCoder,
+        PrefixTables,
         prefix_twin.lengths,
         lambda row: row,
         prefix_twin.encode,
@@ -59,11 +59,11 @@ def check_identity(twin: Twin, rows: list[list[int]], streams: int, count: int, 
     rng, counts = np.random.default_rng(seed), counts_of(rows)
     runs = Runs(runs_for(rng, streams, count, run_symbols, len(rows)), run_symbols)
     symbols = draw_symbols(rng, counts, runs.tables, run_symbols, count)
-    tables = [twin.tables(row) for row in rows_of(twin.coder().build(counts))]
+    tables = [twin.tables(row) for row in rows_of(twin.coder.build(counts))]
     pairs = zip(symbols.tolist(), runs.tables.tolist(), strict=True)
     truth = [twin.encode(row, tables, run_tables, run_symbols) for row, run_tables in pairs]
     for path in rans_paths():
-        native = twin.coder(path).build(counts)
+        native = twin.coder.build(counts, path)
         coded = native.encode(symbols, runs)
         assert bytes(coded.data) == b"".join(truth), path
         assert list(coded.sizes) == [len(stream) for stream in truth]
@@ -72,14 +72,14 @@ def check_identity(twin: Twin, rows: list[list[int]], streams: int, count: int, 
         assert np.array_equal(out, symbols), path
 
 
-def rows_of(tables: RansTables | PrefixTables) -> list[list[int]]:
-    return (tables.frequencies if isinstance(tables, RansTables) else tables.lengths).tolist()
+def rows_of(tables: EntropyTables) -> list[list[int]]:
+    return tables.rows.tolist()
 
 
 @each_twin
 @given(row=count_rows)
 def test_tables_are_those_of_the_twin(twin: Twin, row: list[int]) -> None:
-    assert rows_of(twin.coder().build(counts_of([row])))[0] == twin.quantise(row)
+    assert rows_of(twin.coder.build(counts_of([row])))[0] == twin.quantise(row)
 
 
 @given(row=count_rows)
@@ -140,7 +140,7 @@ def test_decoding_writes_each_tables_values(path: str, dtype: type[np.unsignedin
     runs = Runs(runs_for(rng, 3, 1000, 96, len(counts)), 96)
     symbols = draw_symbols(rng, counts, runs.tables, 96, 1000)
     values = rng.integers(0, 2 ** (8 * np.dtype(dtype).itemsize), size=counts.shape, dtype=dtype)
-    tables = RansCoder(path).build(counts)
+    tables = RansTables.build(counts, path)
     out = np.empty(symbols.shape, dtype=dtype)
     tables.decode(tables.encode(symbols, runs), runs, values, out)
     assert np.array_equal(out, values[np.repeat(runs.tables, 96, axis=1)[:, :1000], symbols])
@@ -157,7 +157,7 @@ def test_foreign_bytes_fail_or_decode_as_the_twin_does(
     twin: Twin, data: bytes, count: int, rows: list[list[int]]
 ) -> None:
     runs = Runs(runs_for(np.random.default_rng(len(data)), 1, count, 32, len(rows)), 32)
-    built = twin.coder().build(counts_of(rows))
+    built = twin.coder.build(counts_of(rows))
     truth = twin.decode(data, count, [twin.tables(row) for row in rows_of(built)], runs.tables[0].tolist(), 32)
     truth = truth if count else (None if data else [])
     for path in rans_paths():
@@ -174,10 +174,10 @@ def test_foreign_bytes_fail_or_decode_as_the_twin_does(
 @each_twin
 @given(rows=st.lists(count_rows, min_size=0, max_size=6))
 def test_tables_survive_their_compact_form(twin: Twin, rows: list[list[int]]) -> None:
-    tables = twin.coder().build(counts_of(rows))
+    tables = twin.coder.build(counts_of(rows))
     data = tables.to_bytes()
     assert data == twin.write_tables(rows_of(tables))
-    assert rows_of(twin.coder().parse(data, len(rows))) == rows_of(tables)
+    assert rows_of(twin.coder.parse(data, len(rows))) == rows_of(tables)
 
 
 @each_twin
@@ -186,7 +186,7 @@ def test_tables_survive_their_compact_form(twin: Twin, rows: list[list[int]]) ->
 def test_foreign_tables_are_read_as_the_twin_reads_them(twin: Twin, data: bytes, count: int) -> None:
     truth = twin.read_tables(data, count)
     try:
-        assert rows_of(twin.coder().parse(data, count)) == truth
+        assert rows_of(twin.coder.parse(data, count)) == truth
     except CorruptPayload:
         assert truth is None
 
@@ -216,5 +216,5 @@ def test_prefix_is_at_most_four_percent_larger_than_rans_on_bells() -> None:
     counts = (bells * 1e6).astype(np.uint64) + np.uint64(1)
     runs = Runs((np.arange(512) % 16).astype(np.uint16)[None], 256)
     symbols = draw_symbols(rng, counts, runs.tables, 256, 512 * 256)
-    sizes = [coder.build(counts).encode(symbols, runs).sizes[0] for coder in (RansCoder(), PrefixCoder())]
+    sizes = [coder.build(counts).encode(symbols, runs).sizes[0] for coder in (RansTables, PrefixTables)]
     assert sizes[0] < sizes[1] <= 1.04 * sizes[0]

@@ -7,16 +7,16 @@ import os
 import numpy as np
 import pytest
 
-from kvtide.codec.entropy import RansCoder
-from kvtide.codec.published.integers import PrefixCoder
+from kvtide.codec.entropy import RansTables
+from kvtide.codec.published.integers import PrefixTables
 from kvtide_lab.bench import codec_speed
 
 
 def test_rows_carry_sizes_that_are_true() -> None:
     work = codec_speed.make_workload(2)
     rows: list[codec_speed.PathSpeed] = []
-    for coder in (RansCoder("portable"), PrefixCoder("portable")):
-        tables = coder.build(work.counts)
+    for coder in (RansTables, PrefixTables):
+        tables = coder.build(work.counts, "portable")
         rows.append(codec_speed.measure_path(coder.name, "portable", tables, work, 10.0, 0.01, rows))
     rans, prefix = rows
     assert 0 < rans.size_over_entropy <= 0.007

@@ -10,13 +10,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyCoder, EntropyTables, Escapes, RansCoder, Runs
+from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyTables, Escapes, RansTables, Runs
 from kvtide.codec.entropy import Streams as CodedStreams
 from kvtide.errors import CorruptPayload
 
@@ -34,41 +34,22 @@ Integers = NDArray[np.int16]
 
 
 class PrefixTables(EntropyTables):
-    """Code lengths, at most 10 or 0 for none, and what follows. ValueError unless each row is a complete code."""
+    """Lengths of prefix codes, at most 10 or 0 for none (docs/codec.md, "prefix"). ValueError unless complete.
 
-    name, dtype, native = "prefix", np.uint8, _native.PrefixTables
+    A symbol always has the same bits, so anyone decodes it. Larger than rANS: about 3 % at 2 to 3 bits a symbol, and
+    never below one bit.
+    """
 
-    @property
-    def lengths(self) -> NDArray[np.uint8]:
-        """The lengths, (tables, 32), read-only."""
-        return self._rows
+    name, dtype, table_bits_min, native = "prefix", np.uint8, 18, _native.PrefixTables
+    fit, read, write = _native.prefix_lengths, _native.prefix_read_tables, _native.prefix_write_tables
 
     @property
     def weights(self) -> NDArray[np.uint64]:
-        """Counts that give these tables; see EntropyTables."""
-        return np.where(self._rows > 0, np.uint64(1 << LENGTH_MAX) >> self._rows.astype(np.uint64), np.uint64(0))
-
-    def to_bytes(self) -> bytes:
-        return _native.prefix_write_tables(self._rows).tobytes()
-
-
-class PrefixCoder(EntropyCoder[PrefixTables]):
-    """Makes tables of prefix codes (docs/codec.md, "prefix"): a symbol always has the same bits, so anyone decodes it.
-
-    Larger than rANS: about 3 % at 2 to 3 bits a symbol, and never below one bit.
-    """
-
-    tables, table_bits_min = PrefixTables, 18
-
-    def _fit(self, counts: NDArray[np.uint64], rows: NDArray[Any]) -> None:
-        _native.prefix_lengths(counts, rows)
-
-    def _read(self, data: NDArray[np.uint8], rows: NDArray[Any]) -> bool:
-        return _native.prefix_read_tables(data, rows)
+        return np.where(self.rows > 0, np.uint64(1 << LENGTH_MAX) >> self.rows.astype(np.uint64), np.uint64(0))
 
 
 # What a payload may name; the position is stored.
-CODERS: tuple[EntropyCoder[Any], ...] = (RansCoder(), PrefixCoder())
+CODERS: tuple[type[EntropyTables], ...] = (RansTables, PrefixTables)
 
 
 @dataclass(frozen=True, slots=True)

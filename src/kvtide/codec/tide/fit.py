@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec.entropy import RansCoder, RansTables
+from kvtide.codec.entropy import RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.coding import apart_tokens
@@ -513,7 +513,7 @@ def table_bytes(frequencies: NDArray[np.uint16]) -> NDArray[np.uint8]:
 def _frequencies(tops: NDArray[np.float64], digits: NDArray[np.float64]) -> NDArray[np.uint16]:
     digits = digits + np.where(np.arange(32) < 3, 1.0, 0.0)
     whole = np.rint(64 * np.concatenate([(tops + 0.02).reshape(-1, 32), digits.reshape(-1, 32)]))
-    return RansCoder().build(np.minimum(whole, float(_COUNT_MAX)).astype(np.uint64)).frequencies
+    return RansTables.build(np.minimum(whole, float(_COUNT_MAX)).astype(np.uint64)).rows
 
 
 def _leaning(counts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockMeta
-from kvtide.codec.entropy import SYMBOLS, RansCoder, RansTables
+from kvtide.codec.entropy import SYMBOLS, RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import (
@@ -287,7 +287,7 @@ class TideModel:
         if not np.isfinite(self.mean).all() or not np.isfinite(self.weight).all() or float(self.weight.min()) <= 0:
             raise CorruptPayload("the profile's means and weights must be finite, weights above zero")
         self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
-        self.tables: RansTables = RansCoder().parse(arrays["tables"].tobytes(), TABLES)
+        self.tables: RansTables = RansTables.parse(arrays["tables"].tobytes(), TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
         self.trellis: Trellis | None = _read_trellis(arrays)
         self.positions = read_law_table(arrays.get("law"))
@@ -454,8 +454,8 @@ def _read_trellis(arrays: _Arrays) -> Trellis | None:
     """Return the profile's trellis, None if it has none. CorruptPayload for damaged tables; KeyError."""
     if "trellis_tables" not in arrays:
         return None
-    parsed = RansCoder().parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES)
-    return make_trellis(parsed.frequencies, arrays["trellis_curve"].astype(np.float32))
+    parsed = RansTables.parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES)
+    return make_trellis(parsed.rows, arrays["trellis_curve"].astype(np.float32))
 
 
 def first_trellis() -> Trellis:
@@ -469,7 +469,7 @@ def first_trellis() -> Trellis:
         shares = np.concatenate([1 - below[:, :1], -np.diff(below, axis=1) / 2], axis=1)
         here = counts[STATE_TOPS + quantiser * TOPS_TWIN :][:TOPS]
         here[:, TOP_CENTRE - levels] = here[:, TOP_CENTRE + levels] = 1 + 1e6 * shares
-    return make_trellis(RansCoder().build(counts.astype(np.uint64)).frequencies)
+    return make_trellis(RansTables.build(counts.astype(np.uint64)).rows)
 
 
 def _rates(frequencies: NDArray[np.uint16]) -> NDArray[np.int16]:
