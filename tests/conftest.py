@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help=f"inject {NIGHTLY_FACTOR} times as many faults")
     parser.addoption("--quick", action="store_true", help="only modules that need no torch and start no process")
     parser.addoption("--rest", action="store_true", help="only the other modules, for who has run --quick already")
+    parser.addoption("--again", action="store_true", help="a second chance: refuse all that is not marked real_time")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -49,6 +50,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     )
     # None: others are asked.
     return True if is_unwanted else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    others = [each.nodeid for each in session.items if each.get_closest_marker("real_time") is None]
+    if session.config.getoption("--again") and others:
+        raise pytest.UsageError(f"no second chance for {', '.join(others)}")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for outcome in ("passed", "failed", "error") if config.getoption("--again") else ():
+        for report in terminalreporter.stats.get(outcome, []):
+            terminalreporter.write_line(f"second chance: {report.nodeid} {outcome}")
 
 
 def _refuse_skip(report: Any) -> None:

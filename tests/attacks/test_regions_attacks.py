@@ -164,6 +164,7 @@ def halves(tmp_path: Path) -> Iterator[tuple[RunningServer, ServerProcess]]:
             yield server, centre
 
 
+@pytest.mark.real_time
 def test_a_frozen_centre_holds_nobody_up_for_long(halves: tuple[RunningServer, ServerProcess]) -> None:
     region, centre = halves
     put(region, 1)
@@ -183,6 +184,7 @@ def test_a_frozen_centre_holds_nobody_up_for_long(halves: tuple[RunningServer, S
     wait_until(lambda: ask(region, "GET", 3, Force_Latest="1")[0].status == 404, "the centre to be asked again")
 
 
+@pytest.mark.real_time
 def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
     with (
         server_process("--tier", "memory://") as silent,

@@ -213,6 +213,7 @@ def asked_until(action: Callable[[], object], deadline_s: float = DEADLINE_S) ->
 
 @needs_valkey
 @pytest.mark.parametrize("is_connected", [True, False])
+@pytest.mark.real_time
 def test_a_frozen_valkey_keeps_nobody_beyond_the_deadline(is_connected: bool) -> None:
     with valkey_server() as server, opened(f"valkey://127.0.0.1:{server.port}?wait_s_max=30") as tier:
         data, ids = object_bytes(1, 8 << 20), [object_id(number) for number in range(20)]

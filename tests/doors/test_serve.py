@@ -327,6 +327,7 @@ def test_latest_is_found_before_it_is_synchronised(regions: Regions) -> None:
 
 
 @door("bound on staleness")
+@pytest.mark.real_time
 def test_region_says_when_it_knows_too_little(regions: Regions) -> None:
     put(regions.quick, 5)
     with frozen(regions.centre.process.pid):

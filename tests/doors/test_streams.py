@@ -105,6 +105,7 @@ def asked(cached: CachedModel, **options: Any) -> StreamedReport:
 
 
 @door("stream a prefix to a deadline")
+@pytest.mark.real_time
 def test_at_the_deadline_the_model_starts_with_what_has_come(world: World, slow_engine: None) -> None:
     with world.attached(SLOW_BYTES_PER_S, start_within_s=SOON_S) as cached:
         report = asked(cached)
@@ -166,6 +167,7 @@ def test_both_ends_meet(world: World) -> None:
 
 
 @door("read only the base on a slow link")
+@pytest.mark.real_time
 def test_layered_computes_nothing_and_reads_the_base_of_all_first(world: World, slow_engine: None) -> None:
     with world.attached(SLOW_BYTES_PER_S, policy="layered", start_within_s=SOON_S) as cached:
         report = asked(cached)
@@ -195,6 +197,7 @@ def levels(tiny_model: Any) -> Iterator[World]:
 
 @door("level of each chunk by the bandwidth")
 @door("levels of one context together")
+@pytest.mark.real_time
 def test_cachegen_picks_a_level_for_each_chunk(levels: World, slow_engine: None) -> None:
     read = {}
     for rate, within_s in ((SLOW_BYTES_PER_S, SOON_S), (PLENTY_BYTES_PER_S, 60.0)):
@@ -229,6 +232,7 @@ def anchors(tiny_model: Any) -> Iterator[World]:
 
 
 @door("anchors first, then deltas")
+@pytest.mark.real_time
 def test_anchors_of_all_come_before_deltas_of_any(anchors: World, slow_engine: None) -> None:
     with anchors.attached(SLOW_BYTES_PER_S, policy="anchor-first", start_within_s=SOON_S) as cached:
         report = asked(cached)
@@ -242,6 +246,7 @@ def test_anchors_of_all_come_before_deltas_of_any(anchors: World, slow_engine: N
 
 
 @door("deltas one by one on a slow link")
+@pytest.mark.real_time
 def test_slow_links_bring_deltas_before_anchors(anchors: World, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = StreamedPrefill.compute
 

@@ -130,6 +130,7 @@ def lost(pool: Pool, pattern: str, number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("pattern", ["killed", "frozen", "cut", "deaf", "mute"])
+@pytest.mark.real_time
 def test_lost_server_costs_neither_errors_nor_hits(
     pattern: str, pool: Pool, stack: tuple[TierStack, PoolTier], tally: Tally, fault_factor: int
 ) -> None:
@@ -192,6 +193,7 @@ def local_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.real_time
 def test_random_faults_of_a_pool_and_its_map(local_pool: Pool, tally: Tally, fault_factor: int) -> None:
     with opened(local_pool) as (stack, tier):
         for seed, rng in seeds(1, SCHEDULES if fault_factor == 1 else SCHEDULES_NIGHTLY):

@@ -108,6 +108,7 @@ def fail_later(servers: Servers, stack: ExitStack, cut_s: float, kill_at: int, c
     stack.callback(failing.result)
 
 
+@pytest.mark.real_time
 def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: ExitStack) -> None:
     objects = made_objects(6, SIZES)
     servers = Servers(tmp_path, objects, 3e5, stack)
@@ -170,6 +171,7 @@ class Rig:
         link.mend()
 
 
+@pytest.mark.real_time
 def test_random_schedules_of_cuts_damage_and_moves(stack: ExitStack) -> None:
     objects = made_objects(6, SCHEDULE_SIZES)
     whole = {stored.meta.id: {s.id: bytes(s.data) for s in stored.sections()} for stored in parsed(objects)}
@@ -235,6 +237,7 @@ def test_a_name_that_leads_elsewhere_in_mid_load_is_followed(stack: ExitStack, m
     assert rig.links[1].passed_bytes > 300_000
 
 
+@pytest.mark.real_time
 def test_deadline_is_kept_with_the_engine_computing_meanwhile(tmp_path: Path, stack: ExitStack) -> None:
     objects = made_objects(6, SIZES)
     servers = Servers(tmp_path, objects, 1e5, stack)

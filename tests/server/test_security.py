@@ -258,6 +258,7 @@ def sample_times(server: RunningServer, token: str, one: ObjectId, other: Object
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.real_time
 def test_foreign_hit_takes_the_time_of_a_miss(kind: str, tmp_path: Path) -> None:
     url = "memory://" if kind == "memory" else f"disk://{tmp_path}"
     with running_server(tiers=(url,), grants=GRANTS) as server:

@@ -111,6 +111,7 @@ def test_other_region_without_the_object_is_a_miss(east: RunningServer, west: Ru
         tier.close()
 
 
+@pytest.mark.real_time
 def test_silent_server_is_left_for_the_other_one_in_time(west: RunningServer) -> None:
     assert west.store.put_from(object_id(1), object_bytes(1))
     with socket.create_server(("127.0.0.1", 0)) as silent:

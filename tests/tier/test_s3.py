@@ -133,6 +133,7 @@ def test_bad_url_is_refused_without_the_secret(rest: str) -> None:
     assert "hush" not in str(caught.value)
 
 
+@pytest.mark.real_time
 def test_frozen_store_keeps_nobody_beyond_the_deadline(server: BenchService) -> None:
     clock, data = SystemClock(), object_bytes(1, 3 * s3.PART_BYTES)
     with opened(s3.S3Tier(url_of(server, f"t{next(_PREFIXES)}"), clock)) as tier:

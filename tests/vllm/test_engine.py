@@ -42,6 +42,7 @@ def restarted(engine: Any, filled_store: Path, small_disk: Path, tokens: list[in
         yield Restarted(process, store, process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS))
 
 
+@pytest.mark.real_time
 def test_restarted_engine_restores_every_full_page_and_says_the_same(
     restarted: Restarted, plain: Any, tokens: list[int]
 ) -> None:

@@ -20,6 +20,7 @@ SOON_S, SLOW_BYTES_PER_S = 0.6, 1.2e6
 TIDE = {"codec": "tide:1e-3:3"}
 
 
+@pytest.mark.real_time
 def test_refinements_come_until_the_model_should_start(engine: Any, tokens: list[int]) -> None:
     read_bytes, counted = {}, {}
     with server_process() as server:
