@@ -25,7 +25,7 @@ _EVALUATION = (
     ("c++ header", "site/torch/include/c10/core/TensorImpl.h"),
     ("readme", "site/tqdm-*.dist-info/METADATA"),
     ("yaml", "site/torchgen/packaged/autograd/derivatives.yaml"),
-    ("prose", "std/idlelib/TODO.txt"),
+    ("licences", "site/pillow-*.dist-info/licenses/LICENSE"),
     ("markdown", "site/pyparsing/ai/best_practices.md"),
     ("names", "site/sympy-*.dist-info/licenses/AUTHORS"),
     ("rst", "site/numpy/ma/README.rst"),
