@@ -91,10 +91,7 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """All that identifies a block: object id, parent key, position of its first token, layout.
-
-    `model` is a label for people (at most 48 bytes of UTF-8 are stored); it is never compared.
-    """
+    """All that identifies a block: object id, parent key, position of its first token, layout; `model`, for people."""
 
     id: ObjectId
     parent: BlockKey

@@ -18,30 +18,26 @@ class Clock(Protocol):
         """Return seconds since the Unix epoch."""
 
 
-class SystemClock:
+class SystemClock(Clock):
     """The machine's own clock."""
 
     def monotonic_s(self) -> float:
-        """Return seconds that never go back."""
         return time.monotonic()
 
     def wall_s(self) -> float:
-        """Return seconds since the Unix epoch."""
         return time.time()
 
 
-class ManualClock:
+class ManualClock(Clock):
     """A clock that moves only when told to."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
 
     def monotonic_s(self) -> float:
-        """Return seconds that never go back."""
         return self._now_s
 
     def wall_s(self) -> float:
-        """Return seconds since the Unix epoch."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:

@@ -1,7 +1,6 @@
 """Groups: layers of a model whose cache is of one kind, shape and reach. A block has a part of each group.
 
-A part is an object of its own, in its group's namespace (decision 0021). One group of full attention is a plain model,
-whose parts are its blocks.
+A part is an object of its own, in its group's namespace (decision 0021); a plain model's parts are its blocks.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ class LayerGroup(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of one group of a prompt, one a block. reach: as `LayerGroup.reach_blocks` says it.
-
-    is_sparse: some blocks have none, as with states; then each stands alone.
-    """
+    """The parts of one group of a prompt, one a block. is_sparse: some blocks have none, and each stands alone."""
 
     ids: Sequence[ObjectId]
     reach: int = 0
@@ -119,17 +115,11 @@ def part_keys(namespace: Namespace, keys: Sequence[BlockKey]) -> list[BlockKey]:
 
 
 def state_every(state_bytes: float, token_bytes: float) -> int:
-    """Return after how many tokens a state is kept: so that states take no more room than the rows between them.
-
-    state_bytes: of all states at one place. token_bytes: of all rows of one token, 0 if there are none.
-    """
+    """Return after how many tokens a state is kept: states take no more room than the rows between them, if any."""
     return max(STATE_TOKENS_MIN, round(state_bytes / token_bytes)) if token_bytes else STATE_TOKENS_MIN
 
 
 def state_cuts(restored: int, blocks: int, known: int, every: int) -> list[int]:
-    """Return after which blocks of a prompt, of those not restored, states are to be kept.
-
-    After each `every`-th one (0: none), the `known` leading blocks, with which another prompt began, and the last one.
-    """
+    """Return after which blocks that are not restored states are kept: each `every`-th (0: none), `known`, the last."""
     often = range(restored, blocks, every) if every else ()
     return [block for block in sorted({*often, known, blocks}) if restored < block <= blocks]

@@ -121,7 +121,7 @@ def jaccard(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
     return both / either if either else 1.0
 
 
-class HeadsAgree:
+class HeadsAgree(Guard):
     """IMPRESS: the top tokens of the probed heads are more alike than t = j^alpha, j being the level of chance."""
 
     def __init__(self, alpha: float = ALPHA) -> None:
@@ -137,7 +137,7 @@ class HeadsAgree:
         return bool(median(scores) >= random_jaccard(ratio) ** self._alpha)
 
 
-class NeighboursAgree:
+class NeighboursAgree(Guard):
     """Ours: neighbouring tokens matter alike, since what a text says takes several of them.
 
     In shuffled text and in noise a token's importance says next to nothing of the next one's: single tokens stand out,

@@ -29,8 +29,7 @@ _NAMESPACE_TAG = b"kvtide-namespace-1"
 class NamespaceSpec:
     """Everything that two caches must agree on before one may use the other's blocks.
 
-    `fingerprint` identifies weights and config; `layout` names the shape (layers, heads, head size); the salt keeps
-    tenants apart and is hashed, never stored.
+    fingerprint: of weights and config. layout: layers, heads, head size. The salt, a tenant's, is hashed, never stored.
     """
 
     fingerprint: bytes
@@ -63,10 +62,7 @@ class NamespaceSpec:
 
 
 def tokens_array(tokens: TokenIds) -> NDArray[np.uint32]:
-    """Return token ids as a contiguous little-endian u32 array.
-
-    ValueError for anything but a one-dimensional run of integers in [0, 2**32).
-    """
+    """Return token ids, integers in [0, 2**32), as a contiguous little-endian u32 array. ValueError for others."""
     array = np.asarray(tokens)
     if array.size == 0:
         return np.empty(0, dtype="<u4")
@@ -80,10 +76,7 @@ def tokens_array(tokens: TokenIds) -> NDArray[np.uint32]:
 
 
 def block_keys(namespace: Namespace, tokens: TokenIds, block_tokens: int) -> list[BlockKey]:
-    """Return the keys of all full blocks of `tokens`; a partial last block has none.
-
-    ValueError for bad token ids or `block_tokens` < 1.
-    """
+    """Return the keys of all full blocks of `tokens`. ValueError for bad token ids or `block_tokens` < 1."""
     chain = KeyChain(namespace, block_tokens)
     return chain.extend(tokens)
 

@@ -50,10 +50,7 @@ class Name(NamedTuple):
 
 
 class NamedId(ObjectId):
-    """An object's id with the name of its namespace, by which other servers are asked. Equal to the plain id.
-
-    is_latest: only a server that has looked in all regions may answer.
-    """
+    """An object's id with its namespace's name, for servers. is_latest: only one that looked everywhere may answer."""
 
     name: Name
     is_latest: bool

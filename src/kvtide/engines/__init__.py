@@ -1,8 +1,4 @@
-"""Engine connectors, profiles of models (installed ones, files, the command that makes one), tested versions of vLLM,
-and what the distribution kvtide-gpu brings.
-
-Each connector imports its engine; none is imported by the package itself.
-"""
+"""Engine connectors, none of which is imported here; profiles of models; what kvtide-gpu brings."""
 
 from __future__ import annotations
 
@@ -37,10 +33,7 @@ _HEX = "hex:"
 
 
 def installed_profiles() -> Sequence[Profile]:
-    """Return the profiles of every distribution that names a package of them as entry point `kvtide.profiles`.
-
-    A package that can't be imported, or has a profile that can't be read, is left out with a warning.
-    """
+    """Return the profiles of packages that entry points `kvtide.profiles` name; what can't be read is warned of."""
     found = list[tuple[str, Profile]]()
     for package in sorted({point.value for point in entry_points(group=_PROFILES)}):
         try:
@@ -75,10 +68,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def calibrate_command(folder: str, store: str, kind: str, fingerprint: bytes, is_salted: bool) -> str:
-    """Return the command that puts a profile into a store, for the engine that was given this fingerprint, or none.
-
-    Without secrets: neither the URL's nor the salt.
-    """
+    """Return the command, without secrets, that puts a profile into a store for an engine of this fingerprint."""
     words = ["kvtide", "calibrate", folder if folder and Path(folder).is_dir() else "MODEL_FOLDER"]
     words += ["--store", shown_url(store)]
     words += ["--codec", kind] if kind != DEFAULT_PROFILE_KIND else []

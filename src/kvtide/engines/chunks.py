@@ -1,7 +1,4 @@
-"""Chunks of an engine's bytes under the engine's own names: for hosts that hand over bytes and not tokens.
-
-Keys and values may lie in a chunk in any order, so that it takes a lossless codec.
-"""
+"""Chunks of an engine's bytes, in any order, under its own names: for hosts that hand over bytes, not tokens."""
 
 from __future__ import annotations
 
@@ -36,10 +33,9 @@ def chunk_layout(chunk_bytes: int, layers: int, tokens: int, dtype: KVDtype = _U
 
 
 class ChunkStore:
-    """Chunks of one size by name; faults are misses.
+    """Chunks of one size by name; faults are misses. `fingerprint` and `text` differ where a name may mean other bytes.
 
-    `fingerprint` and `text` must differ wherever the same name may mean other bytes. ValueError for a lossy codec, and
-    for options of engines whose pages kvtide fills.
+    ValueError for a lossy codec, and for options of engines whose pages kvtide fills.
     """
 
     def __init__(self, settings: ConnectorSettings, layout: BlockLayout, fingerprint: bytes, text: str) -> None:
@@ -91,7 +87,7 @@ class ChunkStore:
         return self.cache.store([PendingBlock(self._meta(name), capture)]) == 1
 
     def load(self, names: Sequence[bytes], write: Callable[[int, memoryview], None]) -> int:
-        """Load chunks and hand each, with its position, to `write`; return how many leading ones came whole.
+        """Load chunks, let `write` take each with its position, and return how many leading ones came whole.
 
         `write` may be called from several threads at once, also for chunks that don't count; never after the return.
         """

@@ -31,11 +31,7 @@ class StreamOrder(NamedTuple):
 
 
 class RequestOptions(NamedTuple):
-    """A request's own options. `bad` counts those that were left out: a request never fails for them.
-
-    follow_s: how long to wait for the next block of a prefix that another engine is computing; 0 to wait for none.
-    hint: advice of its agent about its session.
-    """
+    """A request's own options; those that were `bad` are left out. follow_s: wait for another engine's next block."""
 
     is_latest: bool = False
     may_load: bool = True
@@ -70,9 +66,8 @@ _OF_PAGES = {
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A connector's options.
 
-    `load` says how blocks come in: `async` loads between the engine's steps, so that other requests run meanwhile;
-    `layers` loads within the step, each layer waiting for its own keys and values alone; `auto` is that for a lone
-    request and a store of this machine, on a processor, and `async` for others.
+    load: `async` between the engine's steps; `layers` within a step, each layer waiting for its own keys and values;
+    `auto`: `layers` for a lone request and a store of this machine, on a processor, else `async`.
     """
 
     # A store URL.

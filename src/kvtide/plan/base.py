@@ -69,8 +69,8 @@ class Chunk:
 class Request:
     """A context to load as a whole into the engine. ValueError for one that can't be.
 
-    deadline_s: when the engine should start, in seconds since the request; infinite if only `kl_goal` counts, 0 for as
-    soon as it can. kl_goal: mean loss at which there is nothing more to wait for.
+    deadline_s: when the engine should start, in seconds since the request; 0 for as soon as it can, infinite if only
+    `kl_goal` counts: the mean loss at which there is nothing more to wait for.
     """
 
     chunks: tuple[Chunk, ...]
@@ -122,9 +122,8 @@ class Progress:
 
     here, asked: for each chunk the leading steps that are here, and those that are here or asked for; with levels
     level + 1, or 0 for none. computed, assigned: the chunks that the engine has computed, and those given to it.
-    bytes_per_s: the link's rate as estimated, None before the first transfer. coming_s: when something that is asked
-    for will be here at the pace at which it comes, infinite if nothing does; None if nothing is asked for or there is
-    no telling yet. early, early_here: refinements that were asked for, or came, before one that comes before them.
+    coming_s: when something that is asked for will be here at its pace, infinite if nothing comes, None if there is no
+    telling. early, early_here: refinements that were asked for, or came, before one that comes before them.
     """
 
     now_s: float
@@ -220,10 +219,10 @@ class StreamPolicy(Protocol):
     """Decides what to do next; holds no state that planning changes."""
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Say what to do beyond what is asked for and given to the engine already.
+        """Say what to do beyond what is asked for and given to the engine already; nothing: wait for a change.
 
         At most `PLAN_FETCHES_MAX` fetches and never a step that is asked for, of a computed chunk, or at or after the
-        deadline of a chunk that is usable. An empty plan means that there is nothing to do before something changes.
+        deadline of a chunk that is usable.
         """
 
 
@@ -257,10 +256,7 @@ def mean_kl(request: Request, progress: Progress) -> float:
 
 
 def is_ready(request: Request, progress: Progress) -> bool:
-    """Tell whether the engine should start now: every chunk is usable, and the deadline or the goal is reached.
-
-    Or, where there is no deadline, nothing more can come: every refinement is here.
-    """
+    """True once every chunk is usable, and the deadline or the goal is reached, or without a deadline all is here."""
     if not _is_usable(progress):
         return False
     if progress.now_s >= request.deadline_s:
@@ -305,7 +301,7 @@ def cut_for_meeting(
     """Return chunks, each cut into blocks if the engine, computing from the start, may be there at the deadline.
 
     What both ends work on at once is done twice: a block of that is little, a chunk of 1,536 tokens costs up to four
-    points of misses. ValueError as for `cut`, and for a block that is longer than a chunk.
+    points of misses.
     """
     if not 0 < block_tokens <= chunk_tokens:
         raise ValueError(f"a block has 1 to {chunk_tokens} tokens, got {block_tokens}")

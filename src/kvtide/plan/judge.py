@@ -53,12 +53,10 @@ def decide(
 ) -> Decision:
     """Choose the way to the earliest start. Loading counts what is needed least: bases, or smallest levels.
 
-    bytes_per_s: expected rate, None if unknown. latency_s: until the first byte. decode_token_s: what a loaded token
-    takes after its last byte. ValueError for a negative number.
+    bytes_per_s: expected rate, None if unknown. latency_s: until the first byte. decode_token_s: of a loaded token.
     """
-    if min(latency_s, decode_token_s) < 0 or (bytes_per_s is not None and not bytes_per_s >= 0):
-        found = f"{bytes_per_s} bytes/s, {latency_s} s, {decode_token_s} s a token"
-        raise ValueError(f"rate, latency and decoding must not be negative, got {found}")
+    assert min(latency_s, decode_token_s) >= 0
+    assert bytes_per_s is None or bytes_per_s >= 0
     recompute_s = request.prefill.seconds(0, request.tokens)
     if bytes_per_s is None:
         return Decision(Way.UNKNOWN_LINK, math.inf, recompute_s, math.inf)

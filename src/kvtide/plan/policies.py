@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import takewhile
@@ -36,11 +36,10 @@ __all__ = [
 _ENGINE_SHARE = 0.95
 
 
-class _BaseFirst(ABC):
+class _BaseFirst(StreamPolicy):
     """All bases, then refinements in the order of `_rank`. Nothing is computed. ValueError for levels."""
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for what comes next."""
         _check_layered(request)
         chunks = range(len(request.chunks))
         return _bases(request, progress, chunks) or self._refinements(request, progress, chunks)
@@ -107,9 +106,7 @@ class DeltasFirstWhenSlow(AnchorFirst):
 
 
 class TwoEnded(Layered):
-    """Layered from the end of the context, while the engine computes from its start: they meet.
-
-    Only the start can be computed with nothing loaded, as every token attends to all before it. Chunks by owner:
+    """Layered from the end of the context, while the engine computes from its start: they meet. Chunks by owner:
 
         [0, front)        computed: exact
         [front, floor)    the engine gets there by the deadline: loaded last, in case that it doesn't
@@ -117,12 +114,10 @@ class TwoEnded(Layered):
 
     Before the deadline the engine goes on over what is loaded, since what it computes is exact. After it, or with a
     goal that ends the wait, floor is front and whoever gets to a chunk first has it; the engine's last pass is left to
-    it once nothing can come before it ends. A chunk that never comes is computed in the end, on top of what is loaded
-    before it.
+    it once nothing can come before it ends. A chunk that never comes is computed in the end.
     """
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for what comes next, and give the engine the next chunk."""
         _check_layered(request)
         chunks = len(request.chunks)
         front = next((chunk for chunk in range(chunks) if chunk not in progress.computed), chunks)
@@ -219,16 +214,14 @@ def _gains_per_byte(sizes: tuple[int, ...], kl: tuple[float, ...]) -> tuple[floa
     return tuple(gains)
 
 
-class CachegenRule:
+class CachegenRule(StreamPolicy):
     """The rule of CacheGen (SIGCOMM'24, section 5.3), as published. ValueError for a layered context.
 
-    For each chunk in turn: text, to be recomputed, if recomputing all that remains fits the time that is left; else the
-    best level with which all that remains fits at the last chunk's rate; else the smallest. While no rate is known, a
-    middle level. A chunk's turn comes when the one before it is here, as only then its rate is known.
+    For each chunk, once the one before is here: text, to be recomputed, if that fits the time for all that remains;
+    else the best level with which it fits at the last chunk's rate; else the smallest. A middle one without a rate.
     """
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        """Ask for the next chunk, or have the engine compute it and all after it, which would be judged alike."""
         _check_levels(request)
         chunk = _next_chunk(progress)
         if chunk is None:

@@ -15,10 +15,7 @@ RESOLUTION_S = 1e-6
 
 
 class HarmonicRate:
-    """The harmonic mean of the last rates, weighted by bytes: all their bytes over all their seconds.
-
-    Learns from transfers, in the order in which they stopped. One sample: the last rate alone, as CacheGen goes by.
-    """
+    """The harmonic mean of the last rates, weighted by bytes. One sample: the last rate alone, as CacheGen goes by."""
 
     def __init__(self, samples: int = 5) -> None:
         assert samples > 0
@@ -52,11 +49,9 @@ _SPREAD_TOKENS_MIN = 512.0
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpeed:
-    """A token at position p takes (1 + p / double_at) / tokens_per_s seconds.
+    """A token at position p takes (1 + p / double_at) / tokens_per_s seconds. ValueError unless both are positive.
 
-    tokens_per_s: speed at the start of a context. double_at: position at which a token costs twice as much, where
-    attention over what came before takes as long as all the rest. ValueError for a speed or position that is not
-    positive; `double_at` may be infinite.
+    double_at: where attention over what came before takes as long as all the rest; may be infinite.
     """
 
     tokens_per_s: float

@@ -81,8 +81,7 @@ class CurvePoint(msgspec.Struct, frozen=True):
 class CalibrationReport(msgspec.Struct, frozen=True):
     """The curve that a quality is looked up in, and how much more bits held-out texts take than fitted ones.
 
-    held_out_over_fitted: None if all texts were fitted on. texts_wanted: more of them would halve that, 0 if it is
-    small already.
+    held_out_over_fitted: None if all were fitted on. texts_wanted: more of them would halve that, 0 if it is small.
     """
 
     points: list[CurvePoint]
@@ -108,14 +107,13 @@ class _Job(NamedTuple):
 
 
 class TideCalibration:
-    """One calibration of one model, of all its groups of rows. `partial` is where its state is kept until it is done.
+    """One calibration of one model, whose state is kept in `partial` until it is done.
 
     Promises are for the whole model: the curve is of caches whose groups are all encoded, at one step.
     """
 
     def __init__(self, model: Any, name: str, cost: str, texts: TextSplit, block_tokens: int, partial: Path) -> None:
-        """texts: those too short for a block and what is judged after it are left out. If none is held out, the curve
-        is that of texts that were fitted on.
+        """texts: those that are long enough count. If none is held out, the curve is that of texts that were fitted on.
 
         ValueError if none is left, or for an unknown cost. UnsupportedModel as in `ModelContexts`, and for keys that
         can't be turned back.
@@ -133,9 +131,9 @@ class TideCalibration:
         self._partial = partial
 
     def run(self, progress: Progress) -> tuple[list[Profile], CalibrationReport]:
-        """Fit and judge; `progress` is told of each text. The partial state is removed at the end.
+        """Fit, judge, and return a profile for each group of rows, and one of all rows if they have one shape.
 
-        Returns a profile for each group of rows, and one of all rows if they have one shape; one for a plain model.
+        `progress` is told of each text. The partial state is removed at the end.
         """
         done = self._read()
         moments = self._moments(done, progress)
@@ -254,10 +252,7 @@ class TideCalibration:
     def _curve(
         self, profiles: Sequence[Profile], done: State, progress: Progress
     ) -> tuple[list[list[CurvePoint]], float | None]:
-        """Judge objects on held-out texts, and compare the coarsest with that of fitted ones.
-
-        Returns the rising points of rounded levels, then those of levels along a trellis, if the profiles have one.
-        """
+        """Judge held-out texts: rising points of rounded levels, then of a trellis; and bits over fitted ones'."""
         fitted, held_out = self._texts
         judged, codecs = held_out or fitted, [TideCodec(profile) for profile in profiles]
         has_trellis = codecs[0].steps.is_trellis

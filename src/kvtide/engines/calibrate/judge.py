@@ -84,8 +84,7 @@ def _decoded(codec: Codec, meta: BlockMeta, sections: Sequence[Section], refinem
 def upper_means(sums: NDArray[np.float64], squares: NDArray[np.float64], count: int) -> list[float]:
     """Return values that five texts of six don't exceed, from so many texts: a standard deviation above their means.
 
-    Few texts know neither well: what texts usually deviate counts as _USUAL_TEXTS of them, and the deviation is
-    widened. One text gives 2.1 times its value.
+    Few texts know neither well: what texts usually deviate counts as _USUAL_TEXTS. One text gives 2.1 times its value.
     """
     means, known = sums / count, _USUAL_TEXTS + count - 1
     spread = np.maximum(squares - count * means**2, 0.0) + _USUAL_TEXTS * (_USUAL_DEVIATION * means) ** 2
@@ -95,10 +94,9 @@ def upper_means(sums: NDArray[np.float64], squares: NDArray[np.float64], count: 
 
 
 def restored_kl(cached: CachedModel, exact: CachedModel, input_ids: torch.Tensor, answer_ids: Sequence[int]) -> float:
-    """Return the KL divergence of what the model says of an answer's tokens after a restored prefix from the exact.
+    """Return the mean KL, in nats, of an answer's tokens after a prompt, (1, tokens), as restored from the exact.
 
-    The mean over the answer's tokens, in nats. input_ids: (1, tokens), the prompt. exact: the model with a store that
-    has the prompt as it was computed; what that lacks is computed.
+    exact: the model with a store that has the prompt as it was computed; what that lacks is computed.
     """
     whole = torch.cat([input_ids, input_ids.new_tensor([answer_ids])], dim=1)
     with torch.inference_mode():

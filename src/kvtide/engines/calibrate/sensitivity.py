@@ -39,8 +39,8 @@ def cache_sensitivity(
 ) -> list[Doubles]:
     """Return the mean squared gradient of sampled tokens' log-likelihood by cached values, of each group of rows.
 
-    Each is (layers, 2, channels), keys before RoPE. continuation: the tokens after the context. Left out are the first
-    tokens, which tide keeps whole, and what has left a window. The model's weights are told to ask for no gradients.
+    Each is (layers, 2, channels), keys before RoPE, without the first tokens, which tide keeps whole, and what has left
+    a window. continuation: the tokens after the context. The model's weights are told to ask for no gradients.
     """
     past = contexts.restored(context)
     by_group = contexts.ask_gradients(past)
@@ -131,10 +131,7 @@ def finer_weights(shares: Sequence[LossShares]) -> list[Doubles]:
 
 
 def turned_back(halves: Sequence[Floats], rotary: Rotary | None, stop: int) -> list[Floats]:
-    """Return halves of layers, (2, tokens, kv_heads, head_dim), with K before its rotation.
-
-    stop: the position after the last token.
-    """
+    """Return halves of layers, (2, tokens, kv_heads, head_dim) before token `stop`, with K before its rotation."""
     if rotary is None:
         return list(halves)
     found = []

@@ -62,11 +62,9 @@ class DeviceStream:
 
 
 class DevicePages(PagePool):
-    """Pages that a device holds, each token's key before its value.
+    """Pages that a device holds, each token's key before its value; in this machine's memory they need no streams.
 
-    layers: one tensor (pages, kv_heads, page_tokens, 2 * head_dim) for each layer, strided as the kernels like it. All
-    on one device; in this machine's memory it works too, without streams. Objects are kept in a device's memory by the
-    kernels alone.
+    layers: one tensor (pages, kv_heads, page_tokens, 2 * head_dim) each, strided as the kernels like it.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], layout: BlockLayout) -> None:
@@ -97,11 +95,7 @@ class DevicePages(PagePool):
                     room[chosen] = values.transpose(1, 2)
 
     def capture(self, pages: Sequence[int]) -> Captured:
-        """Copy the pages of a block as they are when the engine's stream comes here.
-
-        They are gathered on the device and may be overwritten by what the engine queues next; the way to the host is
-        beside it.
-        """
+        """Gather the pages on the device when the engine's stream comes here; they go to the host beside it."""
         chosen = self._numbers(pages)
         gathered = torch.stack([layer[chosen] for layer in self._layers])
         self._copies.wait_for(DeviceStream.current(self._device).mark())

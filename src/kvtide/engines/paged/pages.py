@@ -64,10 +64,9 @@ class Captured(Protocol):
 
 
 class PagePool(Protocol):
-    """All layers' pages of an engine. Safe to use from several threads on different pages.
+    """All layers' pages of an engine, in this machine's memory unless said otherwise. Threads may use different pages.
 
     DeviceFault if they lie on a device that fails; what it was asked to write to is then to be taken as unwritten.
-    Who inherits from it has pages in this machine's memory, unless it says otherwise.
     """
 
     layout: BlockLayout
@@ -87,18 +86,15 @@ class PagePool(Protocol):
         return
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block into `pages`, from `skip_pages` pages into the block on; done on return.
+        """Write a block into those of `pages` that the engine still has, from `skip_pages` pages into it on.
 
-        Nothing is written to pages that the engine has given up.
+        Done on return.
         """
 
     def decode(
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
     ) -> bool:
-        """Write a block straight from its sections, as `scatter` does. False if it was not: then decode it and do that.
-
-        Only what the codec itself would accept is written.
-        """
+        """Write a block straight from its sections, as `scatter` does. False: decode it, and do that."""
         return False
 
     def encoder(self, codec: Codec) -> Codec:
@@ -113,9 +109,9 @@ class PagePool(Protocol):
 
 
 def keys_values(cells: Any, order: CellOrder) -> tuple[Any, Any]:
-    """Return views (..., tokens, head_dim) of the keys and values in cells (..., tokens, 2 * head_dim).
+    """Return views (..., tokens, head_dim) of keys and values in cells (..., tokens, 2 * head_dim), arrays or tensors.
 
-    Takes arrays and tensors. TRANSPOSED_KEYS needs cells that are contiguous in their last two axes.
+    TRANSPOSED_KEYS needs cells that are contiguous in their last two axes.
     """
     *outer, tokens, content = cells.shape
     head_dim = content // 2
@@ -127,10 +123,7 @@ def keys_values(cells: Any, order: CellOrder) -> tuple[Any, Any]:
 
 
 def cell_order(cell: Cells, keys: Cells, values: Cells) -> CellOrder:
-    """Return the order in which a cell holds keys and values (tokens, head_dim) that the engine wrote into it.
-
-    ValueError if it is none that is known.
-    """
+    """Return the order of a cell in which an engine wrote keys and values (tokens, head_dim). ValueError if unknown."""
     for order in CellOrder:
         found_keys, found_values = keys_values(cell, order)
         if np.array_equal(found_keys, keys) and np.array_equal(found_values, values):
@@ -139,10 +132,9 @@ def cell_order(cell: Cells, keys: Cells, values: Cells) -> CellOrder:
 
 
 class HostPages(PagePool):
-    """Pages in this machine's memory, copied by the processor.
+    """Pages in this machine's memory: of each layer bit patterns (pages, kv_heads, page_tokens, 2 * head_dim).
 
-    layers: one array (pages, kv_heads, page_tokens, 2 * head_dim) of bit patterns for each layer. slots: each layer's,
-    where there are several; pages are then joined (`join_pages`).
+    slots: each layer's, where there are several; pages are then joined (`join_pages`).
     """
 
     def __init__(
@@ -159,7 +151,6 @@ class HostPages(PagePool):
             assert np.shares_memory(layer, keys)
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block into `pages`; see PagePool."""
         self.scatter_layers(0, bits, pages, skip_pages)
 
     def scatter_layers(self, first: int, layers: Iterable[BlockBits], pages: Sequence[int], skip_pages: int) -> None:
@@ -201,7 +192,6 @@ class HostPages(PagePool):
                 yield room[page, :, start : start + len(values)], values
 
     def capture(self, pages: Sequence[int]) -> Captured:
-        """Copy the pages of a block; see PagePool."""
         _, kv_heads, tokens, content = self._layers[0].shape
         cells = _mapped((len(self._layers), len(pages), kv_heads, tokens, content), self.layout.bits_dtype)
         for number, (layer, copy) in enumerate(zip(self._layers, cells, strict=True)):
@@ -262,10 +252,7 @@ class OpaqueLayer(NamedTuple):
 
 
 class OpaquePages(PagePool):
-    """Pages in this machine's memory whose bytes mean something to the engine alone: several shapes, states.
-
-    A block holds for each layer its pages in order. page_tokens: of a joined page.
-    """
+    """Pages whose bytes mean something to the engine alone: a block holds for each layer its pages in order."""
 
     def __init__(self, layers: Sequence[OpaqueLayer], layout: BlockLayout, page_tokens: int) -> None:
         self.layout = layout
@@ -276,14 +263,12 @@ class OpaquePages(PagePool):
         assert self._pages * page_bytes == layout.raw_bytes, f"{layout} is not whole pages of {page_bytes} bytes"
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block into `pages`; see PagePool."""
         data = bits.reshape(-1).view(np.uint8)
         for layer, page, part in self._rooms(pages, skip_pages):
             if page:
                 layer[page] = data[part]
 
     def capture(self, pages: Sequence[int]) -> Captured:
-        """Copy the pages of a block; see PagePool."""
         bits: BlockBits = np.empty(self.layout.shape, self.layout.bits_dtype)
         data = bits.reshape(-1).view(np.uint8)
         for layer, page, part in self._rooms(pages, 0):

@@ -50,9 +50,9 @@ class ScheduledRequest(NamedTuple):
 
 
 class SchedulerHalf:
-    """Decides for all requests of one engine. Not thread-safe: the engine's scheduler calls it.
+    """Decides for all requests of one engine, whose scheduler calls it. Not thread-safe.
 
-    What was ordered to be stored counts as stored: the workers load it from their queues. They tell what they dropped.
+    What was ordered to be stored counts as stored: the workers load it from their queues, and tell what they dropped.
     tail_tokens: what a prompt has behind its last full block is stored in pieces of so many; 0: it is not.
     """
 
@@ -109,9 +109,8 @@ class SchedulerHalf:
     ) -> int | None:
         """Return how many tokens after `computed_tokens` are worth loading; None to be asked again soon.
 
-        The last token always runs: its logits are the answer's next token. Nothing is changed by asking. For the latest
-        servers are asked, and copies of this machine do not count. Options and `extra` (of `TrackedSequence`) hold
-        from the request's first call on.
+        The last token always runs: its logits are the answer's next token. Nothing is changed by asking. Options and
+        `extra` (of `TrackedSequence`) hold from the request's first call on.
         """
         sequence = self._sequences.get(request) or self._tracked(request, salt, tokens, options, extra)
         sequence.computed_tokens = computed_tokens
@@ -303,10 +302,7 @@ class SchedulerHalf:
         yield StoreOrder(scheduled.request, block, tuple(scheduled.pages()[last : last + 1]), is_state=True)
 
     def _is_rough(self, sequence: TrackedSequence, blocks: Sequence[BlockRef]) -> bool:
-        """True if any of the blocks is rough in the engine's pages; those after it are then.
-
-        The engine hands pages from one request to the next by itself, also some of a block's.
-        """
+        """True if a block is rough in the pages, and those after it: the engine hands parts of them to others too."""
         if self._rough:
             leads = sequence.leads(self._page_tokens)[: sequence.rough_from]
             rough = (i for i, lead in enumerate(leads[: len(blocks)]) if lead in self._rough)
@@ -373,10 +369,7 @@ class _Found(NamedTuple):
 
 
 class _Lookups:
-    """Look-ups of prompts in a store: asked in the background, remembered while a request waits.
-
-    What workers missed is left out. Asking changes nothing. Not thread-safe. Owns a thread until `close`.
-    """
+    """Look-ups of prompts, asked in a thread until `close` and remembered while a request waits. Not thread-safe."""
 
     def __init__(self, cache: Cache, clock: Clock, match_s_max: float) -> None:
         self._cache = cache
@@ -421,10 +414,7 @@ class _Lookups:
     def find(
         self, request: str, sequence: TrackedSequence, tokens: Sequence[int], blocks: Sequence[BlockRef]
     ) -> _Found | None:
-        """Return what seems stored of a prompt; None to be asked again soon.
-
-        blocks: those of `tokens` that may be restored. An answer that is late serves the next request.
-        """
+        """Return what seems stored of the `blocks` of a prompt that may be restored; None to be asked again soon."""
         now_s = self._clock.monotonic_s()
         if request not in self._asked:
             pieces = sequence.tail(tokens, len(blocks), len(tokens) - 1)

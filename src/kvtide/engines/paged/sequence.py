@@ -18,10 +18,7 @@ from kvtide.types import BlockKey, Namespace, ObjectId
 
 
 class BlockRef(NamedTuple):
-    """One block of a sequence: for each shard of the model, its object and that of the block before.
-
-    states: of a model with states, each shard's at the block's end; () for others.
-    """
+    """One block of a sequence, by shard: its object, the one before, and of models with states those at its end."""
 
     ids: tuple[ObjectId, ...]
     parents: tuple[BlockKey, ...]
@@ -30,11 +27,10 @@ class BlockRef(NamedTuple):
 
 
 class LoadOrder(NamedTuple):
-    """Fill `pages`, in order, with the blocks' tokens from `skip_pages` pages into the first block on; then the states.
+    """Fill `pages` with blocks, from `skip_pages` pages into the first one on, then with the pieces of `tail`.
 
     is_in_step: this step computes with them, each layer as soon as it is there; else nobody waits. is_latest: copies of
     this machine won't do. stream: how much time there is for refinements of streamed blocks; None for whole ones.
-    tail: pieces of the block behind the last one, in the pages after those of the blocks.
     """
 
     request: str
@@ -49,10 +45,7 @@ class LoadOrder(NamedTuple):
 
 
 class StoreOrder(NamedTuple):
-    """Store one block of a request, whose tokens the step completes, from these pages; or the states at its end.
-
-    is_tail: a piece of a block (`TrackedSequence.tail`), in one page.
-    """
+    """Store a block that the step completes, or the states at its end, or a piece (`is_tail`), from these pages."""
 
     request: str
     block: BlockRef
@@ -70,10 +63,9 @@ class AdviceOrder(NamedTuple):
 
 
 class StepCommands(NamedTuple):
-    """All orders of one engine step.
+    """All orders of one engine step; `is_idle` if it computes nothing, so that waiting costs nobody.
 
-    is_idle: the step computes nothing, so that waiting costs nobody. heard: the newest step whose reports were known
-    when these orders were given; engines may plan a step before they hear of the one before.
+    heard: the newest step whose reports were known; engines may plan a step before they hear of the one before.
     """
 
     step: int
@@ -92,11 +84,7 @@ class LoadTiming(NamedTuple):
 
 
 class WorkerReport(NamedTuple):
-    """A worker's findings of a step.
-
-    `lost`: blocks that were promised and are not there. `failed`: requests whose loads did not bring everything.
-    `rough`: requests whose blocks came rougher than the store has them.
-    """
+    """A worker's findings of a step: promised blocks that are `lost`, requests whose loads `failed` or came `rough`."""
 
     step: int
     loads: tuple[LoadTiming, ...] = ()
@@ -116,10 +104,7 @@ FOLLOW_EVERY_S = 0.02
 
 
 class Namespaces:
-    """Namespaces of a model's shards, by the salt that a request carries besides the connector's own.
-
-    has_states: each block has a part of states too, in a namespace of its own (decision 0021).
-    """
+    """Namespaces of a model's shards by a request's salt. has_states: blocks have a part of states (decision 0021)."""
 
     def __init__(self, specs: Callable[[bytes], Sequence[NamespaceSpec]], has_states: bool = False) -> None:
         self.has_states = has_states
@@ -145,10 +130,7 @@ def tail_namespace(namespace: Namespace, tail_tokens: int) -> Namespace:
 
 
 class FollowedPrefix:
-    """The blocks that have come of a prefix which another engine is computing. Times are of the monotonic clock.
-
-    within_s: how long to wait for the next block. next_s: when to look again.
-    """
+    """The blocks that came of a prefix which another engine computes. next_s: when to look again (monotonic)."""
 
     def __init__(self, within_s: float, now_s: float) -> None:
         self.blocks = 0
@@ -263,10 +245,7 @@ class TrackedSequence:
         return found
 
     def leads(self, page_tokens: int) -> Sequence[bytes]:
-        """Return a name of each block's first page, with all before it.
-
-        Engines share pages and not blocks: who shares any page of a block shares the first one.
-        """
+        """Return a name of each block's first page and all before: who shares any page of a block shares that one."""
         for block in self._blocks[len(self._leads) :]:
             page = np.array(self._all[block.start : block.start + page_tokens], np.uint32)
             self._leads.append(hashlib.sha256(block.parents[0] + page.tobytes()).digest())

@@ -56,8 +56,7 @@ class LoadOutcome(NamedTuple):
 class WorkerHalf:
     """Carries out orders on one shard of the model. The engine's thread calls it; loads run in threads of their own.
 
-    states: the pages of layers whose past is one state, each beside the last page of a block. tail_tokens: of a
-    piece of a block, for HostPages alone.
+    states: the pages of layers whose past is one state, each beside the last page of a block.
     """
 
     def __init__(
@@ -96,10 +95,7 @@ class WorkerHalf:
         self._told: Counter[str] = Counter()
 
     def take_memory(self) -> None:
-        """Have the system give memory before blocks need it: the engine's thread would wait for it to be cleared.
-
-        Goes on in the background, behind all that computes, until it is done or this is closed.
-        """
+        """Take memory in the background before blocks need it: the engine's thread would wait for it to be cleared."""
         # What is captured of a device lies there.
         kept_bytes = self._kept.bytes_max if self._pool.memory is None else 0
         touch = partial(touch_rooms, self.cache.tiers, kept_bytes, self._pool.layout.raw_bytes, self._is_open)
@@ -347,10 +343,7 @@ class WorkerHalf:
         return found._replace(step=step)
 
     def take_counts(self) -> dict[str, float]:
-        """Return what was counted since the last call, by name: of loads that ended, and of blocks and their profiles.
-
-        Blocks: those that a profile did not fit, that had none, or that were checked.
-        """
+        """Return what was counted since the last call, by name: of loads that ended, of blocks and their profiles."""
         totals = self.cache.profiles.totals()
         with self._changed:
             found: dict[str, float] = dict(self._counts)

@@ -56,10 +56,9 @@ class ServedStates(NamedTuple):
 class ServedModel(NamedTuple):
     """One shard's cache: `layout` of its blocks, tokens of a page, and what names its blocks.
 
-    opaque: what decides the order inside a page that kvtide does not know, which is then kept as it is; "" for keys and
-    values as kvtide knows them. dtype: of the engine's pages; None if layers differ in it or in their shape. slots:
-    each layer's in a joined page (`join_pages`), where the engine has several groups, or windows, whose pages it gives
-    up; else None. counts: pages of each group in a joined one. is_drafted: a draft model's layers are among them.
+    opaque: what decides the order inside a page that kvtide keeps as it is; "" for keys and values as it knows them.
+    dtype: of the pages; None if layers differ in it or in their shape. slots: each layer's in a joined page
+    (`join_pages`), of several groups or windows, whose pages the engine gives up; else None. counts: pages of each.
     """
 
     layout: BlockLayout

@@ -27,10 +27,7 @@ _INT_BITS = {2: torch.int16, 4: torch.int32}
 def page_pools(
     model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any, settings: ConnectorSettings
 ) -> tuple[PagePool, PagePool | None]:
-    """Return the engine's pages, and those of its states: on a device torch copies them, or kernels if it is told to.
-
-    UnsupportedModel if they are not as kvtide knows them.
-    """
+    """Return the engine's pages and those of its states. UnsupportedModel if they are not as kvtide knows them."""
     states = model.states
     names = {*model.layer_names, *(states.layer_names if states is not None else ())}
     if set(kv_caches) != names:

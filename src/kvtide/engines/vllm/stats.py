@@ -73,10 +73,7 @@ def counted(name: str, *labels: str) -> str:
 
 
 class CacheCounts:
-    """A cache's counters since they were taken last. They are asked for in a thread, at most every COUNTS_EVERY_S.
-
-    has_blocks: blocks are loaded and stored there; else it only decides.
-    """
+    """A cache's counters since they were taken last, asked for in a thread. has_blocks: blocks are loaded there."""
 
     def __init__(self, cache: Cache, clock: Clock, has_blocks: bool) -> None:
         self._cache, self._clock, self._has_blocks = cache, clock, has_blocks

@@ -27,10 +27,8 @@ TRANSFER_THREADS = 2
 class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
     """A secondary tier of vLLM's. Options are those of the connector that concern the store. Faults are misses.
 
-    Chunks are opaque: keys and values of any kind of layer, windows, latents, states, whatever their element type. A
-    chunk's name says its group of layers, and a hit is vLLM's to judge.
-    Ranks of any number share chunks in vLLM's portable order (`canonical_layout`).
-    vLLM names chunks by its own hashes: set PYTHONHASHSEED, or a restarted engine finds nothing.
+    Chunks are opaque: keys and values of any kind of layer, whatever their element type, named by vLLM's own hashes:
+    set PYTHONHASHSEED, or a restarted engine finds nothing. Ranks of any number share them in vLLM's portable order.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
