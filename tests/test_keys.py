@@ -67,7 +67,7 @@ def test_every_field_sets_the_namespace_apart(change: dict[str, Any]) -> None:
 
 def test_keys_are_stable_across_processes_and_hash_seeds() -> None:
     code = (
-        "from kvtide.keys import *; from kvtide.block import KVDtype;"
+        "from kvtide.keys import NamespaceSpec, block_keys; from kvtide.block import KVDtype;"
         "n = NamespaceSpec(b'model', KVDtype.BFLOAT16, 'layers=2', 4, b'tenant').digest();"
         "print(n.hex(), *[k.hex() for k in block_keys(n, range(8), 4)])"
     )

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from kvtide.types import DIGEST_BYTES, BlockKey, ObjectId
 
-__all__ = ["BlockBits", "BlockLayout", "BlockMeta", "KVDtype", "check_bits"]
-
 # (layers, 2, tokens, kv_heads, head_dim); axis 1: 0 = K, 1 = V; dtype is BlockLayout.bits_dtype, C-contiguous.
 BlockBits = NDArray[np.uint16] | NDArray[np.uint32]
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Limits", "cache_home", "step_back", "wait_passively"]
-
 # The salt that keeps a tenant apart, for commands: their arguments are seen by all users of the machine.
 TENANT_SALT_VARIABLE = "KVTIDE_TENANT_SALT"
 

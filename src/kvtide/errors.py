@@ -16,19 +16,6 @@ A miss is None, never an error. The user's mistake is ValueError at the edge.
 
 from __future__ import annotations
 
-__all__ = [
-    "CorruptPayload",
-    "DeviceFault",
-    "KvtideError",
-    "QueueFull",
-    "RequestRefused",
-    "TierFull",
-    "TierUnavailable",
-    "UnencodableBlock",
-    "UnsupportedModel",
-    "WrongServer",
-]
-
 
 class KvtideError(Exception):
     """Root of everything that kvtide itself raises, save for ValueError on bad arguments."""

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from kvtide.block import BlockLayout
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["ALL_ROWS", "GroupKind", "Hit", "LayerGroup", "Parts", "hit_of", "part_keys", "state_cuts", "state_every"]
-
 # The group of the rows of all layers, where an engine's blocks have them together, whatever each layer attends to.
 ALL_ROWS = "rows of all layers"
 # States are kept no more often where nobody says otherwise: a prompt that branches between two computes half of it.
@@ -23,11 +21,7 @@ STATE_TOKENS_MIN = 4096
 
 
 class GroupKind(StrEnum):
-    """Contents of a group's parts.
-
-    KV: keys and values of tokens. LATENT: one row a token, from which both are made. STATE: what a layer knows after
-    all tokens so far.
-    """
+    """KV: keys and values of tokens. LATENT: one row a token, which makes both. STATE: a layer's, after all so far."""
 
     KV = "kv"
     LATENT = "latent"

@@ -1,14 +1,10 @@
 """Importance of tokens (IMPRESS, FAST '25): probes, guards, scores over uses, packing. Pure: arrays in, arrays out.
 
-Probes find the tokens of a prefix that a suffix attends to, from its queries and some, or rough, keys; importance is
-attention mass, 1 for a token that gets its even share. Guards look at a layer at a time, and then at what all layers
-gave: the paper's test of agreement between heads, and one that fails when it should.
-
-A block's average importance over past uses is a record beside it (docs/format.md). Invariant: merging records is
-commutative, associative and idempotent, so that processes and servers may do it in any order: a record has an entry for
-each writer, writers change none but their own, and the later version of an entry wins. Packing puts important tokens
-into the same chunks; an order lists logical tokens as they are stored, `order[place] = token`, and never leaves its
-block.
+Importance is attention mass, 1 for a token that gets its even share. Guards look at a layer at a time, and then at
+what all layers gave. A block's average importance over past uses is a record beside it (docs/format.md). Invariant:
+merging records is commutative, associative and idempotent: a record has an entry for each writer, writers change none
+but their own, and the later version of an entry wins. An order lists logical tokens as they are stored,
+`order[place] = token`, and never leaves its block.
 """
 
 from __future__ import annotations
@@ -27,28 +23,6 @@ from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
 from kvtide.types import BlockKey, ObjectId
-
-__all__ = [
-    "CHUNK_TOKENS",
-    "RECORD_BYTES_MAX",
-    "WRITER_BYTES",
-    "AllHeads",
-    "FirstHeads",
-    "Floats",
-    "Guard",
-    "HeadsAgree",
-    "NeighboursAgree",
-    "Orders",
-    "ProbeFinding",
-    "UseRecord",
-    "chunks_of",
-    "expected_gain",
-    "is_order",
-    "packing_orders",
-    "record_id",
-    "select_chunks",
-    "top_tokens",
-]
 
 Floats = NDArray[np.float32]
 ALPHA = 0.6
@@ -140,9 +114,8 @@ class HeadsAgree(Guard):
 class NeighboursAgree(Guard):
     """Ours: neighbouring tokens matter alike, since what a text says takes several of them.
 
-    In shuffled text and in noise a token's importance says next to nothing of the next one's: single tokens stand out,
-    whatever is asked. Length and ratio hardly move the score, as nothing is counted against the whole. Only the deeper
-    half of the layers is asked: the first ones attend by token and distance.
+    In shuffled text and in noise single tokens stand out, whatever is asked. Length and ratio hardly move the score, as
+    nothing is counted against the whole. Only the deeper half of the layers is asked: the first go by token and place.
     """
 
     def __init__(self, alike: float = ALIKE) -> None:
@@ -150,10 +123,9 @@ class NeighboursAgree(Guard):
         self._alike = _share(alike)
 
     def score(self, finding: ProbeFinding) -> float:
-        """Return how much less neighbours differ than tokens two and three apart, in the median over heads.
+        """Return how much less logarithms of neighbours differ than those two and three apart, the median over heads.
 
-        Differences are of logarithms of importance. 0 where neighbours differ more, for attention to everything alike,
-        and for a prefix that is too short to tell.
+        0 where neighbours differ more, for attention to everything alike, and for a prefix that is too short to tell.
         """
         mass = np.delete(finding.importance, finding.kept, axis=1)
         if mass.shape[1] < TOKENS_MIN:
@@ -336,10 +308,9 @@ def chunks_of(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
 
 
 def select_chunks(importance: Floats, orders: NDArray[np.uint16], count: int, chunk_tokens: int) -> NDArray[np.int64]:
-    """Return the chunks of a layer that together have `count` tokens or just more, the most important ones.
+    """Return the most important chunks of a layer that together have `count` tokens or just more, numbered through.
 
-    importance: (blocks, tokens), infinite for what must come; orders: (blocks, tokens). Chunks are numbered through
-    all blocks: block times chunks of a block plus chunk.
+    importance: (blocks, tokens), infinite for what must come; orders: (blocks, tokens).
     """
     blocks, tokens = orders.shape
     if importance.shape != orders.shape:

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from kvtide.block import TOKENS_MAX, KVDtype
 from kvtide.types import BlockKey, Namespace
 
-__all__ = ["KeyChain", "NamespaceSpec", "TokenIds", "block_keys", "tokens_array"]
-
 TokenIds = Sequence[int] | NDArray[Any]
 
 _NAMESPACE_TAG = b"kvtide-namespace-1"

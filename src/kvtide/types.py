@@ -8,20 +8,6 @@ from typing import NamedTuple, NewType
 
 import msgspec
 
-__all__ = [
-    "DIGEST_BYTES",
-    "RANGES_MAX",
-    "BlockKey",
-    "Name",
-    "NamedId",
-    "Namespace",
-    "ObjectId",
-    "Section",
-    "SectionId",
-    "SectionKind",
-    "TierStats",
-]
-
 DIGEST_BYTES = 32
 # Ranges of an object in one request: as many fit into a head.
 RANGES_MAX = 64

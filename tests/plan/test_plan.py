@@ -123,7 +123,7 @@ def test_latency_alone_can_decide_for_recomputing() -> None:
 
 @pytest.mark.parametrize(("rate", "latency_s"), [(-1.0, 0.0), (math.nan, 0.0), (1.0, -1.0)])
 def test_links_that_can_not_be_are_refused(rate: float, latency_s: float) -> None:
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(AssertionError):
         decide(EVEN, rate, latency_s)
 
 

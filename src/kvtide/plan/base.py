@@ -15,24 +15,6 @@ from typing import NamedTuple, Protocol
 
 from kvtide.plan.speeds import PrefillSpeed
 
-__all__ = [
-    "CHUNK_TOKENS",
-    "PASS_TOKENS",
-    "Chunk",
-    "Fetch",
-    "Progress",
-    "Reason",
-    "Request",
-    "StreamPolicy",
-    "cut",
-    "cut_for_meeting",
-    "expected_s",
-    "is_ready",
-    "leading_pass",
-    "mean_kl",
-    "pass_reach",
-]
-
 CHUNKS_MAX = 8192
 # A plan names at most so many fetches: enough to keep a link busy until the next plan.
 PLAN_FETCHES_MAX = 8

@@ -24,13 +24,6 @@ from kvtide.plan.base import (
     pass_reach,
 )
 
-__all__ = [
-    "Layered",
-    "TwoEnded",
-    "is_by_level",
-    "policy_named",
-]
-
 # Of the time that is left, what the engine is counted on to use as its measured speed says. Bases are fetched for
 # what it may then not reach; as the deadline comes nearer the rest shrinks to nothing.
 _ENGINE_SHARE = 0.95

@@ -102,7 +102,7 @@ class PagePool(Protocol):
         return codec
 
     def capture(self, pages: Sequence[int]) -> Captured:
-        """Copy the pages of a block as they are now, or when the calling thread's stream comes here on a device.
+        """Copy a block's pages as they are now, or once the calling thread's stream is there.
 
         ValueError if the engine has given one up.
         """

@@ -53,10 +53,7 @@ PREFILL_GUESS = 1000.0
 
 
 class _Begun(NamedTuple):
-    """A call before the model runs: its rows, an engine's cache with their first columns, and the report so far.
-
-    opened: rough blocks in the cache, of which exact chunks can still be had.
-    """
+    """A call before the model runs: its rows, a cache with their first columns, the report so far, rough blocks."""
 
     rows: list[SequenceRow]
     past: DynamicCache
@@ -82,7 +79,6 @@ class CachedModel:
         """seek_profile: has the cache look for the profile of a model; called at the start, and when the model changed.
 
         streaming: how what is not in the fastest tier is streamed. importance: loads only what matters exactly.
-        ValueError for `state_every_tokens` that can't be.
         """
         self.model = model
         self.cache = cache

@@ -46,10 +46,7 @@ class Context(NamedTuple):
 
 
 class ModelContexts:
-    """A model, asked what it keeps of contexts, by group. `shapes`: of the groups of rows; states have no profiles.
-
-    UnsupportedModel at the beginning, as in `groups_of`.
-    """
+    """A model, asked what it keeps of contexts, by group. `shapes`: of the groups of rows. UnsupportedModel, too."""
 
     def __init__(self, model: Any, block_tokens: int) -> None:
         self.model = model
@@ -64,10 +61,7 @@ class ModelContexts:
         return [_rotary(each, config) for each in self._rows]
 
     def all_rows(self) -> AllRows | None:
-        """Return the rows of all groups as one block of all layers has them; None for a plain model, or of many shapes.
-
-        UnsupportedModel as in `rotaries`.
-        """
+        """Return the rows of all groups as blocks of all layers have them; None for a plain model or many shapes."""
         groups = [each.group for each in self._rows]
         shapes = {(each.layout.kv_heads, each.layout.head_dim, each.kind) for each in groups}
         if not self.shapes[0].group or len(shapes) > 1 or groups[0].kind is not GroupKind.KV:
@@ -103,10 +97,7 @@ class ModelContexts:
         return past
 
     def ask_gradients(self, past: DynamicCache) -> list[list[torch.Tensor]]:
-        """Make a restored cache's keys and values ask for gradients, and the model's weights for none.
-
-        Return the former by group, K and V of each layer.
-        """
+        """Make a restored cache's keys and values ask for gradients, and no weights; return them by group and layer."""
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         found = []

@@ -27,10 +27,7 @@ from kvtide.types import Namespace
 
 
 class NamespaceSettings(NamedTuple):
-    """Settings besides the model that decide which blocks it may use.
-
-    fingerprint: the user's, for the model as it was when it got its cache.
-    """
+    """Settings besides the model that decide which blocks it may use. fingerprint: the user's, for its beginning."""
 
     block_tokens: int
     tenant_salt: bytes
@@ -38,10 +35,7 @@ class NamespaceSettings(NamedTuple):
     is_exact: bool
 
     def namespaces(self, fingerprint: bytes, groups: Sequence[ModelGroup]) -> tuple[Namespace, ...]:
-        """Return the namespace of each group of a model.
-
-        Blocks of lossy codecs, and what was computed on top of them, are apart from exact ones (decision 0005).
-        """
+        """Return the namespace of each group. What lossy codecs store, and what is computed on it, is apart (0005)."""
         layout = groups[0].group.layout
         plain = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
         # What a state's tensors mean is the library's own affair.
@@ -62,10 +56,9 @@ class NamespaceSettings(NamedTuple):
 
 
 class ModelIdentity:
-    """A live model's groups and their namespaces, kept up with changes of the model.
+    """A live model's groups and their namespaces, kept up with its changes. UnsupportedModel as in `groups_of`.
 
-    `refusal` says why its cache can't be named or restored now, None if it can. UnsupportedModel at the beginning, as
-    in `groups_of`.
+    refusal: why its cache can't be named or restored now, None if it can.
     """
 
     def __init__(self, model: Any, settings: NamespaceSettings) -> None:
@@ -136,15 +129,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def model_fingerprint(model: Any) -> bytes:
-    """Return a digest of the model's config, weights, buffers and its modules' numbers. Reads all weights once.
-
-    UnsupportedModel if weights are not in memory.
-    """
+    """Return a digest of config, all weights, buffers and modules' numbers. UnsupportedModel if not in memory."""
     return ModelWatch(model).fingerprint()
 
 
 def fingerprint_in(model: Any, dtype: str) -> bytes | None:
-    """Return the digest that a model loaded in float32 has when its folder is loaded in `dtype`.
+    """Return the digest of a model, loaded in float32, for its folder loaded in `dtype`.
 
     None if that can't be told from it: where modules keep a dtype of their own, or have buffers beside RoPE's.
     """
@@ -238,9 +228,8 @@ class ModelWatch:
     """Notices changes of a live model between two calls.
 
     It sees: another value of an attribute, a buffer, a module, a weight or a config entry; hooks; writes in place that
-    torch counts. Writes that torch does not count (`.data`, numpy views, weights made in inference mode) show in
-    samples: SAMPLE_ELEMENTS of each weight and buffer at each call, others at the next. What changes a few elements
-    only may be missed: then say so with `renew`.
+    torch counts. Others (`.data`, numpy views, weights made in inference mode) show in samples: SAMPLE_ELEMENTS of each
+    weight and buffer at each call. What changes a few elements only may be missed: then say so with `renew`.
     """
 
     def __init__(self, model: Any) -> None:

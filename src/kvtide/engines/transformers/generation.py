@@ -43,8 +43,8 @@ PREFILL_SAMPLE_TOKENS_MIN = 128
 class GenerateReport(NamedTuple):
     """The cache's part in the last call. `bypass` names the reason if it was left out.
 
-    streamed: the decision and its outcome, where blocks are streamed. selected: what was loaded of the restored
-    tokens, where only a part was. ended_by: the group of layers without whose part the hit would have gone on.
+    selected: what was loaded of the restored tokens, where only a part was. ended_by: the group of layers without whose
+    part the hit would have gone on.
     """
 
     prompt_tokens: int
@@ -74,10 +74,7 @@ class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not
 
 @contextmanager
 def leaving_out(model: Any, tokens: int) -> Iterator[None]:
-    """Let a call's first pass leave out the leading tokens, which its cache has.
-
-    For models of states alone, whose cache does not tell `generate` how many these are.
-    """
+    """Let a call's first pass leave out the leading tokens, which a cache of states alone has and does not count."""
 
     def leave_out(module: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hook.remove()
@@ -104,8 +101,8 @@ class CallSettings(NamedTuple):
     """A call of `generate` as transformers takes it.
 
     settings: the model's with the call's own. others: names of the arguments that are none of them. mask: (rows,
-    tokens), 1 for tokens: the given one or what transformers makes. is_single: of one sequence without padding. ends:
-    the tokens that end an answer. special_cache: the kind of cache it wants, where that is not the usual one.
+    tokens), 1 for tokens. is_single: of one sequence without padding. ends: the tokens that end an answer.
+    special_cache: the kind of cache it wants, where that is not the usual one.
     """
 
     settings: GenerationConfig

@@ -73,10 +73,7 @@ class StateTensor(NamedTuple):
 
 
 class ModelGroup(NamedTuple):
-    """A group, and how its layers hold it: rows of tokens, or for each layer the tensors of its state.
-
-    is_whole: every layer of the model is in it.
-    """
+    """A group, all of the model's layers if `is_whole`, and what these hold: rows of tokens, or tensors of states."""
 
     group: LayerGroup
     rows: TokenRows | None
@@ -92,8 +89,7 @@ class ModelGroup(NamedTuple):
 def groups_of(model: Any, block_tokens: int) -> tuple[ModelGroup, ...]:
     """Return the groups of the model's cache, found by running two tokens through it.
 
-    UnsupportedModel, with the reason, for a model whose cache can't be restored exactly, or depends on later tokens or
-    on the length of the prompt.
+    UnsupportedModel, with the reason, where it can't be restored exactly, or depends on later tokens or a length.
     """
     _refuse_by_config(model)
     first, second = _probe(model, [0, 1]), _probe(model, [0, 2])
@@ -155,10 +151,7 @@ def cache_argument(model: Any) -> str:
 
 
 def model_groups(model: Any, cache: DynamicCache, block_tokens: int) -> tuple[ModelGroup, ...]:
-    """Return the groups of a model from a cache in which it has left two tokens, those of tokens first.
-
-    UnsupportedModel, with the reason, for layers that can't be restored exactly.
-    """
+    """Return the groups of a model, those of tokens first, from a cache of two. UnsupportedModel, with the reason."""
     config = model.config.get_text_config(decoder=True)
     kind, across = config.model_type, getattr(config, "cross_attention_layers", None) or ()
     has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
@@ -353,9 +346,9 @@ class _Roomy(DynamicLayer):  # type: ignore[misc]
 def block_bits(
     past: DynamicCache, meta: BlockMeta, group: ModelGroup | None = None, row: int = 0, pad: int = 0
 ) -> BlockBits:
-    """Return a copy of one block of a row of a cache, which begins after `pad` columns: the inverse of RestoredRoom.
+    """Return a copy of a block of a row behind `pad` columns: the inverse of RestoredRoom. group: None if plain.
 
-    group: whose part it is; None for a plain model's block. ValueError if the cache has other rows, or not all of them.
+    ValueError if the cache has other rows, or not all of them.
     """
     layout, rows = meta.layout, None if group is None else group.rows
     torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]

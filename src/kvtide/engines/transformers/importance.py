@@ -141,10 +141,7 @@ class ImportanceLoads:
 
     @contextmanager
     def observed(self, model: Any, metas: Sequence[BlockMeta]) -> Iterator[ObservedPrefix | None]:
-        """Learn what a prompt's first pass attends to in its blocks, those that it is about to store among them.
-
-        None where the model can't tell.
-        """
+        """Learn what a prompt's first pass attends to in its blocks, stored or about to be. None if nobody can tell."""
         if not metas or model.config._attn_implementation != "sdpa":
             yield None
             return

@@ -38,7 +38,7 @@ from kvtide.types import BlockKey, ObjectId
 
 
 class SequenceRow(NamedTuple):
-    """One sequence of a call: columns of padding before it, its tokens, and the parts of their full blocks, by group.
+    """One sequence of a call: columns of padding before it, its tokens, and the parts of full blocks, by group.
 
     The last token has no part: it always runs, as its logits are the answer's first token. hit: None until looked up.
     """
@@ -202,10 +202,7 @@ class Prefixes:
         return RestoredColumns(past, columns, stored_bytes)
 
     def cuts(self, tokens: int, restored: int, known: int) -> list[int]:
-        """Return the tokens, after those restored, at which states are to be kept.
-
-        Often, at the prompt's last block, and after the `known` leading blocks, with which another prompt began.
-        """
+        """Return the tokens, after those restored, at which states are to be kept."""
         if not any(each.states for each in self._identity.groups):
             return []
         size = self._block_tokens
@@ -250,10 +247,7 @@ class Prefixes:
         states: Sequence[PendingBlock] = (),
         orders: Mapping[ObjectId, Orders] = MappingProxyType({}),
     ) -> int:
-        """Queue the full blocks of each row's tokens, but for those that were loaded, and states.
-
-        Return how many blocks wait now, of the group that has the fewest.
-        """
+        """Queue the full blocks of rows that were not loaded, and states; return how many wait, of the least group."""
         named, queued = [self.metas(own) for own in tokens], list[int]()
         for group, each in enumerate(self._identity.groups):
             fresh: dict[BlockKey, PendingBlock] = {}

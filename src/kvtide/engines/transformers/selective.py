@@ -1,7 +1,7 @@
 """Attention over a prefix of which each layer loads only the chunks that matter to the suffix (IMPRESS).
 
-Layer by layer the suffix's queries meet the rough keys of all tokens; the most important chunks are loaded exactly, the
-rest stays rough or is left out. Keys carry their rotation, so that positions are right whatever is left out.
+The suffix's queries meet the rough keys of all tokens; the most important chunks are loaded exactly, the rest stays
+rough or is left out. Keys carry their rotation, so that positions are right whatever is left out.
 """
 
 from __future__ import annotations
@@ -107,10 +107,7 @@ def grouped_attention(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> Any:
-    """Attend as usual, without a copy of keys and values for each head of a group: heads become queries of one.
-
-    Copies of 4,096 tokens take longer than a short suffix's sums.
-    """
+    """Attend as usual, heads as queries of their group: copying 4,096 tokens for each takes longer than the sums."""
     _, heads, suffix, head_dim = query.shape
     group = heads // key.shape[1]
     is_plain = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[0] == 1
@@ -141,10 +138,7 @@ class WeightRoom:
 def weighed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, scaling: float, room: WeightRoom
 ) -> tuple[torch.Tensor, Floats]:
-    """Do what `grouped_attention` and `attention_mass` do, by the same weights, for a short causal suffix.
-
-    query: (1, heads, suffix, head_dim).
-    """
+    """Do what `grouped_attention` and `attention_mass` do by the same weights, for a short causal suffix."""
     _, heads, suffix, head_dim = query.shape
     kv_heads, rows = key.shape[1], heads // key.shape[1] * suffix
     packed = query.reshape(kv_heads, rows, head_dim) * scaling
@@ -214,9 +208,8 @@ class SparseSettings(NamedTuple):
     """The share of a prefix that is loaded exactly, and how that is chosen. What the guard refuses is loaded whole.
 
     by_chunks: chooses chunks by their mean importance, else single tokens, with the chunks that they lie in. ahead: the
-    part that past uses choose, loaded with the bases of blocks that were packed by them. Only with `by_chunks`, lag:
-    how many layers further down a layer's probe chooses, so that chunks are read while those between are computed (with
-    one the engine waited for a tenth of the time); together: for how many layers at once, whose chunks are one read.
+    part that past uses choose, loaded with the bases. With `by_chunks`, lag: how many layers further down a layer's
+    probe chooses, so that chunks are read while those between are computed; together: for how many at once.
     """
 
     ratio: float
@@ -338,7 +331,7 @@ class SparsePrefix:
         return SelectedLayers(self._is_fallback, share, load.read_bytes, load.whole_bytes, load.reads)
 
     def probe(self, model: Any, suffix: torch.Tensor, past: DynamicCache) -> None:
-        """Run the suffix but for its last token; where the guard refuses, begin to load all and forget that it ran.
+        """Run the suffix but for its last token; where the guard refuses, load all and forget that it ran.
 
         A suffix of one token runs again for the answer. Nothing runs without a guard.
         """
@@ -363,10 +356,7 @@ class SparsePrefix:
             layer.keys, layer.values = layer.keys[..., : self._tokens, :], layer.values[..., : self._tokens, :]
 
     def fall_back(self, past: DynamicCache) -> None:
-        """Begin to load what is missing, a few layers after the other; a layer is whole, and exact, when it attends.
-
-        Nothing that the probe asked for is read again.
-        """
+        """Begin to load what is missing, a few layers after the other; a layer is exact when it attends."""
         self._is_fallback = True
         self._forget_suffix(past)
         chunks, every = np.arange(self._load.blocks * self._load.chunks_per_block), np.arange(self._tokens)
@@ -443,10 +433,7 @@ class SparsePrefix:
         self._wanted |= {each: _Wanted(*found, loading) for each, found in chosen.items()}
 
     def _reach(self, layer: int) -> int:
-        """Return the last layer that a layer's probe chooses for: less far for the first ones, which differ most.
-
-        Where the layer `lag` further down has nothing yet, those behind it are chosen for too.
-        """
+        """Return the last layer that a layer's probe chooses for: less far for the first ones, which differ most."""
         settings = self._settings
         if not settings.by_chunks:
             return layer
@@ -464,10 +451,7 @@ class SparsePrefix:
         return self._visible(layer, np.union1d(wanted.selected, self._kept), key.device)
 
     def _visible(self, layer: int, tokens: NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
-        """Return those of a layer's tokens to attend to, None for all of the prefix.
-
-        Nothing stands in for a single token that could not be had.
-        """
+        """Return a layer's tokens to attend to, None for all; a single one that could not be had is left out."""
         if self._settings.rest is Rest.BASE:
             return None
         if not self._settings.by_chunks:

@@ -21,9 +21,8 @@ from kvtide.store.load.run import LoadRequest
 class StreamSettings(NamedTuple):
     """The end of a load: time and quality. ValueError from `checked` for values that are out of range.
 
-    start_within_s: seconds from the call until the model starts with what has come, at worst the roughest form of a
-    block; None for no deadline. quality: KL divergence, in nats, at which it starts earlier; None for that of the
-    codec. policy: what to ask for first (`plan.policies`). chunk_tokens: of what a level is picked for.
+    start_within_s: seconds until the model starts with what has come; None for no deadline. quality: KL divergence, in
+    nats, at which it starts earlier; None for the codec's. chunk_tokens: of what a level is picked for.
     """
 
     start_within_s: float | None = None
