@@ -39,13 +39,12 @@ class Way(Enum):
 
 
 class Decision(NamedTuple):
-    """A way, seconds until the engine could start by each, inf if unknown, and up to where it computes in BOTH."""
+    """A way, and seconds until the engine could start by each, inf if unknown."""
 
     way: Way
     load_s: float
     recompute_s: float
     both_s: float
-    meet_token: int = 0
 
 
 def decide(
@@ -61,14 +60,12 @@ def decide(
     if bytes_per_s is None:
         return Decision(Way.UNKNOWN_LINK, math.inf, recompute_s, math.inf)
     if not bytes_per_s:
-        return Decision(Way.RECOMPUTE, math.inf, recompute_s, recompute_s, request.tokens)
-    load_s, both_s, meet = latency_s, recompute_s, request.tokens
+        return Decision(Way.RECOMPUTE, math.inf, recompute_s, recompute_s)
+    load_s, both_s = latency_s, recompute_s
     for chunk in reversed(request.chunks):
         load_s += chunk.sizes[0] / bytes_per_s
         decode_s = decode_token_s * (request.tokens - chunk.start)
-        meeting_s = max(load_s, request.prefill.seconds(0, chunk.start)) + decode_s
-        if meeting_s < both_s:
-            both_s, meet = meeting_s, chunk.start
+        both_s = min(both_s, max(load_s, request.prefill.seconds(0, chunk.start)) + decode_s)
     load_s += decode_token_s * request.tokens
     if both_s > (1 - _SAVING_MIN) * recompute_s:
         way = Way.RECOMPUTE
@@ -76,7 +73,7 @@ def decide(
         way = Way.LOAD
     else:
         way = Way.BOTH
-    return Decision(way, load_s, recompute_s, both_s, meet)
+    return Decision(way, load_s, recompute_s, both_s)
 
 
 class LinkEstimate:

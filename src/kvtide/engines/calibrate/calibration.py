@@ -9,14 +9,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.codec import Profile, ProfileShape
+from kvtide.codec import Profile
 from kvtide.codec.tide import (
     COSTS,
     THIRD,
@@ -95,17 +95,6 @@ class CalibrationReport(msgspec.Struct, frozen=True):
 _Curves = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
-class _Job(NamedTuple):
-    name: str
-    cost: str
-    shapes: list[ProfileShape]
-
-    @property
-    def block_tokens(self) -> int:
-        """Return the tokens of a block, alike in all groups."""
-        return self.shapes[0].layout.tokens
-
-
 class TideCalibration:
     """One calibration of one model, whose state is kept in `partial` until it is done.
 
@@ -126,7 +115,8 @@ class TideCalibration:
             raise ValueError(f"calibration needs at least one full block: a text of {least} tokens")
         self._contexts = ModelContexts(model, block_tokens)
         self._rotaries = self._contexts.rotaries()
-        self._job = _Job(name, cost, self._contexts.shapes)
+        self._name, self._cost, self._shapes = name, cost, self._contexts.shapes
+        self._block_tokens = block_tokens
         self._all_rows = self._contexts.all_rows()
         self._partial = partial
 
@@ -137,9 +127,9 @@ class TideCalibration:
         """
         done = self._read()
         moments = self._moments(done, progress)
-        drafts, cost = self._drafts(moments), COSTS[self._job.cost]
+        drafts, cost = self._drafts(moments), COSTS[self._cost]
         # Transforms in two stages take minutes to fit once more, and nobody has judged what it brings them.
-        if not any(is_staged(cost, shape.layout) for shape in self._job.shapes):
+        if not any(is_staged(cost, shape.layout) for shape in self._shapes):
             finer = finer_weights(self._shares(drafts, done, progress))
             drafts = self._drafts([state | {"finer": each} for state, each in zip(moments, finer, strict=True)])
         counts = self._counts(drafts, done, progress)
@@ -159,13 +149,13 @@ class TideCalibration:
         return profiles, CalibrationReport(rising, len(self._texts.held_out), ratio, is_overfitted, wanted)
 
     def _drafts(self, moments: Sequence[State]) -> list[Profile]:
-        name, cost, shapes = self._job
+        shapes, cost = self._shapes, self._cost
         # Of a plain model it would be its own, but for rounding.
         pairs = [(shape.layout, state) for shape, state in zip(shapes, moments, strict=True)]
         power = joint_power(pairs) if len(pairs) > 1 else None
         stages = joint_stages(self._all_rows, cost, pairs, power) if self._all_rows is not None else None
         drafts = [
-            draft_profile(name, layout, cost, rotary, state, power, stages)
+            draft_profile(self._name, layout, cost, rotary, state, power, stages)
             for (layout, state), rotary in zip(pairs, self._rotaries, strict=True)
         ]
         return [
@@ -174,7 +164,7 @@ class TideCalibration:
         ]
 
     def _finished(self, drafts: Sequence[Profile], counts: Sequence[State], curves: _Curves) -> list[Profile]:
-        layouts = [shape.layout for shape in self._job.shapes]
+        layouts = [shape.layout for shape in self._shapes]
         return [finished_profile(*each, *curves) for each in zip(drafts, layouts, counts, strict=True)]
 
     def _joined(self, drafts: Sequence[Profile], counts: Sequence[State], curves: _Curves) -> list[Profile]:
@@ -187,7 +177,7 @@ class TideCalibration:
 
     def _moments(self, done: State, progress: Progress) -> list[State]:
         fitted = self._texts.fitted
-        moments = [Moments(shape.layout, COSTS[self._job.cost]) for shape in self._job.shapes]
+        moments = [Moments(shape.layout, COSTS[self._cost]) for shape in self._shapes]
         state = _joined([each.state for each in moments])
         sensed = set(_spread(range(len(fitted)), SENSED_TEXTS))
         for position, ids in self._each("moments", fitted, state, done, progress):
@@ -221,14 +211,14 @@ class TideCalibration:
 
     def _shares(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[LossShares]:
         """Measure what heads' errors are to the model, with blocks that drafts encode, on texts far apart."""
-        empty = [np.zeros((each.layout.layers, 2, each.layout.kv_heads)) for each in self._job.shapes]
+        empty = [np.zeros((each.layout.layers, 2, each.layout.kv_heads)) for each in self._shapes]
         shares = [LossShares(each, each.copy()) for each in empty]
         state = _joined([{"kl": each.kl, "error": each.error} for each in shares])
         codecs = [TideCodec(draft).with_steps(Steps(SHARE_UNITS, 0)) for draft in drafts]
         weights = [codec.model.weight for codec in codecs if codec.model is not None]
         chosen = _spread(self._texts.fitted, SHARED_TEXTS)
         for _, ids in self._each("shares", chosen, state, done, progress):
-            tokens = context_tokens(ids, self._job.block_tokens)
+            tokens = context_tokens(ids, self._block_tokens)
             context, behind = self._contexts.capture(ids[:tokens]), ids[tokens:][: SHARE_TOKENS + 1]
             (coded,) = coded_prefixes(codecs, context)
             found = loss_shares(self._contexts, context, coded.decoded, behind, self._rotaries, weights)
@@ -279,7 +269,7 @@ class TideCalibration:
         """Return a row for each point of the curve: bits an element times blocks; KL; blocks."""
         tokens = self._context(ids)
         judge, rows = WholeJudge(self._contexts, ids[: tokens + JUDGED_TOKENS + 1], tokens), []
-        blocks = tokens // self._job.block_tokens
+        blocks = tokens // self._block_tokens
         all_steps = [Steps(units, _CURVE_REFINEMENTS) for units in _CURVE_UNITS]
         if codecs[0].steps.is_trellis:
             all_steps += [Steps(units, 0, is_trellis=True) for units in _TRELLIS_UNITS]
@@ -293,16 +283,16 @@ class TideCalibration:
         tokens = self._context(ids)
         at_step = [codec.with_steps(Steps(max(_curve_units()), 0)) for codec in codecs]
         (coded,) = coded_prefixes(at_step, self._contexts.capture(ids[:tokens]))
-        blocks = tokens // self._job.block_tokens
+        blocks = tokens // self._block_tokens
         return np.array([coded.bits_per_element * blocks, blocks])
 
     def _context(self, ids: Sequence[int]) -> int:
-        blocks = (len(ids) - JUDGED_TOKENS - 1) // self._job.block_tokens
-        return blocks * self._job.block_tokens
+        blocks = (len(ids) - JUDGED_TOKENS - 1) // self._block_tokens
+        return blocks * self._block_tokens
 
     @property
     def _identity(self) -> str:
-        parts = [_STATE_VERSION, self._job.name, self._job.cost, str(self._job.shapes), self._texts]
+        parts = [_STATE_VERSION, self._name, self._cost, str(self._shapes), self._texts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _read(self) -> State:

@@ -108,20 +108,10 @@ class Namespaces:
 
     def __init__(self, specs: Callable[[bytes], Sequence[NamespaceSpec]], has_states: bool = False) -> None:
         self.has_states = has_states
-        self._specs = specs
-        self._known = lru_cache(SALTS_MAX)(self._digests)
-
-    def of(self, salt: bytes) -> tuple[Namespace, ...]:
-        """Return one namespace for each shard."""
-        return self._known(salt)
-
-    def _digests(self, salt: bytes) -> tuple[Namespace, ...]:
-        return tuple(spec.digest() for spec in self._specs(salt))
-
-
-def state_namespace(namespace: Namespace) -> Namespace:
-    """Return the namespace of the states beside a shard's blocks."""
-    return Namespace(hashlib.sha256(b"states" + namespace).digest())
+        # One for each shard.
+        self.of: Callable[[bytes], tuple[Namespace, ...]] = lru_cache(SALTS_MAX)(
+            lambda salt: tuple(spec.digest() for spec in specs(salt))
+        )
 
 
 def tail_namespace(namespace: Namespace, tail_tokens: int) -> Namespace:
@@ -173,7 +163,9 @@ class TrackedSequence:
         self.unit_tokens = self.tail_tokens or block_tokens
         # How many tokens are known of it.
         self.tokens = 0
-        self._states = [state_namespace(each) for each in namespaces] if has_states else []
+        # Of the states beside each shard's blocks.
+        beside = namespaces if has_states else ()
+        self._states = [Namespace(hashlib.sha256(b"states" + each).digest()) for each in beside]
         self._extra = extra
         self._block_tokens = block_tokens
         self._chains = [KeyChain(namespace, block_tokens) for namespace in namespaces]
@@ -210,18 +202,15 @@ class TrackedSequence:
         if len(tokens) // self._block_tokens > len(self._blocks):
             fresh = list(tokens[self.tokens :])
             self.tokens, self._all = len(tokens), tokens
-            extra = None if self._extra is None else self._more
-            for keys in zip(*(chain.extend(fresh, extra) for chain in self._chains), strict=True):
+            extra, size = self._extra, self._block_tokens
+            more = None if extra is None else lambda block: extra(block * size, (block + 1) * size)
+            for keys in zip(*(chain.extend(fresh, more) for chain in self._chains), strict=True):
                 ids = tuple(map(ObjectId, self.namespaces, keys))
                 parts = zip(self._states, keys, strict=False)
                 states = tuple(ObjectId(namespace, part_keys(namespace, [key])[0]) for namespace, key in parts)
-                self._blocks.append(BlockRef(ids, self._parents, len(self._blocks) * self._block_tokens, states))
+                self._blocks.append(BlockRef(ids, self._parents, len(self._blocks) * size, states))
                 self._parents = keys
         return self._blocks
-
-    def _more(self, block: int) -> bytes:
-        assert self._extra is not None
-        return self._extra(block * self._block_tokens, (block + 1) * self._block_tokens)
 
     def tail(self, tokens: Sequence[int], blocks: int, stop: int) -> list[BlockRef]:
         """Return the pieces of the block behind so many full ones, before token `stop`; never all of that block.

@@ -98,12 +98,12 @@ class WorkerHalf:
         """Take memory in the background before blocks need it: the engine's thread would wait for it to be cleared."""
         # What is captured of a device lies there.
         kept_bytes = self._kept.bytes_max if self._pool.memory is None else 0
-        touch = partial(touch_rooms, self.cache.tiers, kept_bytes, self._pool.layout.raw_bytes, self._is_open)
-        touch_all = partial(self.cache.guarded, "take memory", touch, None)
-        threading.Thread(target=touch_all, name="kvtide-memory", daemon=True).start()
 
-    def _is_open(self) -> bool:
-        return not self._is_closed
+        def take() -> None:
+            touch_rooms(self.cache.tiers, kept_bytes, self._pool.layout.raw_bytes, lambda: not self._is_closed)
+
+        take_all = partial(self.cache.guarded, "take memory", take, None)
+        threading.Thread(target=take_all, name="kvtide-memory", daemon=True).start()
 
     def close(self) -> None:
         """End all loads and store what is queued, as long as the cache may. Idempotent."""
@@ -232,8 +232,8 @@ class WorkerHalf:
         self._outcome.failed_pages.update(unfilled)
 
     def _note(self, load: PageLoad, report: LoadReport, seconds: float) -> None:
-        wanted, is_whole = self._tokens_of(len(load.order.blocks), len(load.order.tail)), load.is_whole(report.blocks)
-        loaded = self._tokens_of(report.blocks, load.pieces)
+        wanted = len(load.order.blocks) * self._tokens + len(load.order.tail) * self._tail_tokens
+        loaded, is_whole = report.blocks * self._tokens + load.pieces * self._tail_tokens, load.is_whole(report.blocks)
         lost: tuple[BlockKey, ...] = ()
         counts = {"loads": 1, "loaded_tokens": loaded, "loaded_bytes": report.stored_bytes}
         self._counts.update({**counts, "load_seconds": seconds, "failed_loads": not is_whole})
@@ -246,9 +246,6 @@ class WorkerHalf:
         timings = (LoadTiming(loaded, seconds),) if is_timed else ()
         failed = () if is_whole else (load.order.request,)
         self._report = self._report.joined(WorkerReport(0, timings, lost, failed))
-
-    def _tokens_of(self, blocks: int, pieces: int) -> int:
-        return blocks * self._tokens + pieces * self._tail_tokens
 
     def _left_s(self, load: PageLoad) -> float:
         return max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())

@@ -331,7 +331,6 @@ class _Roomy(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append."""
         start, stop = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
         keys, values = self._room
         is_ours = self.keys.data_ptr() == keys.data_ptr() and key_states.dtype == keys.dtype

@@ -67,7 +67,6 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         self.is_wanted: Callable[[], bool] = lambda: True
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **more: Any) -> Any:
-        """Add a layer's keys and values, as DynamicCache does."""
         if not self.is_wanted():
             raise _StoppedError
         return super().update(keys, values, layer, *rest, **more)
@@ -113,14 +112,6 @@ class StreamedPrefill:
         for layer in self._past.layers:
             if layer.is_initialized:
                 layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
-
-    def first_token(self, ids: Sequence[int]) -> int:
-        """Run what of `ids` is after the tokens that are there; return the most likely next token."""
-        past = self._filled()
-        rest = torch.tensor([list(ids[past.get_seq_length() :])], device=self._model.device)
-        with torch.inference_mode():
-            output = self._model(rest, past_key_values=past, use_cache=True, logits_to_keep=1)
-        return int(output.logits[0, -1].argmax())
 
     def append(self, block: int, bits: BlockBits) -> None:
         """Put a loaded block after what is there; the bits are copied."""
