@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -78,13 +80,7 @@ class ObservedPrefix:
         return guard is not None and bool(self._scores) and not guard.trusts(self._scores, self._settings.ratio)
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **arguments: Any,
+        self, module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **arguments: Any
     ) -> Any:
         """Attend as usual; the first time of each layer note what the last tokens attend to."""
         layer = int(module.layer_idx)
@@ -96,28 +92,23 @@ class ObservedPrefix:
             if settings.guard is not None:
                 chosen, count = settings.selector.heads(len(heads), key.shape[1]), settings.exact_tokens(self.tokens)
                 self._scores.append(settings.guard.score(ProbeFinding(mass[chosen], count, kept_tokens(self.tokens))))
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+        return sdpa_attention_forward(module, query, key, value, mask, **arguments)
 
 
 def grouped_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **arguments: Any,
+    module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **arguments: Any
 ) -> Any:
     """Attend as usual, heads as queries of their group: copying 4,096 tokens for each takes longer than the sums."""
     _, heads, suffix, head_dim = query.shape
     group = heads // key.shape[1]
-    is_plain = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[0] == 1
+    is_plain = mask is not None and mask.shape[1] == 1 and query.shape[0] == 1
     if group == 1 or not is_plain or any(arguments.get(name) is not None for name in ("softcap", "position_bias")):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
-    assert attention_mask is not None
+        return sdpa_attention_forward(module, query, key, value, mask, **arguments)
+    assert mask is not None
     packed = query.reshape(1, heads // group, group * suffix, head_dim)
-    mask = attention_mask.repeat(1, 1, group, 1)
-    scaling = arguments["scaling"]
-    found = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    found = torch.nn.functional.scaled_dot_product_attention(
+        packed, key, value, attn_mask=mask.repeat(1, 1, group, 1), scale=arguments["scaling"]
+    )
     return found.reshape(1, heads, suffix, -1).transpose(1, 2).contiguous(), None
 
 
@@ -125,9 +116,9 @@ class WeightRoom:
     """Memory for the weights of one layer after the other: 3 MiB of fresh memory take as long as filling them."""
 
     def __init__(self) -> None:
-        self._room: torch.Tensor | None = None
+        self._room: Tensor | None = None
 
-    def of(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def of(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return room for a tensor, with anything in it. It ends the last one's."""
         size = math.prod(shape)
         if self._room is None or self._room.numel() < size:
@@ -136,8 +127,8 @@ class WeightRoom:
 
 
 def weighed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, scaling: float, room: WeightRoom
-) -> tuple[torch.Tensor, Floats]:
+    query: Tensor, key: Tensor, value: Tensor, tokens: int, scaling: float, room: WeightRoom
+) -> tuple[Tensor, Floats]:
     """Do what `grouped_attention` and `attention_mass` do by the same weights, for a short causal suffix."""
     _, heads, suffix, head_dim = query.shape
     kv_heads, rows = key.shape[1], heads // key.shape[1] * suffix
@@ -153,7 +144,7 @@ def weighed_attention(
     return output, mass
 
 
-def attention_mass(query: torch.Tensor, key: torch.Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
+def attention_mass(query: Tensor, key: Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
     """Return what the suffix of each head attends to, its own keys beside: (heads, tokens), 1 on average at most.
 
     By torch: numpy's threads would wait for seconds beside busy neighbours (2 s a prompt at load 11).
@@ -298,7 +289,7 @@ class SparsePrefix:
         check_ratio(settings.ratio)
         self._load = load
         self._settings = settings
-        self._attended: dict[int, torch.Tensor | None] = {}
+        self._attended: dict[int, Tensor | None] = {}
         self._wanted: dict[int, _Wanted] = {}
         # A selection of everything is the plain model, bit for bit.
         self._loaded_all = settings.ratio == 1.0
@@ -330,7 +321,7 @@ class SparsePrefix:
         load = self._load
         return SelectedLayers(self._is_fallback, share, load.read_bytes, load.whole_bytes, load.reads)
 
-    def probe(self, model: Any, suffix: torch.Tensor, past: DynamicCache) -> None:
+    def probe(self, model: Any, suffix: Tensor, past: DynamicCache) -> None:
         """Run the suffix but for its last token; where the guard refuses, load all and forget that it ran.
 
         A suffix of one token runs again for the answer. Nothing runs without a guard.
@@ -380,13 +371,7 @@ class SparsePrefix:
             raise _Refused(f"{type(guard).__name__} after {len(scores)} layers of {len(self._layers)}")
 
     def _attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **arguments: Any,
+        self, module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **arguments: Any
     ) -> Any:
         layer = int(module.layer_idx)
         if layer not in self._attended:
@@ -403,15 +388,15 @@ class SparsePrefix:
                 self._attended[layer] = self._take(layer, key, value)
         attended = self._attended[layer]
         if attended is None and (self._is_fallback or self._loaded_all):
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+            return sdpa_attention_forward(module, query, key, value, mask, **arguments)
         if attended is not None:
             behind = torch.arange(self._tokens, key.shape[2], device=key.device)
             places = torch.cat([attended, behind])
             key, value = key.index_select(2, places), value.index_select(2, places)
-            attention_mask = None if attention_mask is None else attention_mask.index_select(-1, places)
-        return grouped_attention(module, query, key, value, attention_mask, **arguments)
+            mask = None if mask is None else mask.index_select(-1, places)
+        return grouped_attention(module, query, key, value, mask, **arguments)
 
-    def _is_weighed(self, query: torch.Tensor) -> bool:
+    def _is_weighed(self, query: Tensor) -> bool:
         """Tell whether attending itself says what matters: all heads ask for it, by the keys that they attend to."""
         _, heads, suffix, _ = query.shape
         asked = self._settings.selector.heads(heads, self._load.layout.kv_heads)
@@ -441,7 +426,7 @@ class SparsePrefix:
         near = min(layer + settings.lag, most)
         return near if near in self._wanted else min(near + settings.together - 1, most)
 
-    def _take(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    def _take(self, layer: int, key: Tensor, value: Tensor) -> Tensor | None:
         """Put what was read of a layer into the engine's cache; return the tokens to attend to, None for all."""
         wanted = self._wanted[layer]
         parts = [block.result() for block in wanted.loading]
@@ -450,7 +435,7 @@ class SparsePrefix:
         _put(loaded, self._load.layout.dtype, key, value)
         return self._visible(layer, np.union1d(wanted.selected, self._kept), key.device)
 
-    def _visible(self, layer: int, tokens: NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
+    def _visible(self, layer: int, tokens: NDArray[np.int64], device: torch.device) -> Tensor | None:
         """Return a layer's tokens to attend to, None for all; a single one that could not be had is left out."""
         if self._settings.rest is Rest.BASE:
             return None
@@ -458,7 +443,7 @@ class SparsePrefix:
             tokens = tokens[self._is_exact[layer, tokens]]
         return None if len(tokens) == self._tokens else torch.from_numpy(tokens).to(device)
 
-    def _by_head(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float) -> Floats:
+    def _by_head(self, layer: int, query: Tensor, key: Tensor, scaling: float) -> Floats:
         """Return (rows, prefix). query: (heads, suffix, head_dim), key: (kv_heads, prefix and suffix, head_dim)."""
         heads = self._settings.selector.heads(len(query), len(key))
         return attention_mass(query[:, -PROBE_TOKENS:].float(), key.float(), heads, self._tokens, scaling)
@@ -487,7 +472,7 @@ def _places(load: SparseLoad, layer: int, chunks: NDArray[np.int64]) -> list[NDA
     ]
 
 
-def _put(loaded: ChunkBits, dtype: KVDtype, key: torch.Tensor, value: torch.Tensor) -> None:
+def _put(loaded: ChunkBits, dtype: KVDtype, key: Tensor, value: Tensor) -> None:
     if not len(loaded.tokens):
         return
     signed = torch.from_numpy(np.ascontiguousarray(loaded.bits).view(f"<i{loaded.bits.itemsize}"))
