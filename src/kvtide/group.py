@@ -64,10 +64,7 @@ class Parts(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """Leading blocks that can be restored, and the group that ended it there; None if nothing did.
-
-    known: as `blocks`, but for groups that are sparse: another prompt began with these.
-    """
+    """Leading blocks that can be restored, and the group that ended it. known: other prompts began with these."""
 
     blocks: int
     ended_by: int | None = None

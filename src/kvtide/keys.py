@@ -91,10 +91,7 @@ class KeyChain:
         self._count = 0
 
     def extend(self, tokens: TokenIds, extra: Callable[[int], bytes] | None = None) -> list[BlockKey]:
-        """Append token ids and return the keys of the blocks that they fill, in order.
-
-        extra: what block number n depends on besides its tokens and those before, b"" for nothing.
-        """
+        """Append tokens; return the keys of blocks that they fill. extra: of block n besides its tokens, b"" if not."""
         data = self._partial + tokens_array(tokens).tobytes()
         sha256, block_bytes, parent = hashlib.sha256, self._block_bytes, self._parent
         # A NewType's call costs as much as a tenth of the hash: one cast for all keys instead.

@@ -45,10 +45,7 @@ def installed_profiles() -> Sequence[Profile]:
 
 
 def device_part(name: str) -> Any:
-    """Load an entry point `kvtide.device` of kvtide-gpu: `pages`, which moves an engine's, or `report`, a judge of one.
-
-    ImportError if it is not installed, with the command, or can't be imported.
-    """
+    """Load `pages` or `report` of kvtide-gpu's entry points. ImportError, with the command, if it is not installed."""
     points = entry_points(group=_DEVICE, name=name)
     if not points:
         raise ModuleNotFoundError("kvtide-gpu is not installed: pip install 'kvtide[gpu]', or ./gpu in a checkout")

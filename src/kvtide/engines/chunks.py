@@ -87,10 +87,7 @@ class ChunkStore:
         return self.cache.store([PendingBlock(self._meta(name), capture)]) == 1
 
     def load(self, names: Sequence[bytes], write: Callable[[int, memoryview], None]) -> int:
-        """Load chunks, let `write` take each with its position, and return how many leading ones came whole.
-
-        `write` may be called from several threads at once, also for chunks that don't count; never after the return.
-        """
+        """Load chunks and return how many leading ones came whole; `write`, from several threads, takes what came."""
         gate = WriteGate()
 
         def sink(position: int, bits: BlockBits) -> None:

@@ -203,8 +203,7 @@ class StreamPolicy(Protocol):
     def plan(self, request: Request, progress: Progress) -> Plan:
         """Say what to do beyond what is asked for and given to the engine already; nothing: wait for a change.
 
-        At most `PLAN_FETCHES_MAX` fetches and never a step that is asked for, of a computed chunk, or at or after the
-        deadline of a chunk that is usable.
+        At most `PLAN_FETCHES_MAX` fetches, none twice, of a computed chunk, or of a usable one from the deadline on.
         """
 
 
@@ -282,8 +281,7 @@ def cut_for_meeting(
 ) -> list[tuple[int, int]]:
     """Return chunks, each cut into blocks if the engine, computing from the start, may be there at the deadline.
 
-    What both ends work on at once is done twice: a block of that is little, a chunk of 1,536 tokens costs up to four
-    points of misses.
+    What both ends work on at once is done twice: with chunks of 1,536 tokens up to four points of misses.
     """
     if not 0 < block_tokens <= chunk_tokens:
         raise ValueError(f"a block has 1 to {chunk_tokens} tokens, got {block_tokens}")

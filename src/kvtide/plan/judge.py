@@ -1,7 +1,4 @@
-"""Load, compute, or both? One judge for every engine and way of loading, from what was measured, kept over restarts.
-
-Pure: the time is passed in, and what is known goes to and from a record.
-"""
+"""Load, compute, or both? One judge for every engine and way of loading, from what was measured and is kept. Pure."""
 
 from __future__ import annotations
 

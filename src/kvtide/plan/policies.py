@@ -153,10 +153,9 @@ def _undisturbed(start: int, request: Request, progress: Progress) -> int:
 
 
 def _pass_from(chunk: int, request: Request, progress: Progress) -> tuple[int, ...]:
-    """Return `chunk` and those after it that the engine should compute with it: short passes are dear.
+    """Return `chunk` and those after it to compute with it: until the deadline all that ends in time.
 
-    Until the deadline all that ends in time; where both ends race, half of what nobody has begun with, or more if
-    nothing comes meanwhile.
+    Where both ends race, half of what nobody has begun with, or more if nothing comes meanwhile.
     """
     start, left = request.chunks[chunk].start, range(chunk, len(request.chunks))
     reach = _undisturbed(start, request, progress)

@@ -96,10 +96,7 @@ _Curves = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 class TideCalibration:
-    """One calibration of one model, whose state is kept in `partial` until it is done.
-
-    Promises are for the whole model: the curve is of caches whose groups are all encoded, at one step.
-    """
+    """One calibration of a model, kept in `partial` until it is done. Its promises are for all groups at one step."""
 
     def __init__(self, model: Any, name: str, cost: str, texts: TextSplit, block_tokens: int, partial: Path) -> None:
         """texts: those that are long enough count. If none is held out, the curve is that of texts that were fitted on.
@@ -121,10 +118,7 @@ class TideCalibration:
         self._partial = partial
 
     def run(self, progress: Progress) -> tuple[list[Profile], CalibrationReport]:
-        """Fit, judge, and return a profile for each group of rows, and one of all rows if they have one shape.
-
-        `progress` is told of each text. The partial state is removed at the end.
-        """
+        """Fit, judge, and return a profile for each group of rows, and one of all rows if they have one shape."""
         done = self._read()
         moments = self._moments(done, progress)
         drafts, cost = self._drafts(moments), COSTS[self._cost]

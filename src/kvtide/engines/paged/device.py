@@ -1,7 +1,4 @@
-"""Pages on an accelerator: copied through pinned memory on a stream of their own, beside the engine's.
-
-On a processor the same lines run at once: what is CUDA's alone is pinned memory and the making of streams.
-"""
+"""Pages on an accelerator: copied through pinned memory on a stream beside the engine's; on a processor at once."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ READ_BYTES = 16 << 20
 
 
 def files_fingerprint(folder: Path, settings: Mapping[str, object]) -> bytes:
-    """Return a digest of all weight files in a model folder and of the settings that change what they compute.
+    """Return a digest of a folder's weight files, which are read anew when they change, and of settings.
 
-    A file that has not changed since (size, time, inode) is not read again. ValueError if there are no weight files.
+    ValueError if there are no weight files.
     """
     files = sorted(file for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES) if folder.is_dir() else []
     if not files:

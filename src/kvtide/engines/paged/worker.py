@@ -54,10 +54,7 @@ class LoadOutcome(NamedTuple):
 
 
 class WorkerHalf:
-    """Carries out orders on one shard of the model. The engine's thread calls it; loads run in threads of their own.
-
-    states: the pages of layers whose past is one state, each beside the last page of a block.
-    """
+    """Carries out orders on one shard for the engine's thread; loads run in others. states: pages of layers' states."""
 
     def __init__(
         self,

@@ -21,10 +21,7 @@ _FACTORY_OPTIONS = {"backend_name", "module_path", "class_name", "interface_v1"}
 
 
 class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed for us
-    """Keys are SGLang's page hashes, which chain; each shard of the model keeps its own pages.
-
-    The option `fingerprint` is required. UnsupportedModel for pools with more than keys and values.
-    """
+    """Keys are SGLang's page hashes, which chain. UnsupportedModel for pools with more than keys and values."""
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
         given = {**(storage_config.extra_config or {}), **(kwargs or {})}

@@ -56,10 +56,7 @@ class NamespaceSettings(NamedTuple):
 
 
 class ModelIdentity:
-    """A live model's groups and their namespaces, kept up with its changes. UnsupportedModel as in `groups_of`.
-
-    refusal: why its cache can't be named or restored now, None if it can.
-    """
+    """A live model's groups and namespaces, kept up with its changes. `refusal`: why it can't be served, or None."""
 
     def __init__(self, model: Any, settings: NamespaceSettings) -> None:
         self._model = model
@@ -134,10 +131,7 @@ def model_fingerprint(model: Any) -> bytes:
 
 
 def fingerprint_in(model: Any, dtype: str) -> bytes | None:
-    """Return the digest of a model, loaded in float32, for its folder loaded in `dtype`.
-
-    None if that can't be told from it: where modules keep a dtype of their own, or have buffers beside RoPE's.
-    """
+    """Return the digest of a float32 model loaded in `dtype`, None if that can't be told: modules differ in dtype."""
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     kept = model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict
     if any(kept) or not buffers <= _ROPE_BUFFERS or model.config.sub_configs:

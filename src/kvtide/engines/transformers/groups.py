@@ -345,10 +345,7 @@ class _Roomy(DynamicLayer):  # type: ignore[misc]
 def block_bits(
     past: DynamicCache, meta: BlockMeta, group: ModelGroup | None = None, row: int = 0, pad: int = 0
 ) -> BlockBits:
-    """Return a copy of a block of a row behind `pad` columns: the inverse of RestoredRoom. group: None if plain.
-
-    ValueError if the cache has other rows, or not all of them.
-    """
+    """Return a copy of a block of a row behind `pad` columns: RestoredRoom's inverse. ValueError if it is not there."""
     layout, rows = meta.layout, None if group is None else group.rows
     torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]
     # Mapped, and not from the heap, in which blocks would leave holes.

@@ -195,10 +195,7 @@ class Learner:
     def note(
         self, cache: Cache, metas: Sequence[BlockMeta], importance: Mapping[int, Floats], bases: Sequence[PackedBase]
     ) -> bool:
-        """Learn from one prompt over some blocks. False if left out: the last one is being worked on.
-
-        importance: (tokens of all blocks) of each layer. bases: how they are packed, none for those of other codecs.
-        """
+        """Learn from a prompt's importance by layer over blocks packed as `bases`. False while it works on another."""
         if self._task is not None and not self._task.done():
             return False
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="kvtide-learn")

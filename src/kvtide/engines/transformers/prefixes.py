@@ -206,10 +206,7 @@ class Prefixes:
     def run_to_cuts(
         self, input_ids: torch.Tensor, past: DynamicCache, restored: int, row: SequenceRow
     ) -> tuple[int, list[PendingBlock]]:
-        """Run the prompt as far as states are to be kept; return the tokens that the cache has then, and the states.
-
-        What leaves a window from now on is kept until the end of the call, to be stored then.
-        """
+        """Run the prompt as far as states are to be kept; return the tokens that the cache has then, and the states."""
         for layer in past.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()

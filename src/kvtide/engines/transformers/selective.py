@@ -322,10 +322,7 @@ class SparsePrefix:
         return SelectedLayers(self._is_fallback, share, load.read_bytes, load.whole_bytes, load.reads)
 
     def probe(self, model: Any, suffix: Tensor, past: DynamicCache) -> None:
-        """Run the suffix but for its last token; where the guard refuses, load all and forget that it ran.
-
-        A suffix of one token runs again for the answer. Nothing runs without a guard.
-        """
+        """Run the suffix but for its last token; where the guard, if any, refuses, load all and forget that it ran."""
         if self._settings.guard is None:
             return
         asked = suffix[:, :-1] if suffix.shape[1] > 1 else suffix

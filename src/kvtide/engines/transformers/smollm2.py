@@ -42,10 +42,7 @@ def converted_folder() -> Path:
 
 
 def converted(name: str, find: Callable[[], Path]) -> Path:
-    """Return the folder of the float32 model of a GGUF file, converting it first if there is none yet (seconds).
-
-    Two processes may do it at once: it is written elsewhere and renamed.
-    """
+    """Return the folder of the float32 model of a GGUF file, converting it first (seconds). Two processes may do so."""
     folder = cache_home() / "models" / f"{name}-float32"
     if (folder / "config.json").is_file():
         return folder

@@ -73,10 +73,7 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
 
 
 class StreamedPrefill:
-    """Keys and values of a context, from its start on: computed tokens and appended blocks in any order of the two.
-
-    Hand `past` to `generate` with the whole prompt once the context is there.
-    """
+    """Keys and values of a context, from its start: computed tokens and appended blocks. `past` is for `generate`."""
 
     def __init__(self, model: Any, ids: Sequence[int], layout: BlockLayout) -> None:
         """ids: at least the tokens that will be computed."""

@@ -374,10 +374,7 @@ class ServedRequest(NamedTuple):
 
     @classmethod
     def of(cls, request: Any) -> Self | None:
-        """Return a request of vLLM's as it is served, None if it can't be: it pools, or its prompt goes on changing.
-
-        ValueError or OSError for an adapter (LoRA) whose weights can't be read.
-        """
+        """Return a request as it is served; None if it pools or its prompt goes on. ValueError for a bad adapter."""
         if request.pooling_params is not None or request.resumable:
             return None
         salt, lora = (request.cache_salt or "").encode(), request.lora_request
