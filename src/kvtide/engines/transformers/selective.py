@@ -7,7 +7,6 @@ rough or is left out. Keys carry their rotation, so that positions are right wha
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -112,29 +111,12 @@ def grouped_attention(
     return found.reshape(1, heads, suffix, -1).transpose(1, 2).contiguous(), None
 
 
-class WeightRoom:
-    """Memory for the weights of one layer after the other: 3 MiB of fresh memory take as long as filling them."""
-
-    def __init__(self) -> None:
-        self._room: Tensor | None = None
-
-    def of(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return room for a tensor, with anything in it. It ends the last one's."""
-        size = math.prod(shape)
-        if self._room is None or self._room.numel() < size:
-            self._room = like.new_empty(size)
-        return self._room[:size].view(shape)
-
-
-def weighed_attention(
-    query: Tensor, key: Tensor, value: Tensor, tokens: int, scaling: float, room: WeightRoom
-) -> tuple[Tensor, Floats]:
+def weighed_attention(query: Tensor, key: Tensor, value: Tensor, tokens: int, scaling: float) -> tuple[Tensor, Floats]:
     """Do what `grouped_attention` and `attention_mass` do by the same weights, for a short causal suffix."""
     _, heads, suffix, head_dim = query.shape
     kv_heads, rows = key.shape[1], heads // key.shape[1] * suffix
     packed = query.reshape(kv_heads, rows, head_dim) * scaling
-    weights = room.of(query, (kv_heads, rows, key.shape[2]))
-    torch.bmm(packed, key[0].transpose(1, 2), out=weights)
+    weights = torch.bmm(packed, key[0].transpose(1, 2))
     by_head = weights.view(heads, suffix, -1)
     hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
     by_head[:, :, tokens:].masked_fill_(hidden, -torch.inf)
@@ -307,7 +289,6 @@ class SparsePrefix:
         # What came after the leading chunks.
         self._layers = range(load.layout.layers)
         self._is_exact = np.zeros((load.layout.layers, self._tokens), dtype=bool)
-        self._weights = WeightRoom()
 
     def active(self, model: Any) -> AbstractContextManager[None]:
         """Have the model attend through this selection."""
@@ -377,7 +358,7 @@ class SparsePrefix:
                 self._attended[layer] = self._take(layer, key, value)
             elif layer in self._wanted and self._is_weighed(query):
                 self._attended[layer] = self._take(layer, key, value)
-                output, by_head = weighed_attention(query, key, value, self._tokens, scaling, self._weights)
+                output, by_head = weighed_attention(query, key, value, self._tokens, scaling)
                 self._choose(layer, by_head)
                 return output, None
             else:
