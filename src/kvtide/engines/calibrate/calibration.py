@@ -290,7 +290,6 @@ class TideCalibration:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _read(self) -> State:
-        """Return the state of a calibration that was stopped, nothing if there is none or it is of another one."""
         if not self._partial.exists():
             return {}
         with np.load(self._partial, allow_pickle=False) as stored:

@@ -17,7 +17,7 @@ READ_BYTES = 16 << 20
 
 
 def files_fingerprint(folder: Path, settings: Mapping[str, object]) -> bytes:
-    """Return a digest of a folder's weight files, which are read anew when they change, and of settings.
+    """Return a digest of a folder's weight files, read again only once they change, and of settings.
 
     ValueError if there are no weight files.
     """

@@ -384,15 +384,12 @@ class _Lookups:
         self._asker.shutdown(wait=False, cancel_futures=True)
 
     def check(self) -> None:
-        """AssertionError if a look-up is left over."""
         assert not self._asked
 
     def is_open(self, request: str) -> bool:
-        """True while a request's look-up has no answer."""
         return request in self._asked
 
     def finished(self, request: str) -> None:
-        """Forget a request."""
         if request in self._asked:
             self._asked.pop(request)[1].cancel()
 

@@ -66,7 +66,6 @@ class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not
         self.seen_s = math.nan
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **arguments: Any) -> torch.Tensor:
-        """Look at the clock when it is called first."""
         if math.isnan(self.seen_s):
             self.seen_s = self._clock.monotonic_s()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

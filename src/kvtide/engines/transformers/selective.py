@@ -441,7 +441,6 @@ class SparsePrefix:
 
 
 def _places(load: SparseLoad, layer: int, chunks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return the tokens of each chunk."""
     orders = load.orders(layer)
     blocks, numbers = np.divmod(chunks, load.chunks_per_block)
     return [

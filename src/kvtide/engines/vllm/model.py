@@ -236,7 +236,6 @@ def _layers_of(kv_cache_config: Any) -> _Layers:
 
 
 def _states_of(kv_cache_config: Any, layers: _Layers) -> ServedStates | None:
-    """Return the layers that keep states, None if there are none."""
     # In a joined page it is the one at the end of what that covers.
     found = [
         (name, first + count - 1, _checked_states(group.kv_cache_spec))
@@ -254,7 +253,6 @@ def _states_of(kv_cache_config: Any, layers: _Layers) -> ServedStates | None:
 
 
 def _row_layout(spec: Any, layers: int, tokens: int) -> BlockLayout:
-    """Return the layout of a block of layers of one shape."""
     # Halves of a row: keys and values, or no more than halves.
     half = spec.head_size // 2 if type(spec) is MLAAttentionSpec else spec.head_size
     if (type(spec) is MLAAttentionSpec and spec.head_size % 2) or (spec.dtype in BYTE_DTYPES and half % 2):
@@ -264,7 +262,6 @@ def _row_layout(spec: Any, layers: int, tokens: int) -> BlockLayout:
 
 
 def _mixed_layout(layers: _Layers, tokens: int) -> BlockLayout:
-    """Return the layout of a block of layers of several shapes: their bytes."""
     dtypes = {spec.dtype for spec in layers.specs}
     unit = DTYPES.get(dtypes.pop(), KVDtype.BFLOAT16) if len(dtypes) == 1 else KVDtype.BFLOAT16
     token_bytes = sum(2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize for spec in layers.specs)
