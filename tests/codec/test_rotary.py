@@ -225,8 +225,6 @@ def test_tables_of_part_of_the_positions_are_part_of_the_tables() -> None:
     whole, part = rotary.tables(0, 64), rotary.tables(48, 16)
     assert np.array_equal(whole.cos[48:], part.cos) and np.array_equal(whole.sin[48:], part.sin)
     assert part.cos.dtype == np.float32 and part.cos.shape == (16, 8)
-    with pytest.raises(ValueError, match="positions"):
-        rotary.tables(-1, 4)
     with pytest.raises(ValueError, match="layer must be"):
         rotary_of(config_of("gemma3_text")).tables(0, 1, layer=2)
 
@@ -299,9 +297,8 @@ def test_keys_of_another_shape_are_value_errors() -> None:
     rotary = rotary_of(config_of("llama"))
     tables, keys = rotary.tables(0, 4), np.zeros((4, 2, 16), dtype=np.float32)
     bits = keys.view(np.uint32)
-    wrong: list[Any] = [bits[:, :, :14], bits[0], np.zeros((4, 2, 8), np.uint32)]
-    for array in wrong:
-        with pytest.raises(ValueError, match="keys must be"):
+    for array in (bits[:, :, :14], np.zeros((4, 2, 8), np.uint32)):
+        with pytest.raises(ValueError, match="in the head"):
             rotary.load(array, KVDtype.FLOAT32, tables)
     for array, dtype in ((bits[:3], KVDtype.FLOAT32), (bits, KVDtype.BFLOAT16)):
         with pytest.raises(ValueError, match=r"token|same elements"):

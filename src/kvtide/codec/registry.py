@@ -17,9 +17,6 @@ from kvtide.types import Section
 
 _log = logging.getLogger(__name__)
 
-# Makes a codec from the spec's arguments and a profile. ValueError for arguments that it does not take.
-_Maker = Callable[[tuple[str, ...], Profile | None], Codec]
-
 
 @runtime_checkable
 class PromisingCodec(Codec, Protocol):
@@ -78,99 +75,84 @@ class AwaitingCodec(NamedTuple):
 
 
 class _Kind(NamedTuple):
+    """Codecs of one name. spec: what users write. maker: takes a profile and the arguments, or raises ValueError."""
+
     codec_id: str
     profile_kind: str | None
-    make: _Maker
+    spec: str
+    maker: Callable[..., Codec]
+
+    def make(self, arguments: Sequence[str], profile: Profile | None) -> Codec:
+        """Return the codec. ValueError for arguments that it does not take."""
+        try:
+            if len(arguments) > self.spec.count(":"):
+                raise ValueError("too many arguments")
+            return self.maker(profile, *arguments)
+        except ValueError as error:
+            raise ValueError(f"codec {self.spec}, got {':'.join(arguments)!r}: {error}") from error
 
 
-def _plain(make: Callable[[], Codec], arguments: tuple[str, ...], _profile: Profile | None) -> Codec:
-    codec = make()
-    if arguments:
-        raise ValueError(f"codec {codec.codec_id!r} has no levels and no choice of coder, got {arguments}")
-    return codec
+def _raw(_profile: Profile | None) -> Codec:
+    return RawCodec()
 
 
-def _level_and_coder(arguments: tuple[str, ...]) -> tuple[int, int]:
-    from kvtide.codec.published import CODERS
-
-    level, coder = (*arguments, *("3", CODERS[0].name)[len(arguments) :])
-    coders = [found.name for found in CODERS]
-    if not level.isdecimal() or int(level) == 0 or coder not in coders:
-        raise ValueError(f"expected a level from 1 on and a coder of {', '.join(coders)}, got {arguments}")
-    return int(level), coders.index(coder)
+def _lossless(_profile: Profile | None) -> Codec:
+    return LosslessCodec()
 
 
-def _cachegen(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-    from kvtide.codec.published import CachegenCodec
+def _cachegen(profile: Profile | None, levels: str = "3", coder: str = "rans") -> Codec:
+    from kvtide.codec.published import CachegenCodec, coder_named
 
-    finest, dash, coarsest = arguments[0].partition("-") if arguments else ("", "", "")
-    if not dash:
-        return CachegenCodec(*_level_and_coder(arguments), profile)
-    first, coder = _level_and_coder((finest, *arguments[1:]))
-    last, _ = _level_and_coder((coarsest,))
-    coarser = [CachegenCodec(level, coder, profile) for level in range(first + 1, last + 1)]
-    if not coarser:
-        raise ValueError(f"levels are from the finest to the coarsest, as 1-4, got {arguments[0]}")
-    return CachegenCodec(first, coder, profile, coarser)
+    finest, dash, coarsest = levels.partition("-")
+    first, last, number = int(finest), int(coarsest if dash else finest), coder_named(coder)
+    coarser = [CachegenCodec(level, number, profile) for level in range(first + 1, last + 1)]
+    if dash and not coarser:
+        raise ValueError("levels are from the finest to the coarsest, as 1-4")
+    return CachegenCodec(first, number, profile, coarser)
 
 
-def _chunkwise(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-    from kvtide.codec.published import ChunkwiseCodec
+def _chunkwise(profile: Profile | None, level: str = "3", coder: str = "rans") -> Codec:
+    from kvtide.codec.published import ChunkwiseCodec, coder_named
 
-    return ChunkwiseCodec(*_level_and_coder(arguments), profile)
+    return ChunkwiseCodec(int(level), coder_named(coder), profile)
 
 
-def _snippet() -> Codec:
+def _snippet(_profile: Profile | None) -> Codec:
     from kvtide.codec.published import SnippetCodec
 
     return SnippetCodec()
 
 
-def _tide(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
+def _tide(profile: Profile | None, *numbers: str) -> Codec:
     from kvtide.codec.tide import TideCodec
 
-    quality, refinements = (*arguments, *(str(TideCodec.QUALITY), str(TideCodec.REFINEMENTS))[len(arguments) :])
-    try:
-        return TideCodec(profile, float(quality), int(refinements))
-    except ValueError as error:
-        raise ValueError(f"codec tide[:quality[:refinements]], got {arguments}: {error}") from error
+    return TideCodec(profile, *map(float, numbers[:1]), *map(int, numbers[1:]))
 
 
-def _packed(arguments: tuple[str, ...], profile: Profile | None) -> Codec:
-    from kvtide.codec.packed import BASE_QUALITY, PackedCodec
-    from kvtide.importance import CHUNK_TOKENS
+def _packed(profile: Profile | None, *numbers: str) -> Codec:
+    from kvtide.codec.packed import PackedCodec
 
-    quality, chunk_tokens = (*arguments, *(str(BASE_QUALITY), str(CHUNK_TOKENS))[len(arguments) :])
-    try:
-        return PackedCodec(profile, float(quality), int(chunk_tokens))
-    except ValueError as error:
-        raise ValueError(f"codec packed[:quality[:chunk tokens]], got {arguments}: {error}") from error
+    return PackedCodec(profile, *map(float, numbers[:1]), *map(int, numbers[1:]))
 
 
-def _impress(arguments: tuple[str, ...], _profile: Profile | None) -> Codec:
+def _impress(_profile: Profile | None, *numbers: str) -> Codec:
     from kvtide.codec.packed import ImpressCodec
-    from kvtide.importance import CHUNK_TOKENS
 
-    kv_heads, chunk_tokens = (*arguments, *("1", str(CHUNK_TOKENS))[len(arguments) :])
-    try:
-        return ImpressCodec(int(kv_heads), int(chunk_tokens))
-    except ValueError as error:
-        raise ValueError(f"codec impress[:KV heads[:chunk tokens]], got {arguments}: {error}") from error
+    return ImpressCodec(*map(int, numbers))
 
 
-# Codecs by the name that a user gives: the id that objects carry, the kind of profile, what makes one. Each is
-# imported when it is first made.
+# Codecs by the name that a user gives. Each is imported when it is first made.
 _KINDS = {
-    "raw": _Kind(RawCodec.codec_id, None, partial(_plain, RawCodec)),
-    "lossless": _Kind(LosslessCodec.codec_id, None, partial(_plain, LosslessCodec)),
-    "cachegen": _Kind("cachegen-2", "cachegen", _cachegen),
-    "cachegen-snippet": _Kind("snippet-1", None, partial(_plain, _snippet)),
-    "chunkwise": _Kind("chunkwise-1", "chunkwise", _chunkwise),
-    "impress": _Kind("impress-1", None, _impress),
-    "packed": _Kind("packed-1", "tide-layer", _packed),
-    "tide": _Kind("tide-1", "tide-layer", _tide),
-    "tide-light": _Kind("tide-1", "tide-light", _tide),
-    "tide-deep": _Kind("tide-1", "tide-deep", _tide),
+    "raw": _Kind(RawCodec.codec_id, None, "raw", _raw),
+    "lossless": _Kind(LosslessCodec.codec_id, None, "lossless", _lossless),
+    "cachegen": _Kind("cachegen-2", "cachegen", "cachegen[:level[-level][:coder]]", _cachegen),
+    "cachegen-snippet": _Kind("snippet-1", None, "cachegen-snippet", _snippet),
+    "chunkwise": _Kind("chunkwise-1", "chunkwise", "chunkwise[:level[:coder]]", _chunkwise),
+    "impress": _Kind("impress-1", None, "impress[:KV heads[:chunk tokens]]", _impress),
+    "packed": _Kind("packed-1", "tide-layer", "packed[:quality[:chunk tokens]]", _packed),
+    "tide": _Kind("tide-1", "tide-layer", "tide[:quality[:refinements]]", _tide),
+    "tide-light": _Kind("tide-1", "tide-light", "tide-light[:quality[:refinements]]", _tide),
+    "tide-deep": _Kind("tide-1", "tide-deep", "tide-deep[:quality[:refinements]]", _tide),
 }
 # These can't do without a profile.
 _PROFILED = {"tide-1", "packed-1"}
@@ -191,10 +173,6 @@ class CodecRegistry:
     def add(self, profile: Profile) -> None:
         """Know one more profile from now on."""
         self._profiles[profile.digest] = profile
-
-    def names(self) -> list[str]:
-        """Return the names of all codecs, sorted."""
-        return sorted(_KINDS)
 
     def get(self, codec_id: str, profile: bytes | None) -> Codec | None:
         """Return what decodes objects of this codec id and profile digest, or None: the object is then a miss."""
@@ -257,11 +235,8 @@ class CodecRegistry:
         return ()
 
 
-def _parsed(spec: str) -> tuple[_Kind, tuple[str, ...]]:
+def _parsed(spec: str) -> tuple[_Kind, list[str]]:
     name, *arguments = spec.split(":")
-    if not name or len(arguments) > 2:
-        raise ValueError(f"a codec is name[:argument[:argument]], got {spec!r}")
-    kind = _KINDS.get(name)
-    if kind is None:
+    if name not in _KINDS:
         raise ValueError(f"unknown codec {name!r}, expected one of {', '.join(sorted(_KINDS))}")
-    return kind, tuple(arguments)
+    return _KINDS[name], arguments

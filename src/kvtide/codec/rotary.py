@@ -21,10 +21,6 @@ from kvtide import _native
 from kvtide.block import HEAD_DIM_MAX, LAYERS_MAX, KVDtype
 from kvtide.errors import CorruptPayload
 
-__all__ = [
-    "Rotary",
-]
-
 KINDS_MAX = 64
 # Bit patterns, as in a block.
 BitRows = NDArray[np.uint16] | NDArray[np.uint32]
@@ -76,7 +72,35 @@ class Rotary:
         model with parts, its text part counts. Of a model with latent attention the cached row is the latent, then the
         rotated part. ValueError with the reason for what is not supported.
         """
-        return _rotary_of(config, chosen)
+        config = config.get("text_config") or config
+        name = str(config.get("model_type"))
+        if name in UNROTATED_FAMILIES or config.get("alibi"):
+            return None
+        if name == _GRANITE_HYBRID and config.get("position_embedding_type") != "rope":
+            return None
+        if name not in FAMILIES:
+            raise ValueError(f"not known how models of type {name!r} rotate their keys, only of {sorted(FAMILIES)}")
+        family = FAMILIES[name]
+        by_name = _parameters_by_name(name, config)
+        layers = _layer_names(name, config, next(iter(by_name)))
+        if chosen:
+            layers = [layers[layer] for layer in chosen] if layers else []
+            # What other layers turn by does not matter.
+            by_name = {each: found for each, found in by_name.items() if each in layers} or by_name
+        config = _config_of_layers(config, chosen)
+        kinds = [_frequencies(config, family, parameters) for parameters in by_name.values()]
+        pairs_count = len(kinds[0].values)
+        if any(len(kind.values) != pairs_count for kind in kinds):
+            raise ValueError("layers that rotate different numbers of dims are not supported")
+        kinds.append(Frequencies((0.0,) * pairs_count, 1.0, 0))
+        names = [*by_name, _STILL]
+        if unknown := set(layers) - set(names):
+            raise ValueError(f"layers of type {sorted(unknown)} have no RoPE parameters")
+        if set(layers) <= {names[0]}:
+            kinds, layers = kinds[:1], []
+        dim_start = int(config["kv_lora_rank"]) if _is_latent(config) else 0
+        layer_kinds = tuple(names.index(layer) for layer in layers)
+        return cls(family.pairs, dim_start, dim_start + 2 * pairs_count, tuple(kinds), layer_kinds)
 
     @property
     def pair_count(self) -> int:
@@ -102,8 +126,6 @@ class Rotary:
         return self._tables(start, tokens, layer, scale, -scale)
 
     def _tables(self, start: int, tokens: int, layer: int, cos_scale: float, sin_scale: float) -> RotaryTables:
-        if start < 0 or tokens < 0:
-            raise ValueError(f"expected positions from 0 on, got {tokens} from {start}")
         positions = np.arange(start, start + tokens, dtype=np.int64).astype(np.float32)
         frequencies = np.array(self.frequencies(layer).values, dtype=np.float32)
         angles = (positions[:, None] * frequencies).astype(np.float64)
@@ -115,8 +137,6 @@ class Rotary:
 
         keys: (tokens, kv_heads, head_dim), bit patterns of `dtype`, contiguous: K of one layer of a block.
         """
-        if keys.ndim != 3 or keys.shape[2] < self.dim_stop or not keys.flags.c_contiguous:
-            raise ValueError(f"keys must be (tokens, kv_heads, {self.dim_stop} or more), contiguous, got {keys.shape}")
         out = np.empty(keys.shape, dtype=np.float32)
         _native.rope_load(keys.reshape(-1).view(np.uint8), dtype.code, self.dim_start, self.neighbours, *tables, out)
         return out
@@ -186,8 +206,6 @@ def frequencies_of(parameters: RopeParameters, dims: int, theta: float, context_
         raise ValueError(f"RoPE of type {rope_type!r} needs {error}") from error
     # As float32 has them: what is stored is what was used.
     values = tuple(np.array(found.values, dtype=np.float64).astype(np.float32).tolist())
-    if not all(map(math.isfinite, (*values, found.scale))) or not found.scale > 0 or len(values) != dims // 2:
-        raise ValueError(f"RoPE parameters {dict(parameters)} don't give {dims // 2} finite frequencies")
     return Frequencies(values, float(np.float32(found.scale)), found.steady_tokens)
 
 
@@ -340,38 +358,6 @@ UNROTATED_FAMILIES = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Our name for layers whose keys stay as they are.
 _STILL = "still"
-
-
-def _rotary_of(config: Mapping[str, Any], chosen: Sequence[int]) -> Rotary | None:
-    config = config.get("text_config") or config
-    name = str(config.get("model_type"))
-    if name in UNROTATED_FAMILIES or config.get("alibi"):
-        return None
-    if name == _GRANITE_HYBRID and config.get("position_embedding_type") != "rope":
-        return None
-    if name not in FAMILIES:
-        raise ValueError(f"it is not known how models of type {name!r} rotate their keys, only of {sorted(FAMILIES)}")
-    family = FAMILIES[name]
-    by_name = _parameters_by_name(name, config)
-    layers = _layer_names(name, config, next(iter(by_name)))
-    if chosen:
-        layers = [layers[layer] for layer in chosen] if layers else []
-        # What other layers turn by does not matter.
-        by_name = {each: found for each, found in by_name.items() if each in layers} or by_name
-    config = _config_of_layers(config, chosen)
-    kinds = [_frequencies(config, family, parameters) for parameters in by_name.values()]
-    pairs_count = len(kinds[0].values)
-    if any(len(kind.values) != pairs_count for kind in kinds):
-        raise ValueError("layers that rotate different numbers of dims are not supported")
-    kinds.append(Frequencies((0.0,) * pairs_count, 1.0, 0))
-    names = [*by_name, _STILL]
-    if unknown := set(layers) - set(names):
-        raise ValueError(f"layers of type {sorted(unknown)} have no RoPE parameters")
-    if set(layers) <= {names[0]}:
-        kinds, layers = kinds[:1], []
-    dim_start = int(config["kv_lora_rank"]) if _is_latent(config) else 0
-    layer_kinds = tuple(names.index(layer) for layer in layers)
-    return Rotary(family.pairs, dim_start, dim_start + 2 * pairs_count, tuple(kinds), layer_kinds)
 
 
 def _config_of_layers(config: Mapping[str, Any], chosen: Sequence[int]) -> Mapping[str, Any]:

@@ -52,6 +52,14 @@ class PrefixTables(EntropyTables):
 CODERS: tuple[type[EntropyTables], ...] = (RansTables, PrefixTables)
 
 
+def coder_named(name: str) -> int:
+    """Position of a coder. ValueError for an unknown name."""
+    names = [coder.name for coder in CODERS]
+    if name not in names:
+        raise ValueError(f"expected a coder of {', '.join(names)}, got {name!r}")
+    return names.index(name)
+
+
 @dataclass(frozen=True, slots=True)
 class IntegerRuns:
     """The order of numbers: (streams, runs, symbols); each run of a stream has a distribution of its own."""
