@@ -110,7 +110,7 @@ def signed(body: bytes) -> bytes:
         (b'"u4"', b'"f2"', "type"),
         (b'"layers":3', b'"layers":x', "parse"),
         (b'"texts":2', b'"texxx":2', "parse"),
-        (b"[3,2]", b"[9,2]", "cut|behind"),
+        (b"[3,2]", b"[9,2]", "bytes expected|behind"),
         (b"[3,2]", b"[-1]2", "parse|type"),
     ],
 )

@@ -96,6 +96,20 @@ class LayeredCodec(Codec, Protocol):
         """Return a layer, (2, tokens, kv_heads, head_dim), or a view of the section. CorruptPayload if it is none."""
 
 
+class ByteReader:
+    """Takes pieces of foreign bytes, the length of each checked first; `left` is what comes after them."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.left = data
+
+    def take(self, size: int) -> memoryview:
+        """Return the next bytes. CorruptPayload if there are fewer."""
+        if size > len(self.left):
+            raise CorruptPayload(f"{size} bytes expected, {len(self.left)} are left")
+        piece, self.left = self.left[:size], self.left[size:]
+        return piece
+
+
 def layer_views(bits: BlockBits) -> Iterator[NDArray[np.uint8]]:
     """Yield each layer of a contiguous block as flat bytes, without a copy."""
     for layer in bits:

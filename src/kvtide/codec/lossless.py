@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
-from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
+from kvtide.codec.base import ByteReader, layer_section_ids, layer_views, sections_by_layer
 from kvtide.codec.entropy import ESCAPE, SYMBOLS, EscapeMap, Escapes, RansTables, Runs, Streams, count_values
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
@@ -126,17 +126,14 @@ def _runs(count: int) -> Runs:
 
 
 def _decode_layer(layout: BlockLayout, section: Section, out: NDArray[np.uint8]) -> None:
-    dtype, data = layout.dtype, memoryview(section.data).cast("B")
+    dtype, reader = layout.dtype, ByteReader(memoryview(section.data).cast("B"))
     planes = np.empty((len(_PLANE_BITS[dtype]), 2, layout.layer_bytes // dtype.item_bytes // 2), dtype=np.uint8)
-    offset = len(planes) * _PLANE.size
-    if len(data) < offset:
-        raise CorruptPayload(f"a lossless section has at least {offset} bytes, got {len(data)}")
+    headers = list(_PLANE.iter_unpack(reader.take(len(planes) * _PLANE.size)))
     for index, (plane, width) in enumerate(zip(planes, _PLANE_BITS[dtype], strict=True)):
-        method, zero, zeros, size = _PLANE.unpack_from(data, index * _PLANE.size)
-        body = data[offset : offset + size]
-        offset += size
-        if zero or zeros or len(body) != size:
-            raise CorruptPayload(f"plane {index} says {size} bytes, {len(body)} are here")
+        method, zero, zeros, size = headers[index]
+        body = reader.take(size)
+        if zero or zeros:
+            raise CorruptPayload(f"plane {index} has fields that are not zero")
         if method == _STORED and size == plane.size:
             plane[:] = np.frombuffer(body, dtype=np.uint8).reshape(plane.shape)
         elif method == _CONSTANT and size == 1:
@@ -147,25 +144,22 @@ def _decode_layer(layout: BlockLayout, section: Section, out: NDArray[np.uint8])
             raise CorruptPayload(f"plane {index}: method {method} with {size} bytes for {plane.size} elements")
         if width < 8 and method != _RANS and int(plane.max()) >> width:
             raise CorruptPayload(f"plane {index} holds a value of more than {width} bits")
-    if offset != len(data):
-        raise CorruptPayload(f"a lossless section ends at {offset}, got {len(data)} bytes")
+    if reader.left:
+        raise CorruptPayload(f"a lossless section has {len(reader.left)} bytes too many")
     _native.join_planes(planes.reshape(-1), dtype.value, out)
 
 
 def _decode_coded(body: memoryview, width: int, plane: NDArray[np.uint8]) -> None:
-    if len(body) < _CODED.size:
-        raise CorruptPayload(f"a coded plane has at least {_CODED.size} bytes, got {len(body)}")
-    k_base, v_base, zero, tables_bytes, k_escapes, v_escapes, k_bytes, v_bytes = _CODED.unpack_from(body)
-    tables_stop = _CODED.size + tables_bytes
-    streams_stop = tables_stop + k_bytes + v_bytes
-    if zero or streams_stop + k_escapes + v_escapes != len(body):
+    reader = ByteReader(body)
+    k_base, v_base, zero, tables_bytes, *escape_counts, k_bytes, v_bytes = _CODED.unpack(reader.take(_CODED.size))
+    tables, has_escapes = RansTables.parse(reader.take(tables_bytes), 2), width == 8
+    streams = Streams(reader.take(k_bytes + v_bytes), (k_bytes, v_bytes))
+    if zero or sum(escape_counts) != len(reader.left):
         raise CorruptPayload(f"a coded plane's parts do not fill its {len(body)} bytes")
-    tables, has_escapes = RansTables.parse(body[_CODED.size : tables_stop], 2), width == 8
-    if not has_escapes and any((k_base, v_base, k_escapes, v_escapes)):
+    if not has_escapes and any((k_base, v_base, *escape_counts)):
         raise CorruptPayload(f"a plane of {width} bits has no bases and no escapes")
     if tables.rows[:, 1 << min(width, 5) :].any():
         raise CorruptPayload(f"a plane of {width} bits has a table of wider values")
-    elements = np.frombuffer(body[streams_stop:], dtype=np.uint8)
-    escapes = Escapes(elements, np.array([k_escapes, v_escapes], dtype=np.uint64)) if has_escapes else None
-    streams = Streams(body[tables_stop:streams_stop], (k_bytes, v_bytes))
+    elements = np.frombuffer(reader.left, dtype=np.uint8)
+    escapes = Escapes(elements, np.array(escape_counts, dtype=np.uint64)) if has_escapes else None
     tables.decode(streams, _runs(plane.shape[1]), _values((k_base, v_base)), plane, escapes)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockLayout
+from kvtide.codec.base import ByteReader
 from kvtide.errors import CorruptPayload
 
 PROFILE_BYTES_MAX = 4 << 30
@@ -124,17 +125,13 @@ class Profile:
 
 
 def _read_arrays(data: memoryview, entries: tuple[_ArrayEntry, ...]) -> dict[str, NDArray[Any]]:
-    arrays: dict[str, NDArray[Any]] = {}
-    offset = 0
+    arrays, reader = dict[str, NDArray[Any]](), ByteReader(data)
     for entry in entries:
         if entry.dtype not in _DTYPES or min(entry.shape, default=1) < 0 or entry.name in arrays:
             raise CorruptPayload(f"array {entry.name!r} of the profile has type {entry.dtype!r}, shape {entry.shape}")
         dtype = np.dtype(f"<{entry.dtype}")
-        size = dtype.itemsize * math.prod(entry.shape)
-        if size > len(data) - offset:
-            raise CorruptPayload(f"array {entry.name!r} of the profile is cut")
-        arrays[entry.name] = np.frombuffer(data[offset : offset + size], dtype=dtype).reshape(entry.shape)
-        offset += size
-    if offset != len(data):
-        raise CorruptPayload(f"the profile has {len(data) - offset} bytes behind its last array")
+        piece = reader.take(dtype.itemsize * math.prod(entry.shape))
+        arrays[entry.name] = np.frombuffer(piece, dtype=dtype).reshape(entry.shape)
+    if reader.left:
+        raise CorruptPayload(f"the profile has {len(reader.left)} bytes behind its last array")
     return arrays

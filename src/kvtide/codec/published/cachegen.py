@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
-from kvtide.codec.base import layer_section_ids, layer_views
+from kvtide.codec.base import ByteReader, layer_section_ids, layer_views
 from kvtide.codec.profile import Profile
 from kvtide.codec.published.integers import (
     CODERS,
@@ -43,46 +43,19 @@ from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
 
-def distribution_arrays(name: str, by_layer: Sequence[Distribution]) -> dict[str, NDArray[Any]]:
-    """Return the arrays under which a profile keeps one distribution set a layer. They must be of the rANS coder."""
-    tables = [distribution.tables.to_bytes() for distribution in by_layer]
-    return {
-        f"{name}.shift": np.stack([distribution.shifts for distribution in by_layer]),
-        f"{name}.tables": np.frombuffer(b"".join(tables), dtype=np.uint8),
-        f"{name}.tables_bytes": np.array([len(table) for table in tables], dtype=np.uint32),
-    }
-
-
-class SharedDistributions:
-    """Builds a profile's tables, from rANS frequencies, when first asked for. Threads may share it."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._arrays: Mapping[str, NDArray[Any]] = profile.arrays
-        self._layers = profile.layers
-        # A race makes the same table twice, which does no harm.
-        self._built: dict[tuple[str, range, int], Distribution] = {}
-
-    def get(self, name: str, layers: range, coder: int) -> Distribution:
-        """Return the distributions of these layers. CorruptPayload if the profile has none of this name."""
-        key = (name, layers, coder)
-        if key not in self._built:
-            self._built[key] = Distribution.join([self._stored(name, layer) for layer in layers], coder)
-        return self._built[key]
-
-    def _stored(self, name: str, layer: int) -> Distribution:
-        try:
-            shifts = self._arrays[f"{name}.shift"]
-            tables, sizes = self._arrays[f"{name}.tables"], self._arrays[f"{name}.tables_bytes"]
-        except KeyError as error:
-            raise CorruptPayload(f"the profile has no distributions {name!r}") from error
-        if shifts.ndim != 2 or len(shifts) != self._layers or sizes.shape != (self._layers,):
-            raise CorruptPayload(f"the profile's distributions {name!r} are not of {self._layers} layers")
-        stops = np.cumsum(sizes, dtype=np.uint64)
-        if int(stops[-1]) != tables.size:
-            raise CorruptPayload(f"the profile's tables {name!r} have {tables.size} bytes, {int(stops[-1])} expected")
-        stop = int(stops[layer])
-        data = shifts[layer].tobytes() + tables[stop - int(sizes[layer]) : stop].tobytes()
-        return Distribution.parse(0, memoryview(data), shifts.shape[1])
+def _stored_distributions(profile: Profile, name: str, wanted: range) -> list[Distribution]:
+    """Return what a profile keeps of these layers under a name, of the rANS coder. CorruptPayload if it has none."""
+    arrays, layers = profile.arrays, profile.layers
+    try:
+        shifts, tables, sizes = arrays[f"{name}.shift"], arrays[f"{name}.tables"], arrays[f"{name}.tables_bytes"]
+    except KeyError as error:
+        raise CorruptPayload(f"the profile has no distributions {name!r}") from error
+    if shifts.ndim != 2 or len(shifts) != layers or sizes.shape != (layers,) or int(sizes.sum()) != tables.size:
+        raise CorruptPayload(f"the profile's distributions {name!r} are not of {layers} layers")
+    reader = ByteReader(memoryview(tables.tobytes()))
+    by_layer = [reader.take(size) for size in sizes.tolist()]
+    parts = [shifts[layer].tobytes() + by_layer[layer] for layer in wanted]
+    return [Distribution.parse(0, memoryview(part), shifts.shape[1]) for part in parts]
 
 
 class Split(NamedTuple):
@@ -164,7 +137,8 @@ class ProfiledCodec(ABC):
         self.level = level
         self.coder = coder
         self._profile = profile
-        self._shared = SharedDistributions(profile) if profile else None
+        # The profile's tables, made when first asked for. A race makes the same one twice, which does no harm.
+        self._shared: dict[tuple[str, range, int], Distribution] = {}
 
     @property
     def profile(self) -> bytes | None:
@@ -293,8 +267,8 @@ class ProfiledCodec(ABC):
         for part, data in parts[len(heads) :]:
             coded = CodedIntegers.parse(data, part.runs.streams)
             shared = joined or self.shared(part, heads[0].level, coded.coder)
-            if coded.tables is not None or shared is None:
-                raise CorruptPayload("deltas need distributions that are not here")
+            if coded.tables is not None:
+                raise CorruptPayload("deltas have no distributions of their own")
             found.append(CodedPart(part, coded, coded.distribution(part.runs, shared)))
         return CodedLayers(layers, heads, found)
 
@@ -319,8 +293,13 @@ class ProfiledCodec(ABC):
                 _native.restore_groups(*numbers_of, *how, layout.dtype.code, values)
 
     def shared(self, part: SectionPart, level: int, coder: int) -> Distribution | None:
-        """Return the profile's distributions of a part, None without a profile."""
-        return self._shared.get(self.name(level, part.position), part.layers, coder) if self._shared else None
+        """Return the profile's distributions of a part, None without a profile. CorruptPayload if that has none."""
+        if self._profile is None:
+            return None
+        key = (self.name(level, part.position), part.layers, coder)
+        if key not in self._shared:
+            self._shared[key] = Distribution.join(_stored_distributions(self._profile, key[0], part.layers), coder)
+        return self._shared[key]
 
     def _fitted(self, values: Integers) -> Distribution:
         """Return the distributions that code the rows of `values` best, and nothing else."""
@@ -460,26 +439,17 @@ class CachegenCodec(ProfiledCodec):
         return _PREFIX.pack(self.level, self.coder if deltas else 0, 0, *steps, len(tables)) + scales + tables
 
     def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
-        scales_stop = _PREFIX.size + 2 * 2 * _groups(layout)
-        if len(data) < scales_stop:
-            raise CorruptPayload(f"layer {layer}: anchors have {len(data)} bytes")
-        level, coder, zeros, k_step, v_step, tables_bytes = _PREFIX.unpack_from(data)
+        reader = ByteReader(data)
+        level, coder, zeros, k_step, v_step, tables_bytes = _PREFIX.unpack(reader.take(_PREFIX.size))
+        scales = read_scales(reader.take(2 * 2 * _groups(layout)))
         if level not in LEVELS or zeros or not all(STEP_MIN <= step < math.inf for step in (k_step, v_step)):
             raise CorruptPayload(f"layer {layer}: level {level} with steps {k_step}, {v_step}")
-        if coder >= len(CODERS) or tables_bytes > len(data) - scales_stop or (coder and not tables_bytes):
+        if coder >= len(CODERS) or tables_bytes > len(reader.left) or (coder and not tables_bytes):
             raise CorruptPayload(f"layer {layer}: {tables_bytes} bytes of distributions for coder {coder}")
-        scales = read_scales(data[_PREFIX.size : scales_stop])
-        anchors_start, own = scales_stop + tables_bytes, None
+        own, tables = None, reader.take(tables_bytes)
         if tables_bytes:
-            own = Distribution.parse(coder, data[scales_stop:anchors_start], 2 * layout.kv_heads * layout.head_dim)
-        return LayerHead(level, (k_step, v_step), scales, own, data[anchors_start:])
-
-
-def half_bins(layer: int, which: int, layers: int, level: int) -> int:
-    """Return the largest symbol of K (`which` 0) or V (1) of a layer: bins b give -(b/2 - 1) … b/2 - 1."""
-    fine, coarse = CHUNKWISE_LEVELS[level]
-    is_fine = layers < FEW_LAYERS or layer < round(FINE_SHARES[which] * layers)
-    return (fine if is_fine else coarse) // 2 - 1
+            own = Distribution.parse(coder, tables, 2 * layout.kv_heads * layout.head_dim)
+        return LayerHead(level, (k_step, v_step), scales, own, reader.left)
 
 
 class ChunkwiseCodec(ProfiledCodec):
@@ -497,7 +467,10 @@ class ChunkwiseCodec(ProfiledCodec):
         return [[SectionPart(id_, range(id_.layer_start, id_.layer_stop), 0, runs)] for id_ in ids]
 
     def half(self, layout: BlockLayout, layer: int, which: int, level: int) -> int:
-        return half_bins(layer, which, layout.layers, level)
+        """Return the largest symbol: bins b give -(b/2 - 1) … b/2 - 1."""
+        fine, coarse = CHUNKWISE_LEVELS[level]
+        is_fine = layout.layers < FEW_LAYERS or layer < round(FINE_SHARES[which] * layout.layers)
+        return (fine if is_fine else coarse) // 2 - 1
 
     def name(self, level: int, position: int) -> str:
         """Return the name of a level's distributions."""
@@ -507,14 +480,12 @@ class ChunkwiseCodec(ProfiledCodec):
         return _CHUNKWISE_PREFIX.pack(self.level, 0, 0) + scales
 
     def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
-        numbers_start = _CHUNKWISE_PREFIX.size + 2 * 2 * layout.tokens
-        if len(data) <= numbers_start:
-            raise CorruptPayload(f"layer {layer}: expected more than {numbers_start} bytes, got {len(data)}")
-        level, zero, zeros = _CHUNKWISE_PREFIX.unpack_from(data)
+        reader = ByteReader(data)
+        level, zero, zeros = _CHUNKWISE_PREFIX.unpack(reader.take(_CHUNKWISE_PREFIX.size))
         if level not in CHUNKWISE_LEVELS or zero or zeros:
             raise CorruptPayload(f"layer {layer}: chunkwise has no level {level}")
-        scales = read_scales(data[_CHUNKWISE_PREFIX.size : numbers_start])
-        return LayerHead(level, (1.0, 1.0), scales, None, data[numbers_start:])
+        scales = read_scales(reader.take(2 * 2 * layout.tokens))
+        return LayerHead(level, (1.0, 1.0), scales, None, reader.left)
 
 
 class ProfileFitter:
@@ -562,7 +533,8 @@ class ProfileFitter:
         layout = self._layout
         if self._kind == "chunkwise":
             for level in CHUNKWISE_LEVELS:
-                yield f"share.{level}", split(half, layout, 1, half_bins(layer, which, layout.layers, level)).anchors
+                largest = ChunkwiseCodec().half(layout, layer, which, level)
+                yield f"share.{level}", split(half, layout, 1, largest).anchors
             return
         for level in LEVELS:
             step = layer_step(float(self.deviation[layer, which]), layer, layout.layers, level)
@@ -577,7 +549,11 @@ class ProfileFitter:
         arrays: dict[str, NDArray[Any]] = {"deviation": self.deviation}
         for name, counts in self._counts.items():
             by_layer = [each.reshape(-1, each.shape[-1]).astype(np.uint64) for each in counts]
-            arrays |= distribution_arrays(name, [fit_distribution(each, 0, is_open=True) for each in by_layer])
+            fitted = [fit_distribution(each, 0, is_open=True) for each in by_layer]
+            tables = [each.tables.to_bytes() for each in fitted]
+            arrays[f"{name}.shift"] = np.stack([each.shifts for each in fitted])
+            arrays[f"{name}.tables"] = np.frombuffer(b"".join(tables), dtype=np.uint8)
+            arrays[f"{name}.tables_bytes"] = np.array(list(map(len, tables)), dtype=np.uint32)
         tokens = self._blocks * self._layout.tokens
         return Profile.make(self._kind, self._model, self._layout, (texts, tokens), arrays)
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
+from kvtide.codec.base import ByteReader
 from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyTables, Escapes, RansTables, Runs
 from kvtide.codec.entropy import Streams as CodedStreams
 from kvtide.errors import CorruptPayload
@@ -107,12 +108,11 @@ class Distribution:
     @classmethod
     def parse(cls, coder: int, data: memoryview, count: int) -> Distribution:
         """Return the distributions of `count` runs that `to_bytes` wrote. CorruptPayload if `data` is not that."""
-        if len(data) < count:
-            raise CorruptPayload(f"{count} distributions can't be in {len(data)} bytes")
-        shifts = np.frombuffer(data[:count], dtype=np.uint8)
+        reader = ByteReader(data)
+        shifts = np.frombuffer(reader.take(count), dtype=np.uint8)
         if count and int(shifts.max()) > SHIFT_MAX:
             raise CorruptPayload(f"a distribution has at most {SHIFT_MAX} low bits, got {int(shifts.max())}")
-        return cls(coder, CODERS[coder].parse(data[count:], count), shifts.copy())
+        return cls(coder, CODERS[coder].parse(reader.left, count), shifts.copy())
 
 
 def value_counts(values: Integers) -> NDArray[np.uint64]:
@@ -238,18 +238,15 @@ class CodedIntegers(NamedTuple):
     @classmethod
     def parse(cls, data: memoryview, streams: int) -> CodedIntegers:
         """Cut up what `join_integers` joined. CorruptPayload if it can't be that."""
-        header_bytes = _HEADER.size + streams * _STREAM.size
-        if len(data) < header_bytes:
-            raise CorruptPayload(f"coded numbers have at least {header_bytes} bytes, got {len(data)}")
-        coder, has_tables, zero, tables_bytes, stream_count = _HEADER.unpack_from(data)
+        reader = ByteReader(data)
+        coder, has_tables, zero, tables_bytes, stream_count = _HEADER.unpack(reader.take(_HEADER.size))
         if coder >= len(CODERS) or has_tables > 1 or zero or stream_count != streams or tables_bytes * (not has_tables):
             raise CorruptPayload(
                 f"coded numbers: coder {coder}, tables {has_tables}, {stream_count} streams are not ours"
             )
-        sizes, counts = zip(*_STREAM.iter_unpack(data[_HEADER.size : header_bytes]), strict=True)
-        cursor = _Cursor(data, header_bytes)
-        tables, streams_of, escapes = map(cursor.take, (tables_bytes, sum(sizes), 2 * sum(counts)))
-        return cls(coder, tables if has_tables else None, sizes, counts, streams_of, escapes, cursor.rest())
+        sizes, counts = zip(*_STREAM.iter_unpack(reader.take(streams * _STREAM.size)), strict=True)
+        tables, streams_of, escapes = map(reader.take, (tables_bytes, sum(sizes), 2 * sum(counts)))
+        return cls(coder, tables if has_tables else None, sizes, counts, streams_of, escapes, reader.left)
 
     def distribution(self, runs: IntegerRuns, shared: Distribution | None) -> Distribution:
         """Return the numbers' own tables, else the shared. CorruptPayload if damaged, missing or of another coder."""
@@ -261,29 +258,11 @@ class CodedIntegers(NamedTuple):
 
     def planes(self, shifts: NDArray[np.uint8], symbols: int) -> list[memoryview]:
         """Return the planes of low bits. CorruptPayload unless they end the numbers, with no bit set after a plane."""
-        cursor, planes = _Cursor(self.low, 0), []
+        reader, planes = ByteReader(self.low), list[memoryview]()
         for bits in plane_bits(shifts, symbols):
-            planes.append(cursor.take(-(-bits // 8)))
+            planes.append(reader.take(-(-bits // 8)))
             if bits % 8 and planes[-1][-1] >> bits % 8:
                 raise CorruptPayload("coded numbers: bits behind the last one are set")
-        if cursor.rest():
-            raise CorruptPayload(f"{len(cursor.rest())} bytes too many")
+        if reader.left:
+            raise CorruptPayload(f"{len(reader.left)} bytes too many")
         return planes
-
-
-class _Cursor:
-    """Takes pieces of foreign bytes, each length checked first."""
-
-    def __init__(self, data: memoryview, offset: int) -> None:
-        self._data = data
-        self._offset = offset
-
-    def take(self, size: int) -> memoryview:
-        if size > len(self._data) - self._offset:
-            raise CorruptPayload(f"{size} bytes expected at {self._offset} of {len(self._data)}")
-        piece = self._data[self._offset : self._offset + size]
-        self._offset += size
-        return piece
-
-    def rest(self) -> memoryview:
-        return self._data[self._offset :]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta, KVDtype
+from kvtide.codec.base import ByteReader
 from kvtide.codec.entropy import Streams
 from kvtide.codec.rotary import Frequencies, Rotary, RotaryTables
 from kvtide.codec.tide.grid import PARTS, STATE_PAIRS, STREAMS, THIRD, CodedLists, part_sizes
@@ -157,29 +158,21 @@ def _bytes_of(most: int) -> int:
     return (most.bit_length() + 7) // 8
 
 
-class _Reader:
-    """Takes pieces of a section, each length checked first. Begins with the prefix. CorruptPayload if it is none."""
+class _Reader(ByteReader):
+    """Reads a section, from the prefix on. CorruptPayload if it is none."""
 
     def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._offset = 0
+        super().__init__(data)
         final_units, refinements, trellis, *counts = _PREFIX.unpack(self.take(_PREFIX.size))
         if trellis > 1 or abs(final_units) > STEP_UNITS_MAX or refinements > REFINEMENTS_MAX:
             raise CorruptPayload(f"tide: step {final_units} with {refinements} refinements, levels of kind {trellis}")
         self.steps = Steps(final_units, refinements, bool(trellis))
         self._sizes, self._escape_counts = tuple(counts[:STREAMS]), tuple(counts[STREAMS:])
 
-    def take(self, size: int) -> memoryview:
-        if size > len(self._data) - self._offset:
-            raise CorruptPayload(f"tide: {size} bytes expected at {self._offset} of {len(self._data)}")
-        piece = self._data[self._offset : self._offset + size]
-        self._offset += size
-        return piece
-
     def body(self) -> SectionBytes:
         """Return streams and escapes, which fill the rest, but for a trellis' counts."""
         streams_bytes, escapes_bytes = sum(self._sizes), 2 * sum(self._escape_counts)
-        left = len(self._data) - self._offset - streams_bytes - escapes_bytes
+        left = len(self.left) - streams_bytes - escapes_bytes
         if left and not (self.steps.is_trellis and 0 < left <= _STATE_COUNTS_BYTES_MAX):
             raise CorruptPayload(f"tide: {left} bytes too many")
         state_counts = bytes(self.take(left))
