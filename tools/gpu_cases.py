@@ -14,7 +14,7 @@ from tests.gpu.twin import TwinKernels
 
 from gpu_swap import KernelSwapper
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.codec.entropy import RansCoder, RansTables, Runs, Streams
+from kvtide.codec.entropy import RansTables, Runs, Streams
 from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.memory import DevicePiece
 from kvtide_gpu.pages import KernelPages
@@ -92,7 +92,7 @@ def rans_data(count: int) -> tuple[RansTables, Runs, np.ndarray]:
     rng = np.random.default_rng(5)
     spreads = np.geomspace(0.5, 4.0, TABLES)
     counts = 1 + 1e5 * np.exp(-np.abs(np.arange(32) - 15) / spreads[:, None])
-    tables = RansCoder().build(counts.astype(np.uint64))
+    tables = RansTables.build(counts.astype(np.uint64))
     run_tables = rng.integers(0, TABLES, (count, STREAM_SYMBOLS // RUN_SYMBOLS), dtype=np.uint16)
     shares = np.cumsum(tables.frequencies, axis=1)
     draws = rng.integers(0, 4096, (count, STREAM_SYMBOLS // RUN_SYMBOLS, RUN_SYMBOLS))

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from kvtide.clock import ManualClock
 from kvtide.errors import TierFull
-from kvtide.evict.ranking import FrequencyRanking, RankHeap, RecencyRanking, ScoreRanking
+from kvtide.evict.ranking import RankedOrder, Ranking, RecencyRanking, ScoreRanking
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.buffers import Recycler, aligned_buffer, is_aligned, touch
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.ram.memory import Arena, Span, frame_bytes_for
+from kvtide.types import BlockKey
 
 PAGE = 4096
 
@@ -140,31 +141,32 @@ def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
 
 
 def test_rankings_order_as_their_names_say() -> None:
-    recency, frequency = RecencyRanking(), FrequencyRanking()
+    recency, frequency = RecencyRanking(), Ranking()
     score = ScoreRanking(lambda each: 10.0 if each == object_id(2) else 1.0, half_life=None)
     for number in (1, 1, 1, 2, 2, 3):
         for ranking in (recency, frequency, score):
             ranking.note_use(object_id(number))
     orders = []
     for ranking in (recency, frequency, score):
-        heap = RankHeap(ranking)
+        order = RankedOrder(ranking)
         for number in (3, 1, 2):
-            heap.add(object_id(number))
-        orders.append([next(n for n in (1, 2, 3) if object_id(n) == each) for each in heap.ascending()])
+            order.enter(object_id(number), BlockKey(bytes(32)), 1)
+        leaving = order.victims(lambda each: True)
+        orders.append([next(n for n in (1, 2, 3) if object_id(n) == each) for each in leaving])
     assert orders == [[1, 2, 3], [3, 2, 1], [3, 1, 2]]
 
 
-def test_heap_sees_uses_since_a_member_joined_and_forgets_who_left() -> None:
-    ranking = FrequencyRanking()
-    heap = RankHeap(ranking)
+def test_order_sees_uses_since_an_object_entered_and_forgets_who_left() -> None:
+    ranking = Ranking()
+    order = RankedOrder(ranking)
     for number in range(200):
-        heap.add(object_id(number))
+        order.enter(object_id(number), BlockKey(bytes(32)), 1)
         ranking.note_use(object_id(number))
     ranking.note_use(object_id(0))
     for number in range(1, 199):
-        heap.discard(object_id(number))
-    assert list(heap.ascending()) == list(heap.ascending()) == [object_id(199), object_id(0)]
-    assert len(heap) == 2
+        order.leave(object_id(number))
+    assert not list(order.victims(lambda each: False)) and len(order) == 2
+    assert list(order.victims(lambda each: True)) == [object_id(199), object_id(0)]
 
 
 @pytest.mark.parametrize("frame_bytes", [0, 100, -PAGE])

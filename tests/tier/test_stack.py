@@ -11,7 +11,7 @@ from tests.wrapped import Slow
 from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
 from kvtide.evict import Ranking, ScoreRanking
-from kvtide.evict.ranking import FrequencyRanking, RankedOrder, RecencyRanking
+from kvtide.evict.ranking import RankedOrder, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.disk import DiskTier
@@ -113,7 +113,7 @@ def test_object_that_is_worth_less_than_the_least_in_memory_is_not_admitted() ->
     assert in_memory(memory) == [1, 2]
 
 
-@pytest.mark.parametrize(("ranking", "kept"), [(RecencyRanking, [2, 3]), (FrequencyRanking, [0, 1])])
+@pytest.mark.parametrize(("ranking", "kept"), [(RecencyRanking, [2, 3]), (Ranking, [0, 1])])
 def test_policies_keep_what_their_names_say(ranking: Callable[[], Ranking], kept: list[int]) -> None:
     stack, memory, _ = stack_of_two(ranking())
     for number in range(4):
@@ -145,7 +145,7 @@ def test_ranks_never_fall_while_others_are_used() -> None:
 @pytest.mark.parametrize("half_life", [0.0, -1.0])
 def test_half_life_that_is_none_is_refused(half_life: float) -> None:
     with pytest.raises(ValueError, match="half_life"):
-        FrequencyRanking(half_life)
+        Ranking(half_life)
 
 
 def test_first_reading_is_not_copied_up() -> None:

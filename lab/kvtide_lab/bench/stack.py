@@ -15,7 +15,6 @@ import msgspec
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.evict import RankedOrder, Ranking, RecencyRanking, ScoreRanking
-from kvtide.evict.ranking import FrequencyRanking
 from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
@@ -90,7 +89,7 @@ def run(
     started_s = clock.monotonic_s()
     policies: dict[str, Callable[[], Ranking]] = {
         "lru": RecencyRanking,
-        "lfu": FrequencyRanking,
+        "lfu": Ranking,
         "score": lambda: ScoreRanking(lambda each: tokens.get(_number(each), float(_TOKENS))),
     }
     rows = [_replay(name, make(), trace, tokens, device, memory, clock) for name, make in policies.items()]

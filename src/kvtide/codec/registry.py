@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.base import Codec, RawCodec
@@ -123,22 +123,27 @@ def _snippet(_profile: Profile | None) -> Codec:
     return SnippetCodec()
 
 
+def _numbers(texts: Sequence[str], *kinds: type) -> list[Any]:
+    """Return the arguments that are given; codecs know what the others are."""
+    return [kind(text) for kind, text in zip(kinds, texts, strict=False)]
+
+
 def _tide(profile: Profile | None, *numbers: str) -> Codec:
     from kvtide.codec.tide import TideCodec
 
-    return TideCodec(profile, *map(float, numbers[:1]), *map(int, numbers[1:]))
+    return TideCodec(profile, *_numbers(numbers, float, int))
 
 
 def _packed(profile: Profile | None, *numbers: str) -> Codec:
     from kvtide.codec.packed import PackedCodec
 
-    return PackedCodec(profile, *map(float, numbers[:1]), *map(int, numbers[1:]))
+    return PackedCodec(profile, *_numbers(numbers, float, int))
 
 
 def _impress(_profile: Profile | None, *numbers: str) -> Codec:
     from kvtide.codec.packed import ImpressCodec
 
-    return ImpressCodec(*map(int, numbers))
+    return ImpressCodec(*_numbers(numbers, int, int))
 
 
 # Codecs by the name that a user gives. Each is imported when it is first made.

@@ -11,7 +11,8 @@ import threading
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from typing import Generic, Self, TypeVar
 
 from kvtide.types import Namespace
@@ -64,8 +65,11 @@ class Hint:
         if isinstance(said, cls):
             return said
         named = said if isinstance(said, Mapping) else {}
-        good = {each.name: named[each.name] for each in fields(cls) if each.name in named and _means(each.name, named)}
-        hint = cls(**good)
+        hint = cls()
+        for field in fields(cls):
+            if field.name in named:
+                with suppress(ValueError):
+                    hint = replace(hint, **{field.name: named[field.name]})
         return None if hint == cls() else hint
 
     @property
@@ -80,14 +84,6 @@ class Hint:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _means(name: str, said: Mapping[str, object]) -> bool:
-    try:
-        Hint(**{name: said[name]})  # type: ignore[arg-type]
-    except ValueError:
-        return False
-    return True
 
 
 # A hint, or a mapping by the same names as it came from a client.

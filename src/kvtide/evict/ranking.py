@@ -12,7 +12,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtide.evict.hint import Hint
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -40,16 +40,6 @@ class Rank(NamedTuple):
 _NEVER_USED = Rank(-math.inf, 0)
 
 
-class Ranking(Protocol):
-    """Remembers uses and ranks objects by them. Safe to use from several threads."""
-
-    def note_use(self, object_id: ObjectId) -> int:
-        """Note that somebody asked for the object; return how often that is known to have happened."""
-
-    def rank(self, object_id: ObjectId) -> Rank:
-        """Return the object's rank now; the lowest one for an object that is not remembered."""
-
-
 class _Uses(NamedTuple):
     """`weight_log2` is the logarithm of the sum of the uses' weights."""
 
@@ -61,8 +51,10 @@ class _Uses(NamedTuple):
 _NO_USES = _Uses(0, 0, -math.inf)
 
 
-class FrequencyRanking:
-    """Most used first (LFU). With `half_life`, a use counts half after so many uses of each object that is remembered.
+class Ranking:
+    """Remembers uses and ranks objects by them, most used first (LFU). Safe to use from several threads.
+
+    With `half_life`, a use counts half after so many uses of each object that is remembered.
 
     Ranks must not fall by themselves, so new uses weigh more instead of old ones less: twice as much each half-life.
     """
@@ -100,14 +92,14 @@ class FrequencyRanking:
         return uses.weight_log2
 
 
-class RecencyRanking(FrequencyRanking):
+class RecencyRanking(Ranking):
     """Last used first (LRU)."""
 
     def _score(self, object_id: ObjectId, uses: _Uses) -> float:
         return float(uses.tick)
 
 
-class ScoreRanking(FrequencyRanking):
+class ScoreRanking(Ranking):
     """Uses times important tokens, highest first (IMPRESS, FAST '25). Uses fade, as sessions drift; None: never."""
 
     def __init__(self, importance: Importance, half_life: float | None = SCORE_HALF_LIFE) -> None:
@@ -117,52 +109,6 @@ class ScoreRanking(FrequencyRanking):
     def _score(self, object_id: ObjectId, uses: _Uses) -> float:
         important_tokens = self._importance(object_id)
         return uses.weight_log2 + math.log2(important_tokens) if important_tokens > 0 else -math.inf
-
-
-class RankHeap:
-    """The members of a tier, lowest rank first. Not thread-safe: its owner locks."""
-
-    def __init__(self, ranking: Ranking) -> None:
-        self._ranking = ranking
-        self._members: set[ObjectId] = set()
-        # One item for each member, and some of members that left.
-        self._heap: list[tuple[Rank, ObjectId]] = []
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def add(self, object_id: ObjectId) -> None:
-        """Add a member."""
-        assert object_id not in self._members
-        self._members.add(object_id)
-        heapq.heappush(self._heap, (self._ranking.rank(object_id), object_id))
-        if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [(self._ranking.rank(member), member) for member in self._members]
-            heapq.heapify(self._heap)
-
-    def discard(self, object_id: ObjectId) -> None:
-        """Remove a member if it is one."""
-        self._members.discard(object_id)
-
-    def ascending(self) -> Iterator[ObjectId]:
-        """Yield the members, lowest rank first; those yielded stay members. Don't change it meanwhile."""
-        seen: list[tuple[Rank, ObjectId]] = []
-        yielded: set[ObjectId] = set()
-        try:
-            while self._heap:
-                rank, member = heapq.heappop(self._heap)
-                if member not in self._members or member in yielded:
-                    continue
-                now = self._ranking.rank(member)
-                if now > rank:
-                    heapq.heappush(self._heap, (now, member))
-                    continue
-                seen.append((rank, member))
-                yielded.add(member)
-                yield member
-        finally:
-            for item in seen:
-                heapq.heappush(self._heap, item)
 
 
 class EvictionOrder:
@@ -220,10 +166,12 @@ class RankedOrder(EvictionOrder):
         """ranking: the default is by last use, and this order's own."""
         self._is_mine = ranking is None
         self._ranking = ranking or RecencyRanking()
-        self._heap = RankHeap(self._ranking)
+        self._members: set[ObjectId] = set()
+        # One item for each member, and some of members that left.
+        self._heap: list[tuple[Rank, ObjectId]] = []
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._members)
 
     def note_use(self, object_id: ObjectId) -> None:
         """Note a read, unless the owner of a shared ranking does."""
@@ -232,19 +180,43 @@ class RankedOrder(EvictionOrder):
 
     def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
         """Rank an object; storing it is its first use."""
+        assert object_id not in self._members
         self.note_use(object_id)
-        self._heap.add(object_id)
+        self._members.add(object_id)
+        heapq.heappush(self._heap, (self._ranking.rank(object_id), object_id))
+        if len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [(self._ranking.rank(member), member) for member in self._members]
+            heapq.heapify(self._heap)
 
     def leave(self, object_id: ObjectId) -> None:
-        self._heap.discard(object_id)
+        self._members.discard(object_id)
 
-    def admits(self, object_id: ObjectId, may_go: Callable[[ObjectId], bool]) -> bool:
+    def _ascending(self) -> Iterator[ObjectId]:
+        """Yield the members, lowest rank first; those yielded stay members. None may enter meanwhile."""
+        seen: list[tuple[Rank, ObjectId]] = []
+        yielded: set[ObjectId] = set()
+        try:
+            while self._heap:
+                rank, member = heapq.heappop(self._heap)
+                if member not in self._members or member in yielded:
+                    continue
+                now = self._ranking.rank(member)
+                if now > rank:
+                    heapq.heappush(self._heap, (now, member))
+                    continue
+                seen.append((rank, member))
+                yielded.add(member)
+                yield member
+        finally:
+            for item in seen:
+                heapq.heappush(self._heap, item)
+
+    def admits(self, object_id: ObjectId, may_go: MayGo) -> bool:
         """Tell whether the lowest that may go is worth less."""
-        lowest = next((each for each in self._heap.ascending() if may_go(each)), None)
+        lowest = next(filter(may_go, self._ascending()), None)
         return lowest is not None and self._ranking.rank(lowest) < self._ranking.rank(object_id)
 
-    def victims(self, may_go: Callable[[ObjectId], bool]) -> Generator[ObjectId]:
-        for object_id in self._heap.ascending():
-            if may_go(object_id):
-                self._heap.discard(object_id)
-                yield object_id
+    def victims(self, may_go: MayGo) -> Generator[ObjectId]:
+        for object_id in filter(may_go, self._ascending()):
+            self._members.discard(object_id)
+            yield object_id

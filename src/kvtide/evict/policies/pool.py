@@ -4,92 +4,62 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Generator
-from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.evict.ranking import EvictionOrder, MayGo
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-# Passed-over entries may make up this share of the heaps' before they are rebuilt.
+# Passed-over entries may make up this share of the heap's before it is rebuilt.
 _STALE_SHARE_MAX = 0.5
 _STALE_SLACK = 64
-
-
-class _Entry(NamedTuple):
-    last_use_s: float
-    prefix_blocks: int
 
 
 class FreePool:
     """Blocks with reference count 0. `add`, `take_back` and the eviction that `add` may cause are O(log n)."""
 
     def __init__(self, blocks_max: int) -> None:
-        if blocks_max < 0:
-            raise ValueError(f"blocks_max must not be negative, got {blocks_max}")
+        assert blocks_max >= 0
         self.blocks_max = blocks_max
-        self._entries: dict[BlockKey, _Entry] = {}
-        self._times_s: list[float] = []
-        self._blocks: dict[float, list[tuple[int, BlockKey]]] = {}
-        self._queued = 0
+        # Of each block its last use and the negative length of its prefix: what is least goes first.
+        self._ranks: dict[BlockKey, tuple[float, int]] = {}
+        # One entry for each block, and some of blocks that were taken back.
+        self._heap: list[tuple[tuple[float, int], BlockKey]] = []
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._ranks)
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._entries
+        return key in self._ranks
 
     def add(self, key: BlockKey, last_use_s: float, prefix_blocks: int) -> BlockKey | None:
-        """Free a block; return the one that has to go for it, which may be itself. ValueError if it is here already."""
-        if key in self._entries:
-            raise ValueError(f"block {key.hex()[:16]} is in the pool already")
-        self._entries[key] = _Entry(last_use_s, prefix_blocks)
-        blocks = self._blocks.get(last_use_s)
-        if blocks is None:
-            blocks = self._blocks[last_use_s] = []
-            heapq.heappush(self._times_s, last_use_s)
-        heapq.heappush(blocks, (-prefix_blocks, key))
-        self._queued += 1
-        return self.evict() if len(self._entries) > self.blocks_max else None
+        """Free a block that is not here; return the one that has to go for it, which may be itself."""
+        assert key not in self._ranks
+        rank = self._ranks[key] = (last_use_s, -prefix_blocks)
+        heapq.heappush(self._heap, (rank, key))
+        return self.evict() if len(self._ranks) > self.blocks_max else None
 
     def take_back(self, key: BlockKey) -> bool:
         """Remove a block that comes back into use. False if it is not here."""
-        if self._entries.pop(key, None) is None:
+        if self._ranks.pop(key, None) is None:
             return False
-        if self._queued > _STALE_SLACK + len(self._entries) / (1 - _STALE_SHARE_MAX):
-            self._rebuild()
+        if len(self._heap) > _STALE_SLACK + len(self._ranks) / (1 - _STALE_SHARE_MAX):
+            self._heap = [(rank, each) for each, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
         return True
 
     def evict(self) -> BlockKey | None:
         """Remove the block that goes first and return it; None if the pool is empty."""
-        while self._times_s:
-            last_use_s = self._times_s[0]
-            blocks = self._blocks[last_use_s]
-            while blocks:
-                prefix_blocks, key = heapq.heappop(blocks)
-                self._queued -= 1
-                if self._entries.get(key) == (last_use_s, -prefix_blocks):
-                    del self._entries[key]
-                    return key
-            heapq.heappop(self._times_s)
-            del self._blocks[last_use_s]
+        while self._heap:
+            rank, key = heapq.heappop(self._heap)
+            if self._ranks.get(key) == rank:
+                del self._ranks[key]
+                return key
         return None
-
-    def _rebuild(self) -> None:
-        self._blocks = {}
-        for key, (last_use_s, prefix_blocks) in self._entries.items():
-            self._blocks.setdefault(last_use_s, []).append((-prefix_blocks, key))
-        for blocks in self._blocks.values():
-            heapq.heapify(blocks)
-        self._times_s = sorted(self._blocks)
-        self._queued = len(self._entries)
 
     def check(self) -> None:
         """AssertionError if the pool contradicts itself."""
-        assert len(self._entries) <= self.blocks_max
-        queued = {(time_s, depth, key) for time_s, blocks in self._blocks.items() for depth, key in blocks}
-        assert sorted(self._times_s) == sorted(self._blocks)
-        assert sum(map(len, self._blocks.values())) == self._queued
-        assert all((entry.last_use_s, -entry.prefix_blocks, key) in queued for key, entry in self._entries.items())
+        assert len(self._ranks) <= self.blocks_max
+        assert {(rank, key) for key, rank in self._ranks.items()} <= set(self._heap)
 
 
 class PoolOrder(EvictionOrder):
