@@ -94,7 +94,7 @@ def rans_data(count: int) -> tuple[RansTables, Runs, np.ndarray]:
     counts = 1 + 1e5 * np.exp(-np.abs(np.arange(32) - 15) / spreads[:, None])
     tables = RansTables.build(counts.astype(np.uint64))
     run_tables = rng.integers(0, TABLES, (count, STREAM_SYMBOLS // RUN_SYMBOLS), dtype=np.uint16)
-    shares = np.cumsum(tables.frequencies, axis=1)
+    shares = np.cumsum(tables.rows, axis=1)
     draws = rng.integers(0, 4096, (count, STREAM_SYMBOLS // RUN_SYMBOLS, RUN_SYMBOLS))
     symbols = (draws[..., None] >= shares[run_tables][:, :, None, :]).sum(axis=-1, dtype=np.uint8)
     return tables, Runs(run_tables, RUN_SYMBOLS), symbols.reshape(count, STREAM_SYMBOLS)
