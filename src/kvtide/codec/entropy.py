@@ -165,30 +165,3 @@ def count_values(values: NDArray[np.uint8], runs: Runs, table_count: int) -> NDA
     counts = np.zeros((table_count, 256), dtype=np.uint64)
     _native.count_bytes(values, runs.symbols, runs.tables, counts)
     return counts
-
-
-class EscapeMap:
-    """Maps values to symbols, by table. Value 0 of a row that names fewer than 32 values fills up: it never decodes."""
-
-    def __init__(self, values: NDArray[np.uint8]) -> None:
-        """values: (tables, 32): the value of each symbol; the last column is not a value, it is ESCAPE's."""
-        self._symbols = np.full((len(values), 256), ESCAPE, dtype=np.uint8)
-        # Backwards, so that the first symbol of a value that fills up a row is the one that counts.
-        rows = np.arange(len(values))
-        for symbol in range(ESCAPE - 1, -1, -1):
-            self._symbols[rows, values[:, symbol]] = symbol
-
-    def symbol_counts(self, counts: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return (tables, 32) from (tables, 256): how often each symbol stands for values of these counts."""
-        result = np.zeros((len(counts), SYMBOLS), dtype=np.uint64)
-        rows = np.repeat(np.arange(len(counts)), 256)
-        np.add.at(result, (rows, self._symbols.reshape(-1)), counts.reshape(-1))
-        return result
-
-    def split(self, values: NDArray[np.uint8], runs: Runs) -> tuple[NDArray[np.uint8], Escapes]:
-        """Return symbols, and escapes for what has none, of `values`: (streams, count), contiguous."""
-        symbols = np.empty_like(values)
-        _native.map_bytes(values, runs.symbols, runs.tables, self._symbols, symbols)
-        is_escape = symbols == ESCAPE
-        counts = np.array([np.count_nonzero(row) for row in is_escape], dtype=np.uint64)
-        return symbols, Escapes(values.reshape(-1)[np.flatnonzero(is_escape)], counts)

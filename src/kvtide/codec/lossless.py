@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
 from kvtide.codec.base import ByteReader, layer_section_ids, layer_views, sections_by_layer
-from kvtide.codec.entropy import ESCAPE, SYMBOLS, EscapeMap, Escapes, RansTables, Runs, Streams, count_values
+from kvtide.codec.entropy import ESCAPE, SYMBOLS, Escapes, RansTables, Runs, Streams, count_values
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
 
@@ -41,7 +41,6 @@ class LosslessCodec:
         return 3 * layout.layer_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
-        """Return one section a layer."""
         check_bits(bits, meta.layout)
         layers = zip(layer_section_ids(meta.layout.layers), layer_views(bits), strict=True)
         return [Section(section_id, _encode_layer(layer, meta.layout.dtype)) for section_id, layer in layers]
@@ -53,7 +52,6 @@ class LosslessCodec:
             _decode_layer(meta.layout, section, layer)
 
     def decode_layer(self, layout: BlockLayout, section: Section) -> BlockBits:
-        """Return the section's layer."""
         values: BlockBits = np.empty(layout.shape[1:], layout.bits_dtype)
         _decode_layer(layout, section, values.reshape(-1).view(np.uint8))
         return values
@@ -93,9 +91,10 @@ def _code(plane: NDArray[np.uint8], width: int) -> bytes:
     counts = count_values(plane, runs, 2)
     if width == 8:
         bases = (_best_base(counts[0]), _best_base(counts[1]))
-        escape_map = EscapeMap(_values(bases))
-        symbols, escapes = escape_map.split(plane, runs)
-        symbol_counts = escape_map.symbol_counts(counts)
+        symbols, escapes = _symbols(plane, runs, bases)
+        by_symbol = np.stack([np.roll(row, -base) for row, base in zip(counts, bases, strict=True)])
+        by_symbol[:, ESCAPE] = by_symbol[:, ESCAPE:].sum(axis=1)
+        symbol_counts = np.ascontiguousarray(by_symbol[:, :SYMBOLS])
     else:
         bases, symbols = (0, 0), plane
         escapes = Escapes(np.empty(0, np.uint8), np.zeros(2, np.uint64))
@@ -111,6 +110,16 @@ def _values(bases: tuple[int, int]) -> NDArray[np.uint8]:
     base = np.array(bases, dtype=np.uint8)[:, None]
     values: NDArray[np.uint8] = np.add(base, np.arange(SYMBOLS, dtype=np.uint8), dtype=np.uint8)
     return values
+
+
+def _symbols(plane: NDArray[np.uint8], runs: Runs, bases: tuple[int, int]) -> tuple[NDArray[np.uint8], Escapes]:
+    """Return symbols, and escapes for values that have none."""
+    distances = np.arange(256, dtype=np.uint8) - np.array(bases, dtype=np.uint8)[:, None]
+    symbols = np.empty_like(plane)
+    _native.map_bytes(plane, runs.symbols, runs.tables, np.minimum(distances, np.uint8(ESCAPE)), symbols)
+    is_escape = symbols == ESCAPE
+    counts = np.array([np.count_nonzero(row) for row in is_escape], dtype=np.uint64)
+    return symbols, Escapes(plane.reshape(-1)[np.flatnonzero(is_escape)], counts)
 
 
 def _best_base(counts: NDArray[np.uint64]) -> int:

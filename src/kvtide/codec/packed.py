@@ -79,7 +79,6 @@ class PackedCodec:
 
     @property
     def profile(self) -> bytes | None:
-        """Digest of the base's profile."""
         return self._base.profile
 
     @property
@@ -88,7 +87,6 @@ class PackedCodec:
         return self.profile is not None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
-        """Return the base's bound and a copy of the block."""
         return self._base.scratch_bytes(layout) + layout.raw_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
@@ -145,10 +143,31 @@ class PackedCodec:
         return base
 
     def _split(self, meta: BlockMeta, sections: Sequence[Section]) -> tuple[PackedBase, list[Section]]:
-        base, bases = _split(meta, sections)
-        if isinstance(self._base, ProbeKeys):
-            base = base._replace(probe=self._base.keys(meta, bases))
-        return base, bases
+        """Return how tokens are stored, and the base as tide has it. CorruptPayload if it is not whole."""
+        layers, tokens = meta.layout.layers, meta.layout.tokens
+        orders, bases, said = np.empty((layers, tokens), dtype=np.uint16), [], set()
+        layer = 0
+        for id_, data in sorted((each for each in sections if each.id.refinement == 0), key=lambda each: each.id):
+            size = _PREFIX.size + 2 * tokens * (id_.layer_stop - id_.layer_start)
+            if (
+                id_.kind is not SectionKind.DATA
+                or id_.layer_start != layer
+                or id_.layer_stop > layers
+                or len(data) < size
+            ):
+                raise CorruptPayload(f"{meta.id}: {id_} is no base of layers from {layer} on, or has {len(data)} bytes")
+            view = memoryview(data)
+            said.add(_PREFIX.unpack_from(view))
+            orders[layer : id_.layer_stop] = np.frombuffer(view[_PREFIX.size : size], dtype="<u2").reshape(-1, tokens)
+            bases.append(Section(id_, view[size:]))
+            layer = id_.layer_stop
+        if layer != layers or len(said) != 1 or not is_order(orders):
+            raise CorruptPayload(f"{meta.id}: bases end at layer {layer} of {layers}, say {said}, or hold no orders")
+        chunk_tokens, repacks = said.pop()
+        if not chunk_tokens:
+            raise CorruptPayload(f"{meta.id}: chunks of no tokens")
+        probe = self._base.keys(meta, bases) if isinstance(self._base, ProbeKeys) else None
+        return PackedBase(chunk_tokens, repacks, orders, probe), bases
 
 
 class ProbeKeys:
@@ -160,7 +179,6 @@ class ProbeKeys:
         self.kv_heads = kv_heads
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
-        """Return a bound on a copy of the keys."""
         return layout.raw_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
@@ -219,28 +237,6 @@ def _joined(bases: Sequence[Section], base: PackedBase, bits: BlockBits) -> list
             keys, values = stored[:, start:stop]
             sections.append(Section(section_id, keys[:, apart:].tobytes() + values.tobytes()))
     return sections
-
-
-def _split(meta: BlockMeta, sections: Sequence[Section]) -> tuple[PackedBase, list[Section]]:
-    """Return how tokens are stored, and the base as tide has it. CorruptPayload if it is not whole."""
-    layers, tokens = meta.layout.layers, meta.layout.tokens
-    orders, bases, said = np.empty((layers, tokens), dtype=np.uint16), [], set()
-    layer = 0
-    for id_, data in sorted((each for each in sections if each.id.refinement == 0), key=lambda each: each.id):
-        size = _PREFIX.size + 2 * tokens * (id_.layer_stop - id_.layer_start)
-        if id_.kind is not SectionKind.DATA or id_.layer_start != layer or id_.layer_stop > layers or len(data) < size:
-            raise CorruptPayload(f"{meta.id}: {id_} is no base of layers from {layer} on, or has {len(data)} bytes")
-        view = memoryview(data)
-        said.add(_PREFIX.unpack_from(view))
-        orders[layer : id_.layer_stop] = np.frombuffer(view[_PREFIX.size : size], dtype="<u2").reshape(-1, tokens)
-        bases.append(Section(id_, view[size:]))
-        layer = id_.layer_stop
-    if layer != layers or len(said) != 1 or not is_order(orders):
-        raise CorruptPayload(f"{meta.id}: bases end at layer {layer} of {layers}, say {said}, or hold no orders")
-    chunk_tokens, repacks = said.pop()
-    if not chunk_tokens:
-        raise CorruptPayload(f"{meta.id}: chunks of no tokens")
-    return PackedBase(chunk_tokens, repacks, orders), bases
 
 
 def _put_chunks(meta: BlockMeta, base: PackedBase, sections: Sequence[Section], out: BlockBits) -> int:

@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 from tests.codec.entropy.cases import COUNT_ROWS, counts_of, draw_symbols, one_table, runs_for
 
-from kvtide.codec.entropy import ESCAPE, EntropyTables, EscapeMap, Escapes, RansTables, Runs, Streams
+from kvtide.codec.entropy import ESCAPE, EntropyTables, Escapes, RansTables, Runs, Streams
 from kvtide.codec.published.integers import PrefixTables
 from kvtide.errors import CorruptPayload
 
@@ -206,20 +206,3 @@ def test_golden_bytes(coder: type[EntropyTables]) -> None:
     data = bytes(tables.encode(symbols, runs).data)
     assert xxhash.xxh3_128_hexdigest(data) == golden["stream_xxh3"]
     assert data.hex().startswith(golden["stream_start"])
-
-
-def test_values_survive_the_escape_map() -> None:
-    rng = np.random.default_rng(9)
-    values = rng.normal(128, 11, size=(2, 3000)).astype(np.uint8)
-    runs = Runs(np.array([[0, 1, 0], [1, 1, 0]], np.uint16), 1024)
-    counts = np.stack([np.bincount(values.ravel(), minlength=256).astype(np.uint64)] * 2)
-    # The commonest values get symbols.
-    commonest = np.argsort(np.uint64(2**64 - 1) - counts, axis=1, kind="stable")[:, :32].astype(np.uint8)
-    commonest[:, ESCAPE] = 0
-    escape_map = EscapeMap(commonest)
-    symbols, escapes = escape_map.split(values, runs)
-    assert 0 < escapes.elements.size < values.size // 4
-    tables = RansTables.build(escape_map.symbol_counts(counts))
-    out = np.empty_like(values)
-    tables.decode(tables.encode(symbols, runs), runs, commonest, out, escapes)
-    assert np.array_equal(out, values)

@@ -142,7 +142,6 @@ class ProfiledCodec(ABC):
 
     @property
     def profile(self) -> bytes | None:
-        """Return the digest of the profile that payloads need, or None."""
         return self._profile.digest if self._profile else None
 
     def fits(self, layout: BlockLayout) -> bool:
@@ -383,7 +382,6 @@ class CachegenCodec(ProfiledCodec):
         self.coarser = tuple(coarser)
 
     def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
-        """Return an anchor section a layer, and one for each position of deltas."""
         channels, found = layout.kv_heads * layout.head_dim, []
         anchors = IntegerRuns(2, channels, _groups(layout))
         for layers in delta_layers(layout):
@@ -410,7 +408,6 @@ class CachegenCodec(ProfiledCodec):
         return self.quality_without(self.quality, GROUP_TOKENS - lacking)
 
     def quality_without(self, quality: float, refinements: int) -> float:
-        """Return the quality without the deltas of so many positions."""
         return quality + LACKING_QUALITY[refinements]
 
     def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
@@ -430,11 +427,9 @@ class CachegenCodec(ProfiledCodec):
         return layer_step(deviation, layer, layout.layers, self.level)
 
     def name(self, level: int, position: int) -> str:
-        """Return the name of the anchors' or a level's deltas' distributions."""
         return f"delta.{level}" if position else "anchor"
 
     def pack_head(self, steps: Sequence[float], scales: bytes, deltas: Distribution | None) -> bytes:
-        """Return level, steps, scales and the deltas' distributions."""
         tables = deltas.to_bytes() if deltas else b""
         return _PREFIX.pack(self.level, self.coder if deltas else 0, 0, *steps, len(tables)) + scales + tables
 
@@ -473,7 +468,6 @@ class ChunkwiseCodec(ProfiledCodec):
         return (fine if is_fine else coarse) // 2 - 1
 
     def name(self, level: int, position: int) -> str:
-        """Return the name of a level's distributions."""
         return f"share.{level}"
 
     def pack_head(self, steps: Sequence[float], scales: bytes, deltas: Distribution | None) -> bytes:

@@ -54,10 +54,12 @@ class TideCodec:
         if not 0 <= refinements <= REFINEMENTS_MAX:
             raise ValueError(f"tide has 0 to {REFINEMENTS_MAX} refinements, got {refinements!r}")
         check_quality(quality)
-        self._model = TideModel(profile) if profile else None
+        # The profile made ready.
+        self.model = TideModel(profile) if profile else None
         self._path = _native.tide_paths()[0] if path is None else path
-        self._quality = quality
-        self._steps = self._steps_for(quality, refinements) if self._model else Steps(0, refinements)
+        # The step has this quality, or a better one by less than a unit.
+        self.quality = quality
+        self.steps = self._steps_for(quality, refinements) if self.model else Steps(0, refinements)
         self._is_held = True
 
     def _steps_for(self, quality: float, refinements: int) -> Steps:
@@ -67,60 +69,44 @@ class TideCodec:
 
     def _profiled(self) -> TideModel:
         """CorruptPayload without a profile."""
-        if self._model is None:
+        if self.model is None:
             raise CorruptPayload("a tide object needs its profile")
-        return self._model
+        return self.model
 
     def with_steps(self, steps: Steps) -> Self:
         """Return a codec to measure with, at a stated step; it encodes what the profile does not fit, too."""
         codec = copy(self)
-        codec._steps, codec._is_held = steps, False
-        codec._quality = self._model.quality_at(steps, 0) if self._model else self._quality
+        codec.steps, codec._is_held = steps, False
+        codec.quality = self.model.quality_at(steps, 0) if self.model else self.quality
         return codec
 
     def rounded(self) -> Self:
         """Return a codec of the same quality whose levels lie on no trellis: what devices encode."""
         codec = copy(self)
-        if self._model is not None and self._steps.is_trellis:
-            units = self._model.final_units(self._quality, is_trellis=False)
-            codec._steps = Steps(units, self._steps.refinements)
+        if self.model is not None and self.steps.is_trellis:
+            units = self.model.final_units(self.quality, is_trellis=False)
+            codec.steps = Steps(units, self.steps.refinements)
         return codec
-
-    @property
-    def model(self) -> TideModel | None:
-        """Return the profile made ready, None without one."""
-        return self._model
-
-    @property
-    def steps(self) -> Steps:
-        """Return the step that is encoded at, and the number of refinements."""
-        return self._steps
 
     @property
     def losses(self) -> tuple[float, ...]:
         """Return the KL with the base alone, with refinement 1, and so on, as calibrated. Empty without a profile."""
-        model, missing = self._model, range(self._steps.refinements, -1, -1)
-        return tuple(model.quality_at(self._steps, each) for each in missing) if model else ()
+        model, missing = self.model, range(self.steps.refinements, -1, -1)
+        return tuple(model.quality_at(self.steps, each) for each in missing) if model else ()
 
     @property
     def law(self) -> LossLaw | None:
         """Return what hits of mixed refinements cost in answers, None without a profile."""
-        return LossLaw(self._model.positions, self.losses) if self._model else None
+        return LossLaw(self.model.positions, self.losses) if self.model else None
 
     @property
     def profile(self) -> bytes | None:
-        """Return the digest of the profile that payloads need."""
-        return self._model.profile.digest if self._model else None
-
-    @property
-    def quality(self) -> float:
-        """Return the KL divergence that was asked for; the step has that, or less by less than a unit."""
-        return self._quality
+        return self.model.profile.digest if self.model else None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
         """Return a bound on the memory that encoding takes: coefficients and lists of a range of layers."""
         values = layout.raw_bytes // layout.dtype.item_bytes
-        layers = self._model.section_layers if self._model else layout.layers
+        layers = self.model.section_layers if self.model else layout.layers
         return 4 * values + 24 * values * min(layers, layout.layers) // layout.layers
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
@@ -130,14 +116,14 @@ class TideCodec:
         does not fit (`check_promise`), and for blocks that do not get smaller.
         """
         check_bits(bits, meta.layout)
-        if self._model is None or not self._model.profile.fits(meta.layout):
+        if self.model is None or not self.model.profile.fits(meta.layout):
             raise UnencodableBlock("tide needs a profile of this model's shape")
         sections: list[Section] = []
         fit: Fit = []
-        turns, apart = self._model.turns(meta, is_back=True), apart_tokens(meta, bits)
-        for start, stop in _ranges(self._model):
+        turns, apart = self.model.turns(meta, is_back=True), apart_tokens(meta, bits)
+        for start, stop in _ranges(self.model):
             stored = StoredLayers(bits[start:stop], meta.layout.dtype, start, turns)
-            coded, seen = encode_range(self._model, self._path, self._steps, stored, apart.copy())
+            coded, seen = encode_range(self.model, self._path, self.steps, stored, apart.copy())
             ids = (SectionId(SectionKind.DATA, refinement, start, stop) for refinement in range(len(coded)))
             sections += map(Section, ids, coded)
             fit += seen
@@ -152,13 +138,13 @@ class TideCodec:
 
         `encode` measures coefficients before they are coded; this is what a reader gets, whoever encoded it.
         """
-        out, model, dtype = np.empty_like(bits), self._model, meta.layout.dtype
+        out, model, dtype = np.empty_like(bits), self.model, meta.layout.dtype
         try:
             self.decode(meta, sections, out)
         except CorruptPayload as error:
             raise UnencodableBlock(f"what was encoded can't be decoded: {error}") from error
         assert model is not None
-        turns, units = model.turns(meta, is_back=True), self._steps.final_units
+        turns, units = model.turns(meta, is_back=True), self.steps.final_units
         is_coded, fit, rounding = apart_tokens(meta, bits) == 0, [], 0.0
         for start, stop in _ranges(model):
             exact, found = (load_values(StoredLayers(each[start:stop], dtype, start, turns)) for each in (bits, out))

@@ -91,7 +91,6 @@ class Agreement(EvictionPolicy):
         self._queues[holders][run] = None
 
     def enter(self, run: Run) -> None:
-        """Note where the run ends and who holds that."""
         end = run.keys[run.held - 1]
         self._ends[end] = run
         self._file(run, end, sum(shadow.is_held(end) << at for at, shadow in enumerate(self._shadows)))
@@ -160,12 +159,10 @@ class Shadows:
         return given_up
 
     def plan(self, blocks_max: int) -> None:
-        """Tell all policies that so many blocks fit by now."""
         for shadow in self._shadows:
             shadow.plan(blocks_max)
 
     def measure(self, key: BlockKey, size: int) -> None:
-        """Tell all of them what room a block takes."""
         for shadow in self._shadows:
             shadow.measure(key, size)
 
@@ -270,7 +267,6 @@ class MixPolicy(AdvisedPolicy):
         self._doomed = OrderedDict.fromkeys(run for run, end in ends if not self._shadow.is_held(end))
 
     def plan(self, blocks_max: int) -> None:
-        """Tell the shadows how many blocks fit by now."""
         self._half_life_blocks = max(1, _HALF_LIFE_CACHES * blocks_max)
         self._shadows.plan(blocks_max)
 
@@ -432,7 +428,6 @@ class SampledMixPolicy(AdvisedPolicy):
             policy.resize(run, delta)
 
     def split(self, upper: Run, lower: Run) -> None:
-        """Tell who follows the runs; both parts are sampled or neither."""
         for policy in self._live:
             policy.split(upper, lower)
         self._runs[upper] = self._runs[lower]

@@ -75,7 +75,6 @@ class PoolOrder(EvictionOrder):
         return len(self._members)
 
     def note_use(self, object_id: ObjectId) -> None:
-        """Take a block out of the pool and free it again, now."""
         name = _name(*object_id)
         if self._pool.take_back(name):
             self._free(name)

@@ -100,12 +100,10 @@ class S3FifoPolicy(EvictionPolicy):
         run.tag = _MAIN
 
     def resize(self, run: Run, delta: int) -> None:
-        """Keep the count of blocks in the small queue."""
         if not run.tag & _MAIN:
             self._small_blocks += delta
 
     def split(self, upper: Run, lower: Run) -> None:
-        """Put the upper part where the lower one is."""
         upper.tag = lower.tag
 
     def _queue(self, run: Run) -> OrderedDict[Run, None]:
@@ -150,7 +148,6 @@ class ArcPolicy(EvictionPolicy):
         self._ghosts = [0, 0]
 
     def plan(self, blocks_max: int) -> None:
-        """Remember as much as fits now, of which the target is a part."""
         self.ghost_blocks_max = self._blocks_max = blocks_max
 
     def adopt(self, run: Run, count: int) -> None:

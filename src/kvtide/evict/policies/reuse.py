@@ -438,7 +438,6 @@ class ReusePolicy(AdvisedPolicy):
         self._line_up([run], trace.size_class, queue)
 
     def leave(self, run: Run) -> None:
-        """Take the run out of its queue's candidates."""
         trace: _Trace = run.state
         del trace.queue.candidates[trace.size_class][run]
 
