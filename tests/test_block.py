@@ -1,11 +1,16 @@
+"""What a block is, and what groups of layers need of it."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype, check_bits
+from kvtide.group import GroupKind, Hit, LayerGroup, hit_of, part_keys
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 KEY, NAMESPACE = BlockKey(b"k" * 32), Namespace(b"n" * 32)
@@ -63,3 +68,65 @@ def test_bits_of_another_type_shape_or_order_are_refused(layout: BlockLayout) ->
     for wrong in (bits.astype(np.uint16), bits.view(np.float32), bits[:2], np.asfortranarray(bits)):
         with pytest.raises(ValueError, match="block bits must"):
             check_bits(wrong, layout)
+
+
+LAYOUT = BlockLayout(2, 64, 2, 16, KVDtype.FLOAT32)
+
+
+def brute(present: list[list[bool]], reaches: list[int]) -> int:
+    for end in range(len(present[0]), 0, -1):
+        starts = [end - min(reach or end, end) for reach in reaches]
+        if all(all(parts[start:end]) for parts, start in zip(present, starts, strict=True)):
+            return end
+    return 0
+
+
+@given(
+    st.integers(1, 12).flatmap(
+        lambda n: st.lists(
+            st.tuples(st.lists(st.booleans(), min_size=n, max_size=n), st.integers(0, 5)), min_size=1, max_size=4
+        )
+    )
+)
+def test_hit_is_the_longest_whose_every_group_has_its_last_parts(groups: list[tuple[list[bool], int]]) -> None:
+    present, reaches = [parts for parts, _ in groups], [reach for _, reach in groups]
+    hit = hit_of(present, reaches)
+    assert hit.blocks == brute(present, reaches)
+    if hit.blocks == len(present[0]):
+        assert hit.ended_by is None
+    else:
+        # Without that group the hit is no shorter, and alone it does not allow one block more.
+        assert hit.ended_by is not None
+        assert brute([present[hit.ended_by]], [reaches[hit.ended_by]]) <= len(present[0])
+        only = present[hit.ended_by][: hit.blocks + 1]
+        assert brute([only], [reaches[hit.ended_by]]) != hit.blocks + 1
+
+
+def test_one_full_group_is_the_longest_prefix() -> None:
+    assert hit_of([[True, True, False, True]], [0]) == Hit(2, 0)
+    assert hit_of([[True, True]], [0]) == Hit(2)
+    assert hit_of([[]], [0]) == Hit(0)
+
+
+def test_state_is_needed_at_the_end_alone() -> None:
+    assert hit_of([[True] * 4, [False, True, False, False]], [0, 1]) == Hit(2, 1)
+
+
+def test_window_may_have_lost_what_is_out_of_its_reach() -> None:
+    assert hit_of([[True] * 4, [False, False, True, True]], [0, 2]) == Hit(4)
+
+
+def test_groups_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="equally many"):
+        hit_of([[True], [True, True]], [0, 0])
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (255, 4)])
+def test_reach_in_blocks_covers_the_window(window: int, blocks: int) -> None:
+    assert LayerGroup("window", GroupKind.KV, (0, 1), LAYOUT, window).reach_blocks(64) == blocks
+
+
+def test_parts_of_two_groups_never_share_a_key() -> None:
+    keys = [BlockKey(bytes([number]) * 32) for number in range(3)]
+    one, other = (part_keys(Namespace(bytes([space]) * 32), keys) for space in (1, 2))
+    assert len({*one, *other, *keys}) == 9

@@ -1,14 +1,18 @@
-"""`kvtide size`: what a model's cache takes, by its config."""
+"""`kvtide size`, and version, help and completion of every program."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import kvtide
+import kvtide.cli.app
+import kvtide_lab.cli.app
 from kvtide.cli.app import app
 
 GQA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -49,3 +53,25 @@ def test_config_that_does_not_say_is_one_line(content: str | None, tmp_path: Pat
         (tmp_path / "config.json").write_text(content)
     result = CliRunner().invoke(app, ["size", str(tmp_path)])
     assert isinstance(result.exception, ValueError) and "\n" not in str(result.exception)
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = {"kvtide": kvtide.cli.app.app, "kvtide-lab": kvtide_lab.cli.app.app}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_version_is_printed(name: str) -> None:
+    result = CliRunner().invoke(PROGRAMS[name], ["--version"])
+    assert (result.output, result.exit_code) == (f"{name} {kvtide.__version__}\n", 0)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_completion_is_offered(name: str) -> None:
+    result = CliRunner().invoke(PROGRAMS[name], ["--help"])
+    assert "--show-completion" in result.output
+    assert str(PROGRAMS[name].info.help) in result.output
+
+
+def test_both_distributions_have_the_packages_version() -> None:
+    for file in ("pyproject.toml", "lab/pyproject.toml"):
+        assert tomllib.loads((ROOT / file).read_text(encoding="utf-8"))["project"]["version"] == kvtide.__version__

@@ -64,29 +64,29 @@ LAB = table(
 codecs by bits and quality | kvtide-lab bench codec-quality | @measure | made-up cases | ASCEND
     tests/lab/bench/test_codec_quality.py::test_each_case_is_judged_once_and_parts_take_the_best_tables
 tide's promise on many beginnings | kvtide-lab bench codec-quality --beginnings | @measure | SmolLM2-135M | OURS
-    tests/lab/bench/test_beginnings.py::test_worst_text_is_named_and_a_run_goes_on
+    tests/lab/test_judges.py::test_worst_text_is_named_and_a_run_goes_on
 loss by position, beside the law in profiles | kvtide-lab bench position | @measure | @tiny | OURS
-    tests/lab/bench/test_position_bench.py::test_bench_goes_on_from_its_file_beside_the_law_of_the_profile
+    tests/lab/test_judges.py::test_bench_goes_on_from_its_file_beside_the_law_of_the_profile
 loss over a chat | kvtide-lab bench turns | @measure | @tiny | OURS
     tests/lab/bench/test_turns_bench.py::test_exact_codec_is_exactly_exact_and_a_coarse_one_is_felt_from_the_second_turn_on
 speed of codecs | kvtide-lab bench codec-speed | @measure | @machine | ASCEND
-    tests/lab/bench/test_codec_speed.py::test_quick_run_renders_a_row_for_each_path_and_coder
+    tests/lab/bench/test_quick_runs.py::test_quick_run_renders_a_row_for_each_path_and_coder
 server beside others | kvtide-lab bench server | @measure | @process | OURS
-    tests/lab/bench/test_server_bench.py::test_small_round_measures_every_side
+    tests/lab/bench/test_quick_runs.py::test_small_round_measures_every_side
 Valkey beside others | kvtide-lab bench valkey | @measure | Valkey | OURS
-    tests/lab/bench/test_valkey_bench.py::test_every_client_moves_every_value
+    tests/lab/bench/test_quick_runs.py::test_every_client_moves_every_value
 streaming over shaped links | kvtide-lab bench stream | @measure | @tiny | CACHEGEN
     tests/lab/bench/test_stream_bench.py::test_every_policy_is_judged_by_the_model_on_what_came
 who gets how much of a link | kvtide-lab bench fairness | @measure | a link of 1 Gbit/s | CACHEGEN
-    tests/lab/bench/test_fairness_bench.py::test_every_policy_is_measured_over_a_real_link
+    tests/lab/bench/test_quick_runs.py::test_every_policy_is_measured_over_a_real_link
 a tenant among attackers | kvtide-lab bench siege | @measure | @process | OURS
-    tests/lab/bench/test_siege_bench.py::test_attack_is_measured_beside_the_servers_quiet
+    tests/lab/bench/test_quick_runs.py::test_attack_is_measured_beside_the_servers_quiet
 disk tier beside fio | kvtide-lab bench disk | @measure | @machine | OURS
-    tests/lab/bench/test_disk_bench.py::test_round_measures_both_sides_and_leaves_nothing
+    tests/lab/bench/test_quick_runs.py::test_round_measures_both_sides_and_leaves_nothing
 promotion policies | kvtide-lab bench stack | @measure | a replayed trace | IMPRESS
-    tests/lab/bench/test_stack_bench.py::test_every_policy_replays_the_same_look_ups
+    tests/lab/bench/test_quick_runs.py::test_every_policy_replays_the_same_look_ups
 prefix index | kvtide-lab bench index | @measure | @machine | PREFIX
-    tests/lab/bench/test_index.py::test_every_policy_is_measured_at_both_sizes
+    tests/lab/bench/test_quick_runs.py::test_every_policy_is_measured_at_both_sizes
 selectors and ratios | kvtide-lab bench importance | docs/benchmarks.md: Loading what matters of a prefix
     @real | IMPRESS
     tests/lab/bench/test_importance_bench.py::test_needles_lie_at_their_depths_and_are_asked_for
@@ -109,15 +109,15 @@ policies on several traces | kvtide-lab sim trace FILE FILE made:loop --compare 
 traces as tenants of one cache | kvtide-lab sim trace made:loop+made:drift --compare | @measure | @traces | OURS
     tests/lab/test_sim.py::test_traces_share_a_cache_as_tenants_and_hints_come_with_each
 advice of clients, simulated | kvtide-lab sim trace FILE --policy mix --hints ends | @measure | @a-trace | OURS
-    tests/lab/sim/test_hints.py::test_true_ends_help_and_lies_cost_little
+    tests/lab/sim/test_traces.py::test_true_ends_help_and_lies_cost_little
 regions, simulated | kvtide-lab sim regions | @measure | simulator | CACHEGEN
-    tests/lab/sim/test_regions.py::test_centre_helps_more_the_more_regions_share_and_nothing_is_sent_twice
+    tests/lab/sim/test_simulators.py::test_centre_helps_more_the_more_regions_share_and_nothing_is_sent_twice
 placements, simulated | kvtide-lab sim pool | @measure | simulator | CACHEGEN
-    tests/lab/sim/test_pool.py::test_table_shows_what_is_known_of_each_placement
+    tests/lab/sim/test_simulators.py::test_table_shows_what_is_known_of_each_placement
 random prompts | kvtide-lab sim prompts | @measure | simulator | PREFIX
     tests/lab/test_sim.py::test_prompts_prints_both_figures
 streaming, simulated | kvtide-lab sim stream --link L | @measure | simulator | CACHEGEN
-    tests/lab/test_sim_stream.py::test_rows_have_what_they_promise
+    tests/lab/test_sim.py::test_rows_have_what_they_promise
 sending, simulated | kvtide-lab sim fairness --client KIB:COUNT | @measure | simulator | CACHEGEN
     tests/lab/test_sim.py::test_fairness_prints_a_row_for_each_policy
 """,

@@ -58,9 +58,9 @@ pack blocks anew by their uses | importance=0.25
 fall back where importance says nothing | importance=0.25 | @hf | @tiny | IMPRESS
     tests/engines/test_importance.py::test_a_refused_selection_gives_the_exact_answer
 several sequences in a call | attach | @hf | @tiny | OURS
-    tests/engines/test_batches.py::test_padded_rows_restore_up_to_the_column_that_all_reach
+    tests/engines/test_transformers.py::test_padded_rows_restore_up_to_the_column_that_all_reach
 static caches | cache_implementation="static" | @hf | @tiny | OURS
-    tests/engines/test_batches.py::test_static_cache_is_filled_as_it_is_made
+    tests/engines/test_transformers.py::test_static_cache_is_filled_as_it_is_made
 three heads choose, and their agreement guards | importance=Impress(0.25) | @hf | @tiny | IMPRESS
     tests/engines/test_importance.py::test_the_papers_way_by_steps
 store tokens in the order in which the first prompt needs them | importance=0.25 | @hf | @tiny | OURS

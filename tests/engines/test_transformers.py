@@ -1,16 +1,21 @@
+"""Answers of an attached model: the plain model's, whatever was restored, of one sequence or several."""
+
 from __future__ import annotations
 
 import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, TextStreamer
+from transformers import DynamicCache, GenerationConfig, TextStreamer
 
-from kvtide.engines.transformers import CachedModel, attach
+from kvtide.engines.transformers import CachedModel, attach, model_layout
+from kvtide.engines.transformers.groups import RestoredRoom
 from kvtide.errors import UnsupportedModel
 
+PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -23,53 +28,35 @@ def answer(model: Any, store: Path | str, prompt: torch.Tensor, **arguments: Any
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_restored_answer_is_that_of_the_plain_model(
-    dtype: torch.dtype, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
+def test_restored_answer_is_that_of_the_plain_model(dtype: torch.dtype, tiny_model: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny_model).to(dtype)
-    cold, first = answer(model, tmp_path, prompt)
-    warm, second = answer(model, tmp_path, prompt)
+    cold, first = answer(model, tmp_path, PROMPT)
+    warm, second = answer(model, tmp_path, PROMPT)
     assert (first.last.hit_tokens, second.last.hit_tokens) == (0, 96)
     assert torch.equal(cold, warm)
     if dtype is torch.float32:
-        assert torch.equal(warm, model.generate(prompt, **GREEDY))
+        assert torch.equal(warm, model.generate(PROMPT, **GREEDY))
 
 
-def test_restored_cache_is_bit_exact(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+def test_restored_cache_is_bit_exact(tiny_model: Any, tmp_path: Path) -> None:
     arguments = {"return_dict_in_generate": True}
-    cold, _ = answer(tiny_model, tmp_path, prompt, **arguments)
-    warm, _ = answer(tiny_model, tmp_path, prompt, **arguments)
+    cold, _ = answer(tiny_model, tmp_path, PROMPT, **arguments)
+    warm, _ = answer(tiny_model, tmp_path, PROMPT, **arguments)
     for one, other in zip(cold.past_key_values.layers, warm.past_key_values.layers, strict=True):
         assert torch.equal(one.keys[:, :, :96], other.keys[:, :, :96])
         assert torch.equal(one.values[:, :, :96], other.values[:, :, :96])
 
 
-def test_longer_prompt_hits_the_shared_prefix(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    answer(tiny_model, tmp_path, prompt[:, :50])
-    longer, cached = answer(tiny_model, tmp_path, prompt)
-    assert cached.last.hit_tokens == 48
-    assert torch.equal(longer, tiny_model.generate(prompt, **GREEDY))
-
-
-def test_next_turn_hits_the_answer_too(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    first, _ = answer(tiny_model, tmp_path, prompt, max_new_tokens=20, min_new_tokens=20)
-    turn = torch.cat([first, prompt[:, :5]], dim=1)
-    second, cached = answer(tiny_model, tmp_path, turn)
-    assert cached.last.hit_tokens == 112  # 100 + 20 tokens, the last one not run: 119 // 16 * 16
-    assert torch.equal(second, tiny_model.generate(turn, **GREEDY))
-
-
-def test_prompt_of_whole_blocks_runs_its_last_token(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    answer(tiny_model, tmp_path, prompt[:, :96])
-    output, cached = answer(tiny_model, tmp_path, prompt[:, :96])
-    assert cached.last.hit_tokens == 80
-    assert torch.equal(output, tiny_model.generate(prompt[:, :96], **GREEDY))
-
-
-def test_prompt_shorter_than_a_block_works(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    output, cached = answer(tiny_model, tmp_path, prompt[:, :3], max_new_tokens=4)
-    assert (cached.last.hit_tokens, cached.last.blocks_queued) == (0, 0)
-    assert output.shape[1] <= 7
+# A shared prefix; whole blocks, whose last token runs; less than a block.
+@pytest.mark.parametrize(("stored", "asked", "hit_tokens"), [(50, 100, 48), (96, 96, 80), (3, 3, 0)])
+def test_whole_blocks_before_the_last_token_are_restored(
+    stored: int, asked: int, hit_tokens: int, tiny_model: Any, tmp_path: Path
+) -> None:
+    answer(tiny_model, tmp_path, PROMPT[:, :stored])
+    output, cached = answer(tiny_model, tmp_path, PROMPT[:, :asked])
+    assert cached.last.hit_tokens == hit_tokens
+    assert hit_tokens or cached.last.blocks_queued == 0
+    assert torch.equal(output, tiny_model.generate(PROMPT[:, :asked], **GREEDY))
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (2, 0), (5,)])
@@ -79,51 +66,29 @@ def test_empty_or_flat_prompt_is_a_value_error(shape: tuple[int, ...], tiny_mode
         cached.generate(torch.zeros(shape, dtype=torch.long))
 
 
-def test_other_weights_or_dtype_on_one_store_miss(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    answer(tiny_model, tmp_path, prompt)
+def test_other_weights_or_dtype_on_one_store_miss(tiny_model: Any, tmp_path: Path) -> None:
+    answer(tiny_model, tmp_path, PROMPT)
     tuned = copy.deepcopy(tiny_model)
     with torch.no_grad():
         tuned.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
     for other in (tuned, copy.deepcopy(tiny_model).to(torch.bfloat16)):
-        output, cached = answer(other, tmp_path, prompt)
+        output, cached = answer(other, tmp_path, PROMPT)
         assert cached.last.hit_tokens == 0
-        assert torch.equal(output, other.generate(prompt, **GREEDY))
+        assert torch.equal(output, other.generate(PROMPT, **GREEDY))
 
 
-def test_weights_changed_under_a_running_cache_miss(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+def test_looking_up_and_restoring_follow_the_model_as_generate_does(tiny_model: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny_model)
     with attach(model, str(tmp_path), block_tokens=16) as cached:
-        cached.generate(prompt, **GREEDY)
-        cached.cache.flush(10)
-        with torch.no_grad():
-            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-        output = cached.generate(prompt, **GREEDY)
-        assert cached.last is not None and cached.last.hit_tokens == 0
-        assert torch.equal(output, model.generate(prompt, **GREEDY))
-
-
-def test_looking_up_and_restoring_follow_the_model_as_generate_does(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    model = copy.deepcopy(tiny_model)
-    with attach(model, str(tmp_path), block_tokens=16) as cached:
-        cached.generate(prompt, **GREEDY)
+        cached.generate(PROMPT, **GREEDY)
         hook = model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + 1)
-        assert (cached.hit_tokens(prompt), cached.restored(prompt).get_seq_length()) == (0, 0)
+        assert (cached.hit_tokens(PROMPT), cached.restored(PROMPT).get_seq_length()) == (0, 0)
         hook.remove()
-        assert cached.restored(prompt).get_seq_length() == cached.hit_tokens(prompt) == 96
+        assert cached.restored(PROMPT).get_seq_length() == cached.hit_tokens(PROMPT) == 96
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-        assert (cached.restored(prompt).get_seq_length(), cached.hit_tokens(prompt)) == (0, 0)
-
-
-@pytest.mark.parametrize("other", [{"tenant_salt": b"other"}, {"block_tokens": 32}])
-def test_other_tenant_or_block_size_misses(
-    other: dict[str, Any], tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    answer(tiny_model, tmp_path, prompt)
-    with attach(tiny_model, str(tmp_path), **{"block_tokens": 16, **other}) as cached:
-        assert cached.hit_tokens(prompt) == 0
+        assert (cached.restored(PROMPT).get_seq_length(), cached.hit_tokens(PROMPT)) == (0, 0)
+        assert torch.equal(cached.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -133,35 +98,28 @@ def test_other_tenant_or_block_size_misses(
         {"use_cache": False},
         {"do_sample": True, "num_return_sequences": 2},
         {"generation_config": GenerationConfig(num_beams=2, max_new_tokens=4, pad_token_id=0)},
-        {"position_ids": None, "attention_mask": "a hole"},
     ],
 )
 def test_what_the_cache_cannot_help_with_runs_without_it(
-    arguments: dict[str, Any], tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+    arguments: dict[str, Any], tiny_model: Any, tmp_path: Path
 ) -> None:
-    if arguments.get("attention_mask") == "a hole":
-        mask = torch.ones_like(prompt)
-        mask[:, 3:5] = 0
-        arguments = {"attention_mask": mask}
     torch.manual_seed(0)
-    output, cached = answer(tiny_model, tmp_path, prompt, **arguments)
+    output, cached = answer(tiny_model, tmp_path, PROMPT, **arguments)
     torch.manual_seed(0)
-    assert torch.equal(output, tiny_model.generate(prompt, **{**GREEDY, **arguments}))
+    assert torch.equal(output, tiny_model.generate(PROMPT, **{**GREEDY, **arguments}))
     assert cached.last is not None and cached.last.bypass
     assert cached.last.blocks_queued == 0
 
 
-def test_sampling_with_a_seed_gives_the_same_answer_warm(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+def test_sampling_with_a_seed_gives_the_same_answer_warm(tiny_model: Any, tmp_path: Path) -> None:
     outputs = []
     for _ in range(2):
         torch.manual_seed(3)
-        outputs.append(answer(tiny_model, tmp_path, prompt, do_sample=True, top_k=0)[0])
+        outputs.append(answer(tiny_model, tmp_path, PROMPT, do_sample=True, top_k=0)[0])
     assert torch.equal(outputs[0], outputs[1])
 
 
-def test_streamer_and_stopping_criteria_of_the_caller_are_kept(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
+def test_streamer_and_stopping_criteria_of_the_caller_are_kept(tiny_model: Any, tmp_path: Path) -> None:
     class Count(TextStreamer):  # type: ignore[misc]
         calls = 0
 
@@ -176,7 +134,7 @@ def test_streamer_and_stopping_criteria_of_the_caller_are_kept(
 
     streamer = Count()
     output, _ = answer(
-        tiny_model, tmp_path, prompt, streamer=streamer, stopping_criteria=[lambda ids, scores: ids.shape[1] >= 104]
+        tiny_model, tmp_path, PROMPT, streamer=streamer, stopping_criteria=[lambda ids, scores: ids.shape[1] >= 104]
     )
     assert output.shape[1] == 104
     assert streamer.calls == 5
@@ -194,16 +152,142 @@ def test_unsupported_model_or_bad_settings_are_refused_before_any_work(tiny_mode
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failing_cache_never_fails_the_answer(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = tiny_model.generate(prompt, **GREEDY)
-    answer(tiny_model, tmp_path, prompt)
+def test_failing_cache_never_fails_the_answer(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny_model.generate(PROMPT, **GREEDY)
+    answer(tiny_model, tmp_path, PROMPT)
     with attach(tiny_model, str(tmp_path), block_tokens=16) as cached:
 
         def broken(*arguments: Any) -> Any:
             raise RuntimeError("anything")
 
         monkeypatch.setattr(cached.cache.tiers, "get_into", broken)
-        assert torch.equal(cached.generate(prompt, **GREEDY), plain)
+        assert torch.equal(cached.generate(PROMPT, **GREEDY), plain)
         assert cached.last is not None and cached.last.hit_tokens == 0
+
+
+BLOCK, PAD = 16, 0
+SHORT: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}
+
+
+def rows_of(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return rows as one call takes them, padded on the left."""
+    width = max(len(row) for row in rows)
+    ids = torch.stack([torch.cat([torch.full((width - len(row),), PAD), row]) for row in rows])
+    mask = torch.stack([torch.arange(width) >= width - len(row) for row in rows]).long()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def text(tokens: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 90, (tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def said(model: Any, store: Path, batch: dict[str, torch.Tensor], **arguments: Any) -> CachedModel:
+    """Answer as a new process would, and hold the answer and its logits to the plain model's."""
+    wanted = {**SHORT, "return_dict_in_generate": True, "output_logits": True, **arguments}
+    with attach(model, store, block_tokens=BLOCK) as cached:
+        output, plain = cached.generate(**batch, **wanted), model.generate(**batch, **wanted)
+        assert cached.flush(10)
+        cached.cache.check()
+    assert torch.equal(output.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(output.logits), torch.stack(plain.logits), rtol=0, atol=1e-4)
+    return cached
+
+
+def hit(cached: CachedModel) -> int:
+    assert cached.last is not None and cached.last.bypass is None
+    return cached.last.hit_tokens
+
+
+SHARED = text(70, 0)
+ROWS = (torch.cat([SHARED, text(10, 1)]), torch.cat([SHARED, text(3, 2)]), text(60, 3))
+
+
+def test_rows_of_one_length_restore_what_all_have(tiny_model: Any, tmp_path: Path) -> None:
+    batch = rows_of(ROWS[0], torch.cat([SHARED, text(10, 4)]))
+    assert hit(said(tiny_model, tmp_path, batch)) == 0
+    # Five blocks of the prompts are stored, the last token runs: 79 columns, of which 64 are whole blocks.
+    assert hit(said(tiny_model, tmp_path, batch)) == 2 * 64
+
+
+def test_padded_rows_restore_up_to_the_column_that_all_reach(tiny_model: Any, tmp_path: Path) -> None:
+    batch = rows_of(*ROWS)
+    assert hit(said(tiny_model, tmp_path, batch)) == 0
+    # Pads 0, 7 and 20; stored 64, 64 and 48: columns 64, 71 and 68, so 64 of all.
+    assert hit(said(tiny_model, tmp_path, batch)) == 64 + 57 + 44
+
+
+def test_batch_and_single_calls_share_their_blocks(tiny_model: Any, tmp_path: Path) -> None:
+    said(tiny_model, tmp_path, rows_of(*ROWS))
+    with attach(tiny_model, tmp_path, block_tokens=BLOCK) as cached:
+        for row, blocks in zip(ROWS, (4, 4, 3), strict=True):
+            assert cached.hit_tokens(row[None]) == blocks * BLOCK
+            output = cached.generate(row[None], **SHORT)
+            assert torch.equal(output, tiny_model.generate(row[None], **SHORT))
+        assert cached.flush(10)
+    assert hit(said(tiny_model, tmp_path, rows_of(ROWS[0], ROWS[2]))) == 64 + 44
+
+
+def test_one_padded_row_restores_too(tiny_model: Any, tmp_path: Path) -> None:
+    said(tiny_model, tmp_path, rows_of(ROWS[0]))
+    batch = {"input_ids": torch.cat([torch.full((5,), PAD), ROWS[0]])[None]}
+    # Without a mask transformers takes the padding for what it is.
+    assert hit(said(tiny_model, tmp_path, batch)) == 64
+    batch["attention_mask"] = (torch.arange(85) >= 5).long()[None]
+    assert hit(said(tiny_model, tmp_path, batch)) == 64
+
+
+def test_padding_is_nothing_whatever_was_in_memory(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", lambda shape, dtype: np.full(shape, np.iinfo(dtype).max, dtype))
+        room = RestoredRoom(model_layout(tiny_model, BLOCK), BLOCK, pads=[5])
+    past = DynamicCache(config=tiny_model.config)
+    room.fill(past, BLOCK, tiny_model.device)
+    assert all(not tensor[:, :, :5].any() for layer in past.layers for tensor in (layer.keys, layer.values))
+
+
+def test_row_without_a_stored_prefix_leaves_the_others_their_padding_alone(tiny_model: Any, tmp_path: Path) -> None:
+    said(tiny_model, tmp_path, rows_of(ROWS[0]))
+    assert hit(said(tiny_model, tmp_path, rows_of(ROWS[0], text(80, 9)))) == 0
+    # The other row begins after 20 columns, which the first may have restored.
+    assert hit(said(tiny_model, tmp_path, rows_of(ROWS[0], text(60, 10)))) == 20
+
+
+def test_answer_that_ends_early_is_stored_up_to_its_end(tiny_model: Any, tmp_path: Path) -> None:
+    rows = (text(30, 5), text(30, 6))
+    plain = tiny_model.generate(**rows_of(*rows), **{**SHORT, "max_new_tokens": 24})
+    eos = int(plain[0, 32])
+    cached = said(tiny_model, tmp_path, rows_of(*rows), max_new_tokens=24, eos_token_id=eos)
+    assert cached.last is not None
+    lengths = [[*plain[row, 30:53].tolist(), eos].index(eos) + 30 for row in (0, 1)]
+    assert cached.last.blocks_queued == sum(length // BLOCK for length in lengths)
+
+
+def test_damaged_rows_are_computed(tiny_model: Any, tmp_path: Path) -> None:
+    batch = rows_of(*ROWS)
+    said(tiny_model, tmp_path, batch)
+    for segment in (tmp_path / "segments").iterdir():
+        data = bytearray(segment.read_bytes())
+        for offset in range(9_000, len(data), 1 << 14):
+            data[offset] ^= 0x55
+        segment.write_bytes(bytes(data))
+    assert hit(said(tiny_model, tmp_path, batch)) < 64 + 57 + 44
+
+
+@pytest.mark.parametrize("padding", ["right", "a hole"])
+def test_other_masks_run_without_the_cache(tiny_model: Any, padding: str, tmp_path: Path) -> None:
+    batch = rows_of(*ROWS)
+    batch["attention_mask"][1] = 1
+    batch["attention_mask"][1, -3 if padding == "right" else 40] = 0
+    with attach(tiny_model, tmp_path, block_tokens=BLOCK) as cached:
+        output = cached.generate(**batch, **SHORT)
+        assert cached.last is not None and cached.last.bypass == "the attention mask hides tokens"
+    assert torch.equal(output, tiny_model.generate(**batch, **SHORT))
+
+
+def test_static_cache_is_filled_as_it_is_made(tiny_model: Any, tmp_path: Path) -> None:
+    for batch, expected in ((rows_of(ROWS[0]), 64), (rows_of(*ROWS), 64 + 57 + 44)):
+        said(tiny_model, tmp_path, batch, cache_implementation="static")
+        cached = said(tiny_model, tmp_path, batch, cache_implementation="static")
+        assert hit(cached) == expected
+    # What a static cache has left is a prefix for any other.
+    assert hit(said(tiny_model, tmp_path, rows_of(ROWS[0]))) == 64

@@ -9,18 +9,8 @@ from pathlib import Path
 
 from kvtide.errors import CorruptPayload, RequestRefused
 from kvtide.wire import object as wire
+from kvtide.wire import protocol
 from kvtide.wire.http import HEAD_END, parse_request_head
-from kvtide.wire.protocol import (
-    DEADLINE_MS_MAX,
-    Header,
-    LookUps,
-    deadline_ms,
-    etag,
-    is_tag_matched,
-    parse_target,
-    staleness_s,
-    urgency,
-)
 from kvtide.wire.ranges import ByteRange, multipart, parse_parts, parse_ranges
 
 __all__ = ["TARGETS", "seeds"]
@@ -34,7 +24,7 @@ _REQUESTS = (
     % (_ID, b"b2" * 32),
     b"GET %b?after=%b&limit=10 HTTP/1.1\r\nHost: x\r\nRange: bytes=0-3,7-9,-7\r\n\r\n" % (_ID, b"c3" * 32),
     b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n%b: 30\r\n%b: 1.5\r\n\r\n"
-    % (Header.DEADLINE.encode(), Header.STALENESS.encode()),
+    % (protocol.Header.DEADLINE.encode(), protocol.Header.STALENESS.encode()),
     b'POST %b/exists HTTP/1.0\r\nConnection: close\r\n\r\n{"keys": ["%b"]}' % (_ID, b"d4" * 32),
 )
 
@@ -43,25 +33,25 @@ def fuzz_request(data: bytes) -> None:
     """Parse a request as the server does: its head, then everything that its target, headers and body say."""
     end = data.find(HEAD_END) + len(HEAD_END)
     with suppress(RequestRefused):
-        LookUps.parse(data[end:])
+        protocol.LookUps.parse(data[end:])
     try:
         head = parse_request_head(data[:end])
     except RequestRefused as error:
         assert 400 <= error.status < 600
         return
     with suppress(RequestRefused):
-        parse_target(head.target)
+        protocol.parse_target(head.target)
     with suppress(RequestRefused):
         parts = parse_ranges(head.headers.get("range", ""), _OBJECT_BYTES)
         assert all(0 <= start < stop <= _OBJECT_BYTES for start, stop in parts)
         assert all(part.stop <= later.start for part, later in pairwise(parts))
     with suppress(RequestRefused):
-        assert 1 <= (deadline_ms(head.headers) or 1) <= DEADLINE_MS_MAX
+        assert 1 <= (protocol.deadline_ms(head.headers) or 1) <= protocol.DEADLINE_MS_MAX
     with suppress(RequestRefused):
-        assert (staleness_s(head.headers) or 0.0) >= 0
-    assert 0 <= urgency(head.headers) <= 7
+        assert (protocol.staleness_s(head.headers) or 0.0) >= 0
+    assert 0 <= protocol.urgency(head.headers) <= 7
     assert head.content_length is None or head.content_length >= 0
-    is_tag_matched(head.headers.get("if-none-match", ""), etag(bytes(16)))
+    protocol.is_tag_matched(head.headers.get("if-none-match", ""), protocol.etag(bytes(16)))
 
 
 def fuzz_object(data: bytes) -> None:

@@ -12,23 +12,7 @@ from hypothesis import strategies as st
 from kvtide.errors import RequestRefused
 from kvtide.testing.tier_suite import object_id
 from kvtide.types import RANGES_MAX
-from kvtide.wire.http import (
-    HEAD_BYTES_MAX,
-    pack_request_head,
-    pack_response_head,
-    parse_request_head,
-    parse_response_head,
-)
-from kvtide.wire.protocol import (
-    ExistsRoute,
-    ListRoute,
-    LookUps,
-    ObjectRoute,
-    PageRoute,
-    deadline_ms,
-    parse_target,
-    urgency,
-)
+from kvtide.wire import http, protocol
 from kvtide.wire.ranges import ByteRange, multipart, parse_parts, parse_ranges, ranges_header
 
 # CI gives every fuzzer a minute; a slow machine needs it for so many.
@@ -44,8 +28,8 @@ PIECES = st.sampled_from(
 
 @given(TOKEN, st.dictionaries(TOKEN.map("x-".__add__), VALUE, max_size=8), st.integers(0, 10**12))
 def test_request_head_round_trips(name: str, headers: dict[str, str], length: int) -> None:
-    packed = pack_request_head("PUT", f"/{name}", [("Host", "x"), *headers.items(), ("Content-Length", length)])
-    head = parse_request_head(packed)
+    packed = http.pack_request_head("PUT", f"/{name}", [("Host", "x"), *headers.items(), ("Content-Length", length)])
+    head = http.parse_request_head(packed)
     assert (head.method, head.target, head.content_length, head.is_kept_alive) == ("PUT", f"/{name}", length, True)
     assert {key: value for key, value in head.headers.items() if key.startswith("x-")} == headers
 
@@ -54,7 +38,7 @@ def test_request_head_round_trips(name: str, headers: dict[str, str], length: in
 @pytest.mark.parametrize("is_kept_alive", [True, False])
 def test_response_head_round_trips(length: int, is_kept_alive: bool) -> None:
     connection = [] if is_kept_alive else [("Connection", "close")]
-    head = parse_response_head(pack_response_head(206, [("Content-Length", length), *connection]))
+    head = http.parse_response_head(http.pack_response_head(206, [("Content-Length", length), *connection]))
     assert (head.status, head.content_length, head.is_kept_alive) == (206, length, is_kept_alive)
 
 
@@ -69,22 +53,22 @@ def test_response_head_round_trips(length: int, is_kept_alive: bool) -> None:
 )
 def test_answer_of_unknown_length_is_refused(data: bytes) -> None:
     with pytest.raises(RequestRefused) as caught:
-        parse_response_head(data)
+        http.parse_response_head(data)
     assert caught.value.status == 502
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(PIECES | st.binary(max_size=20), max_size=40).map(b"".join))
 @example(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-@example(b"x" * (HEAD_BYTES_MAX + 1))
+@example(b"x" * (http.HEAD_BYTES_MAX + 1))
 def test_any_bytes_are_a_head_or_refused(data: bytes) -> None:
     for tail in (b"", b"\r\n\r\n"):
         with contextlib.suppress(RequestRefused):
-            head = parse_request_head(data + tail)
+            head = http.parse_request_head(data + tail)
             assert "transfer-encoding" not in head.headers
             assert head.content_length is None or head.content_length >= 0
         with contextlib.suppress(RequestRefused):
-            assert parse_response_head(data + tail).content_length >= 0
+            assert http.parse_response_head(data + tail).content_length >= 0
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -108,29 +92,31 @@ def test_answer_to_many_ranges_holds_them_or_is_refused(edges: list[int], data: 
 
 
 def test_targets_name_what_they_say() -> None:
-    assert parse_target(OBJECT_PATH) == ObjectRoute(object_id(1))
+    assert protocol.parse_target(OBJECT_PATH) == protocol.ObjectRoute(object_id(1))
     space = f"/v1/{object_id(1).namespace.hex()}"
-    assert parse_target(f"{space}/exists") == ExistsRoute(object_id(1).namespace)
-    assert parse_target(f"{space}?limit=5&after={'00' * 32}") == ListRoute(object_id(1).namespace, bytes(32), 5)
-    assert parse_target("/metrics") == PageRoute("/metrics")
+    assert protocol.parse_target(f"{space}/exists") == protocol.ExistsRoute(object_id(1).namespace)
+    assert protocol.parse_target(f"{space}?limit=5&after={'00' * 32}") == protocol.ListRoute(
+        object_id(1).namespace, bytes(32), 5
+    )
+    assert protocol.parse_target("/metrics") == protocol.PageRoute("/metrics")
 
 
 @pytest.mark.parametrize(
     ("value", "expected"), [("u=0", 0), ("u=7, i", 7), ("i, u=5", 5), ("u=9", 3), ("", 3), ("u=10", 3), ("x", 3)]
 )
 def test_urgency_is_that_of_the_rfc(value: str, expected: int) -> None:
-    assert urgency({"priority": value}) == expected
+    assert protocol.urgency({"priority": value}) == expected
 
 
 def test_deadline_is_read_or_refused() -> None:
-    assert deadline_ms({}) is None
-    assert deadline_ms({"kvtide-deadline-ms": "250"}) == 250
+    assert protocol.deadline_ms({}) is None
+    assert protocol.deadline_ms({"kvtide-deadline-ms": "250"}) == 250
     # More digits than Python turns into a number; and a number that begins like a good one.
     for text in ("0", "9" * 5000, "0" * 17 + "1" + "9"):
         with pytest.raises(RequestRefused):
-            deadline_ms({"kvtide-deadline-ms": text})
+            protocol.deadline_ms({"kvtide-deadline-ms": text})
 
 
 def test_look_up_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(RequestRefused):
-        LookUps.parse(b'{"keys": ["\xfc"]}')
+        protocol.LookUps.parse(b'{"keys": ["\xfc"]}')

@@ -12,25 +12,8 @@ import msgspec
 import pytest
 
 from kvtide_lab.bench import agents
-from kvtide_lab.bench.agents import (
-    AFTER,
-    ANSWER_TOKENS_MIN,
-    BEFORE,
-    NO_REUSE,
-    AgentAnswer,
-    AgentPhase,
-    AgentsBench,
-    AgentSession,
-    AgentsSetup,
-    AgentsSize,
-    AgentTurn,
-    made_up_sessions,
-    read_sessions,
-    result_of,
-    working_set_pages,
-)
 
-SIZE = AgentsSize(at_once=(1, 2), sessions=2, turns=3, context_tokens=1000, answer_tokens_max=4, no_reuse=4)
+SIZE = agents.AgentsSize(at_once=(1, 2), sessions=2, turns=3, context_tokens=1000, answer_tokens_max=4, no_reuse=4)
 
 
 def words(text: str) -> list[int]:
@@ -49,7 +32,7 @@ def test_sessions_come_from_each_kind_in_turn_and_hold_what_fits_the_context(tmp
     _write(tmp_path / "coder" / "2.jsonl.gz", [300, 300])
     _write(tmp_path / "shop" / "3.jsonl", [300, 300])
     _write(tmp_path / "shop" / "4.jsonl", [300, 10])
-    found = read_sessions(tmp_path, words, context_tokens=1000, turns_max=2)
+    found = agents.read_sessions(tmp_path, words, context_tokens=1000, turns_max=2)
     assert [session.name for session in found] == ["1.jsonl.gz", "3.jsonl", "2.jsonl.gz"]
     # The times of the file go backwards.
     assert [len(turn.ids) for turn in found[0].turns] == [300, 400]
@@ -58,42 +41,46 @@ def test_sessions_come_from_each_kind_in_turn_and_hold_what_fits_the_context(tmp
 
 def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no session in"):
-        read_sessions(tmp_path, words, 1000, 2)
+        agents.read_sessions(tmp_path, words, 1000, 2)
     (tmp_path / "x.jsonl").write_text('{"output": "b"}\n')
     with pytest.raises(ValueError, match="is not a session"):
-        read_sessions(tmp_path, words, 1000, 2)
+        agents.read_sessions(tmp_path, words, 1000, 2)
 
 
 def test_made_up_turns_go_on_from_those_before() -> None:
-    (session,) = made_up_sessions(["word " * 2000, "short"], words, context_tokens=1000, turns_max=3)
+    (session,) = agents.made_up_sessions(["word " * 2000, "short"], words, context_tokens=1000, turns_max=3)
     first, second, _ = (turn.ids for turn in session.turns)
     assert len(second) > len(first)
     assert second[: len(first)] == first
 
 
 def test_working_set_has_what_prompts_share_once() -> None:
-    turns = [AgentTurn([1] * 256, 1), AgentTurn([1] * 256 + [2] * 10, 1), AgentTurn([3] + [1] * 255, 1)]
-    assert working_set_pages([AgentSession("a", "coder", turns)], 128) == 5
+    turns = [
+        agents.AgentTurn([1] * 256, 1),
+        agents.AgentTurn([1] * 256 + [2] * 10, 1),
+        agents.AgentTurn([3] + [1] * 255, 1),
+    ]
+    assert agents.working_set_pages([agents.AgentSession("a", "coder", turns)], 128) == 5
 
 
-def sessions() -> list[AgentSession]:
-    turns = [AgentTurn(list(range(stop)), 9) for stop in (300, 400, 500)]
-    return [AgentSession(name, "coder", turns) for name in ("a", "b")]
+def sessions() -> list[agents.AgentSession]:
+    turns = [agents.AgentTurn(list(range(stop)), 9) for stop in (300, 400, 500)]
+    return [agents.AgentSession(name, "coder", turns) for name in ("a", "b")]
 
 
 def test_prompts_without_reuse_begin_unlike() -> None:
     *loops, alone = agents._rows(sessions(), SIZE)
     assert [row.at_once for row in loops] == [1, 2]
     assert [[len(chain) for chain in chains] for chains in loops[0].phases.values()] == [[2, 2], [1, 1]]
-    prompts = [prompt for chain in alone.phases[BEFORE] for prompt in chain]
+    prompts = [prompt for chain in alone.phases[agents.BEFORE] for prompt in chain]
     assert len(prompts) == SIZE.no_reuse
     assert len({prompt["ids"][0] for prompt in prompts}) == SIZE.no_reuse
     assert {prompt["answer_tokens"] for prompt in prompts} == {SIZE.answer_tokens_max}
 
 
-def _phase(seconds: float, count: int, ids: tuple[int, ...] = (5, 5)) -> AgentPhase:
-    answers = [AgentAnswer(list(ids), seconds / 2, seconds, 128, "length") for _ in range(count)]
-    return AgentPhase(answers, 200 * count, seconds, [8.0] * count)
+def _phase(seconds: float, count: int, ids: tuple[int, ...] = (5, 5)) -> agents.AgentPhase:
+    answers = [agents.AgentAnswer(list(ids), seconds / 2, seconds, 128, "length") for _ in range(count)]
+    return agents.AgentPhase(answers, 200 * count, seconds, [8.0] * count)
 
 
 class _Engines:
@@ -104,7 +91,7 @@ class _Engines:
         self.broken = broken
         self.talked: list[tuple[str, str]] = []
 
-    def talk(self, setup: Any, name: str, row: Any, options: Any, nursery: Any) -> list[AgentPhase]:
+    def talk(self, setup: Any, name: str, row: Any, options: Any, nursery: Any) -> list[agents.AgentPhase]:
         if name == self.broken:
             # Mooncake's servers are not installed, or an engine has died.
             raise ValueError("Mooncake is not installed") if name == "mooncake" else RuntimeError("no port")
@@ -124,21 +111,23 @@ def no_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _run(
     engines: _Engines, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], path: Path | None = None
-) -> AgentsBench:
+) -> agents.AgentsBench:
     monkeypatch.setattr(agents, "_talk", engines.talk)
-    setup = AgentsSetup(Path("python"), None, names, Path("work"), Path("model"))
+    setup = agents.AgentsSetup(Path("python"), None, names, Path("work"), Path("model"))
     results = agents.partial_of("model", SIZE, sessions(), path)
     return agents.run(setup, sessions(), SIZE, results, lambda step, done, total: None)
 
 
 def test_answers_of_a_few_tokens_say_nothing_of_interactivity() -> None:
-    long, short = _phase(2.0, 4, (5,) * ANSWER_TOKENS_MIN), _phase(100.0, 1, (5,))
+    long, short = _phase(2.0, 4, (5,) * agents.ANSWER_TOKENS_MIN), _phase(100.0, 1, (5,))
     phase = msgspec.structs.replace(long, answers=[*long.answers, *short.answers])
     found = {
-        (row, name): [[each]] for row, each in (("1 at once", phase), (NO_REUSE, long)) for name in ("plain", "kvtide")
+        (row, name): [[each]]
+        for row, each in (("1 at once", phase), (agents.NO_REUSE, long))
+        for name in ("plain", "kvtide")
     }
-    for row in result_of(found, {}, "model", 1, (256, 128)).rows[:2]:
-        assert (row.requests, row.p90_interactivity) == (5, pytest.approx(ANSWER_TOKENS_MIN / 2.0))
+    for row in agents.result_of(found, {}, "model", 1, (256, 128)).rows[:2]:
+        assert (row.requests, row.p90_interactivity) == (5, pytest.approx(agents.ANSWER_TOKENS_MIN / 2.0))
         assert row.ttft_p90_s > 1.0
 
 
@@ -152,11 +141,11 @@ def test_rows_say_how_kvtide_stands_to_every_contender(monkeypatch: pytest.Monke
     assert (result.answers_changed_exact, result.failed_requests) == (0, 0)
     assert [row.answers_changed for row in result.rows if row.engine == "native"] == [2] * 5
     assert {(row.row, row.phase) for row in result.rows} == {
-        ("1 at once", BEFORE),
-        ("1 at once", AFTER),
-        ("2 at once", BEFORE),
-        ("2 at once", AFTER),
-        (NO_REUSE, BEFORE),
+        ("1 at once", agents.BEFORE),
+        ("1 at once", agents.AFTER),
+        ("2 at once", agents.BEFORE),
+        ("2 at once", agents.AFTER),
+        (agents.NO_REUSE, agents.BEFORE),
     }
 
 

@@ -1,0 +1,142 @@
+"""Simulators of placements, regions, prompts and fair sending: known outcomes come out, nothing to do is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtide_lab.sim.fairness import ClientMix, FairnessSetup, Served, fairness_row, run_fairness
+from kvtide_lab.sim.pool import run_pool
+from kvtide_lab.sim.prompts import PromptSetup, run_prompts
+from kvtide_lab.sim.regions import SHARED_SHARES, SYNC_BYTES_S, run_regions
+
+
+def test_table_shows_what_is_known_of_each_placement() -> None:
+    report = run_pool(seed=3, counts=[8, 13], keys=50_000)
+    rows = {(row.servers, row.distribution): row for row in report.rows}
+    assert rows[8, "step 8"].mod == pytest.approx(8.0), "all keys on one server"
+    assert rows[13, "step 8"].mod < 1.05, "a prime hides the step"
+    assert rows[8, "step 8"].rendezvous < 1.1, "mixing hides it for any number"
+    assert rows[8, "zipf"].rendezvous > 1.2
+    assert all(row.less_loaded < 1.06 for row in report.rows)
+    assert all(row.join_moved_mod > 0.85 for row in report.rows)
+    assert report.moved_of_ideal_max <= 1.15
+    assert len(report.rows) == 6
+
+
+def test_pools_repeat() -> None:
+    assert run_pool(1, [8], 10_000) == run_pool(1, [8], 10_000)
+    assert run_pool(1, [8], 10_000) != run_pool(2, [8], 10_000)
+
+
+@pytest.mark.parametrize(("counts", "keys"), [([], 10), ([1], 10), ([8], 0)])
+def test_nothing_to_simulate_is_refused(counts: list[int], keys: int) -> None:
+    with pytest.raises(ValueError, match="at least 2 servers"):
+        run_pool(0, counts, keys)
+
+
+def test_centre_helps_more_the_more_regions_share_and_nothing_is_sent_twice() -> None:
+    report = run_regions(seed=1, requests=400)
+    rows = {(row.shared_share, row.sync_mb_s): row for row in report.rows}
+    assert len(rows) == len(SHARED_SHARES) * len(SYNC_BYTES_S)
+    for row in report.rows:
+        assert row.own_hit_rate <= row.without_centre_hit_rate <= row.hit_rate
+        assert row.synchronised_per_new_byte <= 1.0
+    fast = SYNC_BYTES_S[-1] / 1e6
+    gains = [rows[share, fast].hit_rate - rows[share, fast].without_centre_hit_rate for share in SHARED_SHARES]
+    assert gains == sorted(gains) and gains[-1] > gains[0]
+    assert rows[0.5, fast].waiting_blocks < rows[0.5, SYNC_BYTES_S[0] / 1e6].waiting_blocks
+
+
+def test_no_requests_in_regions_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected requests"):
+        run_regions(0, 0)
+
+
+def test_hit_rate_grows_almost_linearly_with_p() -> None:
+    rates = [point.hit_rate for point in run_prompts(PromptSetup(), [0.1, 0.5, 1.0])]
+    assert rates[0] == pytest.approx(0.07, abs=0.03)
+    assert rates[1] == pytest.approx(0.45, abs=0.06)
+    assert rates[2] == pytest.approx(0.95, abs=0.01)
+
+
+def test_cache_costs_at_small_p_and_pays_at_large() -> None:
+    rare, frequent = run_prompts(PromptSetup(), [0.1, 1.0])
+    assert rare.items_per_s < rare.items_per_s_uncached
+    assert frequent.items_per_s > 1.2 * frequent.items_per_s_uncached
+
+
+def test_pool_of_zero_never_hits() -> None:
+    assert run_prompts(PromptSetup(pool_blocks=0, requests=100), [1.0])[0].hit_rate == 0.0
+
+
+def test_same_seed_gives_the_same_figures() -> None:
+    setup = PromptSetup(requests=50, seed=3)
+    assert run_prompts(setup, [0.5]) == run_prompts(setup, [0.5])
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        run_prompts(PromptSetup(), [1.5])
+    with pytest.raises(ValueError, match="at least 1"):
+        PromptSetup(requests=0)
+    with pytest.raises(ValueError, match="pool_blocks must not be negative"):
+        PromptSetup(pool_blocks=-1)
+
+
+def test_report_shows_every_point(tmp_path: Path) -> None:
+    setup = PromptSetup(requests=20)
+    points = run_prompts(setup, [0.2, 0.8])
+    assert [point.p for point in points] == [0.2, 0.8]
+
+
+QUICK = 10.0
+
+
+def test_byte_fair_policies_share_what_the_others_do_not() -> None:
+    report = run_fairness(FairnessSetup(duration_s=QUICK))
+    assert report.jain_vtc >= 0.99
+    assert report.jain_lottery < 0.7
+    assert report.jain_fifo < 0.3
+
+
+def test_small_bodies_wait_for_three_rounds_at_most() -> None:
+    report = run_fairness(FairnessSetup(duration_s=QUICK))
+    waits = {row.policy: row.small_wait_ms_p99 for row in report.rows}
+    assert waits["vtc"] <= 3 * report.slice_round_ms < waits["lottery"]
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_more_connections_buy_no_bytes(connections: int) -> None:
+    mix = (ClientMix(1 << 20, 1, connections), ClientMix(1 << 20, 3))
+    report = run_fairness(FairnessSetup(mix=mix, duration_s=QUICK))
+    assert report.jain_vtc >= 0.99
+
+
+def test_bytes_follow_weights() -> None:
+    mix = (ClientMix(16 << 20, 1, 4, 4.0), ClientMix(512 << 10, 2, 4, 1.0))
+    report = run_fairness(FairnessSetup(mix=mix, duration_s=QUICK))
+    rows = {row.policy: row for row in report.rows}
+    assert rows["vtc"].largest_share == pytest.approx(4 / 6, abs=0.02)
+
+
+def test_jain_of_one_taker_is_one_over_the_clients() -> None:
+    served = [Served(100, 1.0, sent, [], []) for sent in (800, 0, 0, 0)]
+    row = fairness_row("fifo", served, 1.0)
+    assert (row.jain, row.wait_ms_p99) == (0.25, 0.0)
+
+
+def test_percentiles_are_of_the_smallest_bodies() -> None:
+    small, large = Served(10, 1.0, 100, [n / 100 for n in range(100)], [0.5]), Served(99, 1.0, 100, [9.0] * 100, [9.0])
+    row = fairness_row("vtc", [small, large], 1.0)
+    assert (row.small_wait_ms_p50, row.small_wait_ms_p99, row.small_request_ms_p99) == (500.0, 990.0, 500.0)
+    assert row.wait_ms_p99 == 9000.0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mix": ()}, {"mix": (ClientMix(0, 1),)}, {"slots": 0}, {"link_bits_s": -1.0}, {"round_trip_s": -1.0}]
+)
+def test_bad_setup_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"positive|needs|negative"):
+        FairnessSetup(**changes)  # type: ignore[arg-type]
