@@ -16,19 +16,12 @@ import torch
 
 from kvtide.codec import Profile
 from kvtide.codec.tide import COSTS, Moments, Steps, TideCodec, draft_profile
-from kvtide.engines.calibrate import TideCalibration, calibration, split_texts
 from kvtide.engines.calibrate import calibration as module
+from kvtide.engines.calibrate import split_texts
+from kvtide.engines.calibrate import texts as corpus
 from kvtide.engines.calibrate.calibration import TideCalibration
 from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes
 from kvtide.engines.calibrate.sensitivity import LossShares, cache_sensitivity, finer_weights, loss_shares
-from kvtide.engines.calibrate.texts import (
-    calibration_texts,
-    evaluation_texts,
-    held_out_texts,
-    read_texts,
-    snippets,
-    tuned_texts,
-)
 from kvtide.engines.transformers import ModelContexts
 from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.judge.quality import QualityJudge
@@ -185,13 +178,8 @@ def test_values_matter_more_than_keys_to_a_random_model(tiny_model: Any) -> None
 TOKENS = 48
 
 
-def long_texts(count: int) -> list[list[int]]:
-    rng = np.random.default_rng(7)
-    return [rng.integers(0, 256, size=190).tolist() for _ in range(count)]
-
-
 def test_products_of_errors_and_gradients_add_up_to_the_kl(tiny_model: Any) -> None:
-    ids, contexts = long_texts(1)[0], ModelContexts(tiny_model, 16)
+    ids, contexts = texts(1)[0], ModelContexts(tiny_model, 16)
     judge, rotaries, layout = WholeJudge(contexts, ids, TOKENS), contexts.rotaries(), contexts.shapes[0].layout
     context, moments = judge.context, Moments(layout, COSTS["layer"])
     for meta, bits in zip(context.metas[0], context.blocks[0], strict=True):
@@ -217,12 +205,11 @@ def test_a_head_that_the_model_minds_less_gets_coarser_steps(
         model.model.layers[1].self_attn.o_proj.weight[:, 32:] *= 0.1
 
     def weights() -> Any:
-        one = TideCalibration(model, "tiny", "layer", split_texts(long_texts(3)), 16, tmp_path / "p")
-        (profile,), _ = one.run(lambda *_: None)
+        (profile,), _ = calibration(model, tmp_path / "p", count=3).run(lambda *_: None)
         return profile.arrays["weight"].reshape(3, 2, 2, 16).mean(axis=-1)
 
     found = weights()
-    monkeypatch.setattr(calibration, "finer_weights", lambda shares: [np.ones(each.kl.shape) for each in shares])
+    monkeypatch.setattr(module, "finer_weights", lambda shares: [np.ones(each.kl.shape) for each in shares])
     over_even = found / weights()
     # Keys of both heads of this layer mean little to a random model.
     assert over_even[1, 0, 1] < 0.9 * over_even[1, 0, 0]
@@ -233,9 +220,8 @@ def test_transforms_in_two_stages_are_fitted_once(
     tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = list[str]()
-    monkeypatch.setattr(calibration, "is_staged", lambda cost, layout: True)
-    one = TideCalibration(tiny_model, "tiny", "layer", split_texts(long_texts(1)), 16, tmp_path / "p")
-    one.run(lambda stage, done, total: stages.append(stage))
+    monkeypatch.setattr(module, "is_staged", lambda cost, layout: True)
+    calibration(tiny_model, tmp_path / "p", count=1).run(lambda stage, done, total: stages.append(stage))
     assert list(dict.fromkeys(stages)) == ["moments", "counts", "curve"]
 
 
@@ -253,26 +239,28 @@ def test_weights_follow_what_a_head_has_more_of_the_kl_than_of_the_error() -> No
 
 
 def test_texts_are_many_long_and_of_mixed_kinds() -> None:
-    for texts in (evaluation_texts(), tuned_texts(), calibration_texts()):
+    for texts in (corpus.evaluation_texts(), corpus.tuned_texts(), corpus.calibration_texts()):
         assert len(texts) >= 10
         assert len({text.kind for text in texts}) >= 6
         assert all(len(text.content) >= 7000 for text in texts)
 
 
 def test_no_text_is_fitted_on_and_judged_on() -> None:
-    every = [*evaluation_texts(), *tuned_texts(), *calibration_texts()]
+    every = [*corpus.evaluation_texts(), *corpus.tuned_texts(), *corpus.calibration_texts()]
     assert len({text.content[:2000] for text in every}) == len(every)
 
 
 def test_curve_is_judged_on_five_kinds_of_texts_that_are_used_for_nothing_else() -> None:
-    found, others = held_out_texts(), [*calibration_texts(), *tuned_texts(), *evaluation_texts()]
+    found = corpus.held_out_texts()
+    others = [*corpus.calibration_texts(), *corpus.tuned_texts(), *corpus.evaluation_texts()]
     assert len({text.kind for text in found}) == len(found) == 5
     assert not any(text.content[:1000] in other.content for text in found for other in others)
 
 
 def test_two_hundred_snippets_are_of_many_kinds_and_none_is_judged_on() -> None:
-    found, judged = snippets(200), "".join(text.content for text in [*evaluation_texts(), *tuned_texts()])
-    assert len({text.content for text in found}) == 200 and found[:50] == snippets(50)
+    found = corpus.snippets(200)
+    judged = "".join(text.content for text in [*corpus.evaluation_texts(), *corpus.tuned_texts()])
+    assert len({text.content for text in found}) == 200 and found[:50] == corpus.snippets(50)
     assert len({text.kind for text in found}) >= 5
     assert not any(text.content[:2000] in judged for text in found)
 
@@ -291,27 +279,27 @@ def test_messages_are_the_translations_of_short_scripts_too(tmp_path: Path, monk
     originals, translations = ["", *["a message"] * 2000], ["Language: zh", *["\u6d88\u606f"] * 2000]
     (tmp_path / "zh.mo").write_bytes(message_file(originals, translations))
     monkeypatch.setattr("kvtide.engines.calibrate.texts._SNIPPETS", (("chinese", f"{tmp_path}/*.mo"),))
-    (found,) = snippets(1, ["chinese"])
+    (found,) = corpus.snippets(1, ["chinese"])
     assert set(found.content) == {"\u6d88", "\u606f", "\n"}
 
 
 def test_snippets_of_an_unknown_kind_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no texts of kind klingon, expected some of .*chinese"):
-        snippets(1, ["klingon"])
+        corpus.snippets(1, ["klingon"])
 
 
 def test_unreadable_text_of_the_user_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "latin", tmp_path / "absent", tmp_path):
         with pytest.raises(ValueError, match="can't read text"):
-            read_texts([path])
+            corpus.read_texts([path])
 
 
 def test_no_piece_of_the_shipped_profiles_is_of_an_evaluation_text() -> None:
     folder = importlib.resources.files("kvtide_lab.profiles")
     fitted = list(csv.DictReader(folder.joinpath("texts.csv").read_text().splitlines()))
     assert len(fitted) > 300
-    for text in evaluation_texts():
+    for text in corpus.evaluation_texts():
         # A piece lies around a file's first third.
         sizes = {int(row["characters"]) for row in fitted}
         starts = {size: max(0, len(text.content) // 3 - 3000) for size in sizes}

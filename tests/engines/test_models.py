@@ -105,44 +105,27 @@ def test_fingerprint_in_another_dtype_is_that_of_the_folder_loaded_so(
 
 BLOCK = 16
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+_SIDES = {"layers": 2, "attention_heads": 2, "ffn_dim": 32}
 _BART: dict[str, Any] = {
-    "vocab_size": 256,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "is_encoder_decoder": True,
+    **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in _SIDES.items()},
+    **{"vocab_size": 256, "d_model": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"decoder_start_token_id": 1, "is_encoder_decoder": True},
 }
 _GPT2: dict[str, Any] = {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
 _IMAGES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_global_layers": 1,
-    "attention_heads": 2,
-    "intermediate_size": 32,
-    "image_size": 28,
-    "patch_size": 14,
-    "max_num_tiles": 1,
-    "vision_output_dim": 64,
-    "intermediate_layers_indices": [0],
-    "supported_aspect_ratios": [[1, 1]],
+    **{
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "intermediate_size": 32,
+    },
+    **{"image_size": 28, "patch_size": 14, "max_num_tiles": 1, "vision_output_dim": 64},
+    **{"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]},
 }
 _TEXT: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "cross_attention_layers": [1, 3],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "pad_token_id": 0,
+    **{"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 0},
 }
 
 

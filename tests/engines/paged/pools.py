@@ -9,15 +9,19 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
-from kvtide.engines.paged import Namespaces, ScheduledRequest, SchedulerHalf, WorkerHalf
+from kvtide.engines.paged import Namespaces, OpaquePages, ScheduledRequest, SchedulerHalf, WorkerHalf
 from kvtide.engines.paged.pages import CellOrder, HostPages, keys_values
-from kvtide.engines.settings import RequestOptions, StreamOrder
+from kvtide.engines.paged.sequence import StepCommands
+from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
 from kvtide.keys import NamespaceSpec, block_keys
 from kvtide.store import Cache, PendingBlock
 from kvtide.types import BlockKey, ObjectId
 
 PAGE_TOKENS = 4
+# Of a toy engine.
+ORDER, PAGES = CellOrder.TRANSPOSED_KEYS, 64
 LAYOUT = BlockLayout(layers=3, tokens=8, kv_heads=2, head_dim=6, dtype=KVDtype.BFLOAT16)
+BLOCK = LAYOUT.tokens
 
 
 def empty_layers(pages: int = 12, layout: BlockLayout = LAYOUT) -> list[Any]:
@@ -126,3 +130,119 @@ class LineEngine:
     def close(self) -> None:
         self.scheduler.close()
         self.worker.close()
+
+
+class ToyEngine:
+    """An engine that computes by writing blocks given beforehand; the pages of a request are the next free ones."""
+
+    def __init__(
+        self,
+        open_cache: Callable[..., Cache],
+        store: str,
+        shards: int = 1,
+        kept_bytes_max: int = 0,
+        tail_tokens: int = 0,
+        states: OpaquePages | None = None,
+        state_every_tokens: int = 0,
+    ) -> None:
+        names, clock = namespaces(shards=shards, has_states=states is not None), SystemClock()
+        # A busy machine is no slow store.
+        self.scheduler = SchedulerHalf(
+            open_cache(store, load_s_max=5.0),
+            names,
+            BLOCK,
+            PAGE_TOKENS,
+            clock,
+            20.0,
+            state_every_tokens,
+            tail_tokens=tail_tokens,
+        )
+        self.pool, self.layers = host_pages(ORDER, pages=PAGES)
+        self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", clock, kept_bytes_max, states, tail_tokens)
+        self._free = iter(range(1, PAGES))
+        # Whether the last load failed its request.
+        self.has_failed = False
+
+    def close(self) -> None:
+        """End its requests and itself; AssertionError if anything of one is left."""
+        for request in list(self.scheduler._sequences):
+            self.finish(request)
+        self.scheduler.check()
+        self.worker.check()
+        self.scheduler.close()
+        self.worker.close()
+
+    def pages(self, tokens: int) -> list[int]:
+        return [next(self._free) for _ in range(-(-tokens // PAGE_TOKENS))]
+
+    def step(self, *scheduled: ScheduledRequest, tokens: int = 100) -> StepCommands:
+        orders = self.scheduler.plan(scheduled, tokens)
+        self.worker.start(orders)
+        self.worker.store(orders)
+        return orders
+
+    def ask(
+        self,
+        request: str,
+        tokens: list[int],
+        computed: int = 0,
+        salt: bytes = b"",
+        options: RequestOptions = NO_OPTIONS,
+    ) -> int:
+        """Match as an engine does: again and again until there is an answer."""
+        hit = None
+        while hit is None:
+            hit = self.scheduler.match(request, salt, tokens, computed, options)
+        return hit
+
+    def compute(self, request: str, tokens: list[int], salt: bytes = b"") -> list[int]:
+        """Run a whole prompt without loading anything; return its pages."""
+        self.ask(request, tokens, salt=salt)
+        pages = self.pages(len(tokens))
+        for position in range(len(tokens) // BLOCK):
+            start = position * BLOCK // PAGE_TOKENS
+            engine_writes(self.layers, ORDER, block_of(tokens, position), pages[start : start + BLOCK // PAGE_TOKENS])
+        self.step(ScheduledRequest(request, tokens, len(tokens), lambda: pages))
+        assert self.worker.cache.flush(10)
+        self.finish(request)
+        return pages
+
+    def finish(self, request: str) -> None:
+        self.scheduler.finished(request)
+        self.worker.ended([request], is_idle=False)
+
+    def wait(self, request: str) -> set[int]:
+        """Step until the request's load has ended; return the pages that were not filled."""
+        for _ in range(2000):
+            outcome = self.worker.ended([], is_idle=True)
+            if request in outcome.requests:
+                self.has_failed = bool(outcome.failed)
+                return outcome.failed_pages
+        raise AssertionError("the load never ended")
+
+    def load(
+        self, request: str, tokens: list[int], computed: int = 0, options: RequestOptions = NO_OPTIONS
+    ) -> tuple[int, list[int], set[int]]:
+        """Load what there is; return its tokens, the request's pages, and those that were not filled."""
+        hit = self.ask(request, tokens, computed, options=options)
+        pages = self.pages(len(tokens))
+        if not hit:
+            return 0, pages, set()
+        self.scheduler.allocated(request, pages, hit)
+        orders = self.step(tokens=0)
+        failed = self.wait(request)
+        self.scheduler.heard(self.worker.report(orders.step))
+        return hit, pages, failed
+
+
+def block_of(tokens: list[int], position: int) -> Any:
+    return random_block(hash(tuple(tokens[: (position + 1) * BLOCK])) & 0xFFFF)
+
+
+def held(engine: ToyEngine, pages: list[int]) -> Any:
+    """Return keys and values of pages as (layers, 2, tokens, heads, dim)."""
+    layers = []
+    for cells in engine.layers:
+        both = [part[pages].transpose(0, 2, 1, 3).reshape(-1, 2, LAYOUT.head_dim) for part in keys_values(cells, ORDER)]
+        layers.append(np.stack(both))
+    return np.stack(layers)

@@ -12,14 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, engine_writes, host_pages, namespaces, random_block
+from tests.engines.paged.pools import (
+    BLOCK,
+    LAYOUT,
+    ORDER,
+    PAGE_TOKENS,
+    ToyEngine,
+    block_of,
+    held,
+    host_pages,
+    namespaces,
+)
 from tests.server.worlds import invalidate, region_processes
 from tests.servers import running_server
 
 from kvtide.clock import SystemClock
-from kvtide.engines.paged.pages import CellOrder, keys_values
-from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
-from kvtide.engines.paged.sequence import FollowedPrefix, StepCommands, WorkerReport
+from kvtide.engines.paged.scheduler import ScheduledRequest
+from kvtide.engines.paged.sequence import FollowedPrefix, WorkerReport
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.engines.settings import RequestOptions
 from kvtide.evict import Hint
@@ -31,113 +40,11 @@ from kvtide.store.load import whole as loading
 from kvtide.types import BlockKey, ObjectId
 from kvtide_lab.bench.services import wait_until
 
-BLOCK = LAYOUT.tokens
-ORDER = CellOrder.TRANSPOSED_KEYS
-
-
-class ToyEngine:
-    """An engine that computes by writing blocks given beforehand; the pages of a request are the next free ones."""
-
-    def __init__(
-        self,
-        open_cache: Callable[..., Cache],
-        store: str,
-        shards: int = 1,
-        kept_bytes_max: int = 0,
-        tail_tokens: int = 0,
-    ) -> None:
-        self.clock = SystemClock()
-        cache = open_cache(store, load_s_max=5.0)
-        # A busy machine is no slow store.
-        self.scheduler = SchedulerHalf(
-            cache, namespaces(shards=shards), BLOCK, PAGE_TOKENS, self.clock, 20.0, tail_tokens=tail_tokens
-        )
-        self.pool, self.layers = host_pages(ORDER, pages=64)
-        self.worker = WorkerHalf(
-            open_cache(store), self.pool, 0, "toy", self.clock, kept_bytes_max, tail_tokens=tail_tokens
-        )
-        self._free = iter(range(1, 64))
-
-    def close(self) -> None:
-        """End its requests and itself; AssertionError if anything of one is left."""
-        for request in list(self.scheduler._sequences):
-            self.finish(request)
-        self.scheduler.check()
-        self.worker.check()
-        self.scheduler.close()
-        self.worker.close()
-
-    def pages(self, tokens: int) -> list[int]:
-        return [next(self._free) for _ in range(-(-tokens // PAGE_TOKENS))]
-
-    def step(self, *scheduled: ScheduledRequest, tokens: int = 100) -> StepCommands:
-        orders = self.scheduler.plan(scheduled, tokens)
-        self.worker.start(orders)
-        self.worker.store(orders)
-        return orders
-
-    def ask(
-        self, request: str, tokens: list[int], computed: int = 0, salt: bytes = b"", is_latest: bool = False
-    ) -> int:
-        """Match as an engine does: again and again until there is an answer."""
-        hit = None
-        while hit is None:
-            hit = self.scheduler.match(request, salt, tokens, computed, RequestOptions(is_latest))
-        return hit
-
-    def compute(self, request: str, tokens: list[int], salt: bytes = b"") -> list[int]:
-        """Run a whole prompt without loading anything; return its pages."""
-        self.ask(request, tokens, salt=salt)
-        pages = self.pages(len(tokens))
-        for position in range(len(tokens) // BLOCK):
-            start = position * BLOCK // PAGE_TOKENS
-            engine_writes(self.layers, ORDER, block_of(tokens, position), pages[start : start + BLOCK // PAGE_TOKENS])
-        self.step(ScheduledRequest(request, tokens, len(tokens), lambda: pages))
-        assert self.worker.cache.flush(10)
-        self.finish(request)
-        return pages
-
-    def finish(self, request: str) -> None:
-        self.scheduler.finished(request)
-        self.worker.ended([request], is_idle=False)
-
-    def wait(self, request: str) -> set[int]:
-        """Step until the request's load has ended; return the pages that were not filled."""
-        for _ in range(2000):
-            outcome = self.worker.ended([], is_idle=True)
-            if request in outcome.requests:
-                return outcome.failed_pages
-        raise AssertionError("the load never ended")
-
-    def load(
-        self, request: str, tokens: list[int], computed: int = 0, is_latest: bool = False
-    ) -> tuple[int, list[int], set[int]]:
-        hit = self.ask(request, tokens, computed, is_latest=is_latest)
-        pages = self.pages(len(tokens))
-        if not hit:
-            return 0, pages, set()
-        self.scheduler.allocated(request, pages, hit)
-        orders = self.step(tokens=0)
-        failed = self.wait(request)
-        self.scheduler.heard(self.worker.report(orders.step))
-        return hit, pages, failed
-
-
-def block_of(tokens: list[int], position: int) -> Any:
-    return random_block(hash(tuple(tokens[: (position + 1) * BLOCK])) & 0xFFFF)
-
-
-def held(engine: ToyEngine, pages: list[int]) -> Any:
-    """Return keys and values of pages as (layers, 2, tokens, heads, dim)."""
-    layers = []
-    for cells in engine.layers:
-        both = [part[pages].transpose(0, 2, 1, 3).reshape(-1, 2, LAYOUT.head_dim) for part in keys_values(cells, ORDER)]
-        layers.append(np.stack(both))
-    return np.stack(layers)
+Engines = Callable[..., ToyEngine]
 
 
 @pytest.fixture
-def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Callable[..., ToyEngine]]:
+def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Engines]:
     """Make engines on one disk store; all must be clean in the end."""
     made: list[ToyEngine] = []
 
@@ -184,7 +91,7 @@ def test_memory_that_can_not_be_had_is_a_fault_of_the_cache_alone(
     assert not unhandled
 
 
-def test_another_engine_restores_every_full_block(engines: Callable[..., ToyEngine]) -> None:
+def test_another_engine_restores_every_full_block(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines()
     hit, pages, failed = second.load("b", PROMPT)
@@ -205,7 +112,7 @@ def _loads(engine: ToyEngine, request: str, computed: int = 0) -> int:
     return engine.worker.cache.stats().blocks_loaded - before
 
 
-def test_blocks_of_late_come_from_this_process(engines: Callable[..., ToyEngine]) -> None:
+def test_blocks_of_late_come_from_this_process(engines: Engines) -> None:
     engine = engines(kept_bytes_max=2 * LAYOUT.raw_bytes)
     engine.compute("a", PROMPT)
     # The first of three has gone; where the engine has it, the others are all that is loaded.
@@ -213,7 +120,7 @@ def test_blocks_of_late_come_from_this_process(engines: Callable[..., ToyEngine]
     assert _loads(engine, "c", computed=BLOCK + PAGE_TOKENS) == 0
 
 
-def test_blocks_loaded_twice_are_kept(engines: Callable[..., ToyEngine]) -> None:
+def test_blocks_loaded_twice_are_kept(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines(kept_bytes_max=3 * LAYOUT.raw_bytes)
     assert [_loads(second, request) for request in "bcd"] == [3, 3, 0]
@@ -221,13 +128,13 @@ def test_blocks_loaded_twice_are_kept(engines: Callable[..., ToyEngine]) -> None
 
 @pytest.mark.parametrize("kept_bytes_max", [0, 3 * LAYOUT.raw_bytes])
 def test_request_for_the_latest_takes_no_stale_copy_and_what_any_region_has(
-    engines: Callable[..., ToyEngine], kept_bytes_max: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, kept_bytes_max: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Engines hear of what is invalidated when they start, and not again.
     monkeypatch.setattr("kvtide.tier.stack.invalidation._POLL_S", 3600.0)
 
     def loaded(engine: ToyEngine, request: str, is_latest: bool) -> int:
-        hit, _, failed = engine.load(request, PROMPT, is_latest=is_latest)
+        hit, _, failed = engine.load(request, PROMPT, options=RequestOptions(is_latest))
         engine.finish(request)
         return 0 if failed else hit // BLOCK
 
@@ -240,9 +147,7 @@ def test_request_for_the_latest_takes_no_stale_copy_and_what_any_region_has(
         assert [loaded(one, "c", is_latest=False), loaded(one, "d", is_latest=True)] == [3, 0]
 
 
-def test_blocks_kept_as_pages_end_with_their_generation(
-    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_kept_as_pages_end_with_their_generation(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.tier.stack.invalidation._POLL_S", 0.05)
     (namespace,) = namespaces().of(b"")
     with running_server() as server:
@@ -260,7 +165,7 @@ def test_blocks_kept_as_pages_end_with_their_generation(
         assert _loads(engine, "e") == 0, "what is computed anew is kept anew"
 
 
-def test_tokens_that_nobody_stored_are_counted_once_a_request(engines: Callable[..., ToyEngine]) -> None:
+def test_tokens_that_nobody_stored_are_counted_once_a_request(engines: Engines) -> None:
     first, second = engines(), engines()
     first.compute("a", PROMPT[: 2 * BLOCK + 1])
     for _ in range(3):
@@ -273,7 +178,7 @@ def test_tokens_that_nobody_stored_are_counted_once_a_request(engines: Callable[
 FOLLOWED = RequestOptions(follow_s=30.0)
 
 
-def test_prefix_that_another_engine_computes_is_waited_for_and_brought(engines: Callable[..., ToyEngine]) -> None:
+def test_prefix_that_another_engine_computes_is_waited_for_and_brought(engines: Engines) -> None:
     one, other = engines(), engines()
     brought: list[int] = []
 
@@ -292,7 +197,7 @@ def test_prefix_that_another_engine_computes_is_waited_for_and_brought(engines: 
     assert other.ask("b", PROMPT) == 3 * BLOCK
 
 
-def test_prefix_that_comes_no_further_is_computed_from_there(engines: Callable[..., ToyEngine]) -> None:
+def test_prefix_that_comes_no_further_is_computed_from_there(engines: Engines) -> None:
     one, other = engines(), engines()
     one.compute("a", PROMPT[: 2 * BLOCK])
     brief = RequestOptions(follow_s=0.05)
@@ -303,9 +208,7 @@ def test_prefix_that_comes_no_further_is_computed_from_there(engines: Callable[.
     assert None in found
 
 
-def test_what_has_come_is_used_though_the_store_falls_silent(
-    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_come_is_used_though_the_store_falls_silent(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = engines(), engines()
     one.compute("a", PROMPT[: 2 * BLOCK])
     answers: list[int | None] = []
@@ -333,14 +236,14 @@ def test_following_ends_where_computing_is_faster() -> None:
     assert not followed.is_worth(0, 3.0, 1.0)
 
 
-def test_last_token_of_a_prompt_is_never_loaded(engines: Callable[..., ToyEngine]) -> None:
+def test_last_token_of_a_prompt_is_never_loaded(engines: Engines) -> None:
     engine = engines()
     engine.compute("a", PROMPT[: 2 * BLOCK])
     assert engine.ask("b", PROMPT[: 2 * BLOCK]) == BLOCK
     assert engine.ask("b", PROMPT[: 2 * BLOCK + 1]) == 2 * BLOCK
 
 
-def test_load_starts_behind_what_the_engine_has(engines: Callable[..., ToyEngine]) -> None:
+def test_load_starts_behind_what_the_engine_has(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines()
     hit, pages, failed = second.load("b", PROMPT, computed=BLOCK + PAGE_TOKENS)
@@ -350,7 +253,7 @@ def test_load_starts_behind_what_the_engine_has(engines: Callable[..., ToyEngine
     assert np.array_equal(restored[:, :, 2 * BLOCK : 3 * BLOCK], block_of(PROMPT, 2))
 
 
-def test_deleted_block_fails_its_pages_and_is_forgotten(engines: Callable[..., ToyEngine]) -> None:
+def test_deleted_block_fails_its_pages_and_is_forgotten(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines()
     blocks = list(second.scheduler.cache.tiers.objects())
@@ -366,13 +269,13 @@ def test_deleted_block_fails_its_pages_and_is_forgotten(engines: Callable[..., T
     assert second.ask("c", PROMPT) == BLOCK
 
 
-def test_private_store_counts_what_was_ordered(engines: Callable[..., ToyEngine]) -> None:
+def test_private_store_counts_what_was_ordered(engines: Engines) -> None:
     engine = engines("memory://")
     engine.compute("a", PROMPT)
     assert engine.ask("b", PROMPT) == 3 * BLOCK
 
 
-def test_finished_request_ends_its_load_and_nothing_is_written_later(engines: Callable[..., ToyEngine]) -> None:
+def test_finished_request_ends_its_load_and_nothing_is_written_later(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines()
     gate, tiers = threading.Event(), second.worker.cache.tiers
@@ -390,7 +293,7 @@ def test_finished_request_ends_its_load_and_nothing_is_written_later(engines: Ca
     assert not held(second, pages).any()
 
 
-def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Callable[..., ToyEngine]) -> None:
+def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Engines) -> None:
     long = list(range(100, 100 + 10 * BLOCK + 1))
     engines().compute("a", long)
     second = engines()
@@ -404,7 +307,7 @@ def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Callab
     gate.set()
 
 
-def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Callable[..., ToyEngine]) -> None:
+def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines()
     second.scheduler.cache.judge = Judge(0.05)
@@ -417,7 +320,7 @@ def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Callab
     gate.set()
 
 
-def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Callable[..., ToyEngine]) -> None:
+def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines()
     hit = second.ask("b", PROMPT)
@@ -450,7 +353,7 @@ def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Cal
     second.worker.ended([], is_idle=False)
 
 
-def test_layers_are_waited_for_one_by_one(engines: Callable[..., ToyEngine]) -> None:
+def test_layers_are_waited_for_one_by_one(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines()
     hit = second.ask("b", PROMPT)
@@ -497,7 +400,7 @@ def test_first_layer_does_not_wait_for_the_others(
         engine.worker.close()
 
 
-def test_tokens_of_the_answer_are_stored_as_their_blocks_fill(engines: Callable[..., ToyEngine]) -> None:
+def test_tokens_of_the_answer_are_stored_as_their_blocks_fill(engines: Engines) -> None:
     engine = engines()
     tokens, pages = PROMPT[: BLOCK - 2], engine.pages(3 * BLOCK)
     assert engine.ask("a", tokens) == 0
@@ -509,7 +412,7 @@ def test_tokens_of_the_answer_are_stored_as_their_blocks_fill(engines: Callable[
     assert stored == [(BLOCK, 0), (2 * BLOCK, BLOCK)]
 
 
-def test_tokens_not_known_yet_are_not_stored(engines: Callable[..., ToyEngine]) -> None:
+def test_tokens_not_known_yet_are_not_stored(engines: Engines) -> None:
     engine = engines()
     assert engine.ask("a", PROMPT[:BLOCK]) == 0
     orders = engine.scheduler.plan([ScheduledRequest("a", PROMPT[: BLOCK - 1], BLOCK, list)], 1)
@@ -517,13 +420,13 @@ def test_tokens_not_known_yet_are_not_stored(engines: Callable[..., ToyEngine]) 
 
 
 @pytest.mark.parametrize("salt", [b"tenant", b"\0epoch x"])
-def test_other_salt_finds_nothing(engines: Callable[..., ToyEngine], salt: bytes) -> None:
+def test_other_salt_finds_nothing(engines: Engines, salt: bytes) -> None:
     engine = engines()
     engine.compute("a", PROMPT)
     assert engine.ask("b", PROMPT, salt=salt) == 0
 
 
-def test_reset_serves_nothing_that_was_stored_before(engines: Callable[..., ToyEngine]) -> None:
+def test_reset_serves_nothing_that_was_stored_before(engines: Engines) -> None:
     engine = engines()
     engine.compute("a", PROMPT)
     engine.scheduler.reset(b"1")
@@ -533,13 +436,13 @@ def test_reset_serves_nothing_that_was_stored_before(engines: Callable[..., ToyE
     assert engine.ask("d", PROMPT) == 3 * BLOCK
 
 
-def test_store_of_another_number_of_shards_is_a_miss(engines: Callable[..., ToyEngine]) -> None:
+def test_store_of_another_number_of_shards_is_a_miss(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines(shards=2)
     assert second.ask("b", PROMPT) == 0
 
 
-def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngine]) -> None:
+def test_block_counts_only_if_every_shard_has_it(engines: Engines) -> None:
     engine = engines(shards=2)
     engine.compute("a", PROMPT)
     assert engine.ask("b", PROMPT) == 24
@@ -549,7 +452,7 @@ def test_block_counts_only_if_every_shard_has_it(engines: Callable[..., ToyEngin
     assert engine.ask("b", PROMPT) == 0
 
 
-def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callable[..., ToyEngine]) -> None:
+def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Engines) -> None:
     engine = engines()
     engine.scheduler._lookups._match_s_max = 0.5
     gate = threading.Event()
@@ -561,7 +464,7 @@ def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Callabl
     gate.set()
 
 
-def test_hint_of_a_request_reaches_what_evicts(engines: Callable[..., ToyEngine]) -> None:
+def test_hint_of_a_request_reaches_what_evicts(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines()
     cache = second.worker.cache

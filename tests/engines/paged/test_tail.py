@@ -1,4 +1,4 @@
-"""What a prompt has behind its last full block, in pieces: the two halves together on a toy engine."""
+"""What lies beside whole blocks, on both halves and a toy engine: tails of prompts in pieces, and states of models."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engines.paged.pools import PAGE_TOKENS, host_pages, random_block
-from tests.engines.paged.test_halves import ToyEngine, held
+from tests.engines.paged.pools import (
+    BLOCK,
+    PAGE_TOKENS,
+    PAGES,
+    ToyEngine,
+    block_of,
+    held,
+    host_pages,
+    namespaces,
+    random_block,
+)
 
-from kvtide.engines.paged.pages import CellOrder
+from kvtide.engines.chunks import chunk_layout
+from kvtide.engines.paged import OpaqueLayer, OpaquePages, ScheduledRequest
+from kvtide.engines.paged.pages import CellOrder, join_pages
 from kvtide.engines.paged.scheduler import ScheduledRequest
 from kvtide.engines.paged.sequence import TrackedSequence, WorkerReport, tail_namespace
+from kvtide.engines.settings import NO_OPTIONS, RequestOptions
+from kvtide.group import state_every
+from kvtide.store import Cache
 from kvtide.store.cache import Cache
 from kvtide.types import Namespace
 
@@ -29,23 +43,26 @@ class TailEngine(ToyEngine):
         pages = self.pages(len(tokens))
         for token in range(len(tokens)):
             page, slot = pages[token // PAGE_TOKENS], token % PAGE_TOKENS
-            self.pool.scatter_tokens(values_of(tokens, token), page, slot)
+            self.pool.scatter_tokens(token_values(tokens, token), page, slot)
         self.step(ScheduledRequest(request, tokens, len(tokens), lambda: pages))
         assert self.worker.cache.flush(10)
         self.finish(request)
         return pages
 
 
-def values_of(tokens: list[int], token: int) -> Any:
+def token_values(tokens: list[int], token: int) -> Any:
     return random_block(hash(tuple(tokens[: token + 1])) & 0xFFFF)[:, :, :1]
 
 
 def expected(tokens: list[int], stop: int) -> Any:
-    return np.concatenate([values_of(tokens, token) for token in range(stop)], axis=2)
+    return np.concatenate([token_values(tokens, token) for token in range(stop)], axis=2)
+
+
+Tails = Callable[..., TailEngine]
 
 
 @pytest.fixture
-def engine(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Callable[[], TailEngine]]:
+def tails(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Tails]:
     made: list[TailEngine] = []
 
     def make(tail_tokens: int = PIECE) -> TailEngine:
@@ -62,38 +79,38 @@ def engine(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Callabl
     [(22, 30, 22), (21, 30, 20), (22, 22, 20), (5, 9, 4), (24, 30, 24), (22, 23, 22), (17, 30, 16), (3, 3, 2)],
 )
 def test_tail_of_a_prompt_is_restored_bit_for_bit_after_a_restart(
-    engine: Callable[..., TailEngine], stored: int, asked: int, restored: int
+    tails: Tails, stored: int, asked: int, restored: int
 ) -> None:
     tokens = list(range(100, 100 + asked))
-    first = engine()
+    first = tails()
     first.compute("a", tokens[:stored])
     first.worker.close()
-    second = engine()
+    second = tails()
     hit, pages, failed = second.load("b", tokens)
     assert (hit, failed) == (restored, set())
     assert np.array_equal(held(second, pages)[:, :, :restored], expected(tokens, restored))
 
 
-def test_without_the_option_whole_blocks_alone_are_restored(engine: Callable[..., TailEngine]) -> None:
+def test_without_the_option_whole_blocks_alone_are_restored(tails: Tails) -> None:
     tokens = list(range(30))
-    engine().compute("a", tokens[:22])
-    second = engine(0)
+    tails().compute("a", tokens[:22])
+    second = tails(0)
     assert second.load("b", tokens)[0] == 16
 
 
-def test_tail_ends_where_another_prompt_differs(engine: Callable[..., TailEngine]) -> None:
+def test_tail_ends_where_another_prompt_differs(tails: Tails) -> None:
     tokens = list(range(30))
-    engine().compute("a", tokens[:22])
-    second = engine()
+    tails().compute("a", tokens[:22])
+    second = tails()
     hit, pages, _ = second.load("b", [*tokens[:19], 900, *tokens[20:]])
     assert hit == 18
     assert np.array_equal(held(second, pages)[:, :, :18], expected(tokens, 18))
 
 
-def test_same_tail_behind_another_block_is_another_tail(engine: Callable[..., TailEngine]) -> None:
+def test_same_tail_behind_another_block_is_another_tail(tails: Tails) -> None:
     tail = range(500, 506)
     prompts = {"a": [*range(16), *tail], "b": [*range(8), *range(100, 108), *tail]}
-    first, second = engine(), engine()
+    first, second = tails(), tails()
     for name, tokens in prompts.items():
         first.compute(name, tokens)
     for name, tokens in prompts.items():
@@ -103,21 +120,21 @@ def test_same_tail_behind_another_block_is_another_tail(engine: Callable[..., Ta
         assert np.array_equal(held(second, pages)[:, :, :22], expected(tokens, 22))
 
 
-def test_what_the_engine_has_by_itself_is_not_loaded_again(engine: Callable[..., TailEngine]) -> None:
+def test_what_the_engine_has_by_itself_is_not_loaded_again(tails: Tails) -> None:
     tokens = list(range(30))
-    engine().compute("a", tokens[:23])
-    second = engine()
+    tails().compute("a", tokens[:23])
+    second = tails()
     hit, pages, failed = second.load("b", tokens, computed=20)
     assert (hit, failed) == (2, set())
     assert np.array_equal(held(second, pages)[:, :, 20:22], expected(tokens, 22)[:, :, 20:])
     assert not held(second, pages)[:, :, :20].any()
 
 
-def test_lost_piece_has_its_page_computed_and_is_not_promised_again(engine: Callable[..., TailEngine]) -> None:
+def test_lost_piece_has_its_page_computed_and_is_not_promised_again(tails: Tails) -> None:
     tokens = list(range(30))
-    first = engine()
+    first = tails()
     first.compute("a", tokens[:22])
-    second = engine()
+    second = tails()
     second.ask("b", tokens)
     lost = second.scheduler._sequences["b"].offered[1]
     second.finish("b")
@@ -130,13 +147,13 @@ def test_lost_piece_has_its_page_computed_and_is_not_promised_again(engine: Call
     assert second.load("d", tokens)[0] == 18
 
 
-def test_rest_of_a_page_is_left_as_it_is(engine: Callable[..., TailEngine]) -> None:
+def test_rest_of_a_page_is_left_as_it_is(tails: Tails) -> None:
     tokens = list(range(30))
-    engine().compute("a", tokens[:18])
-    second = engine()
+    tails().compute("a", tokens[:18])
+    second = tails()
     assert second.ask("b", tokens) == 18
     pages = second.pages(len(tokens))
-    own = values_of([7], 0)
+    own = token_values([7], 0)
     second.pool.scatter_tokens(own, pages[4], 3)
     second.scheduler.allocated("b", pages, 18)
     second.step(tokens=0)
@@ -144,9 +161,9 @@ def test_rest_of_a_page_is_left_as_it_is(engine: Callable[..., TailEngine]) -> N
     assert np.array_equal(held(second, pages)[:, :, 19:20], own)
 
 
-def test_prompt_stores_its_tail_once_and_answers_store_none(engine: Callable[..., TailEngine]) -> None:
+def test_prompt_stores_its_tail_once_and_answers_store_none(tails: Tails) -> None:
     tokens = list(range(30))
-    one = engine()
+    one = tails()
     one.ask("a", tokens[:20])
     pages = one.pages(30)
     found = [
@@ -156,9 +173,9 @@ def test_prompt_stores_its_tail_once_and_answers_store_none(engine: Callable[...
     assert kinds == [["block"], ["block", "tail", "tail"], [], [], ["block"], []]
 
 
-def test_what_is_computed_on_top_of_rough_blocks_has_no_tail_either(engine: Callable[..., TailEngine]) -> None:
+def test_what_is_computed_on_top_of_rough_blocks_has_no_tail_either(tails: Tails) -> None:
     tokens = list(range(30))
-    one = engine()
+    one = tails()
     one.ask("a", tokens[:20])
     one.scheduler.heard(WorkerReport(0, (), (), (), rough=("a",)))
     pages = one.pages(30)
@@ -191,3 +208,126 @@ def test_tokens_of_a_page_come_back_as_they_were(order: CellOrder) -> None:
     pool.scatter_tokens(bits[:, :, :1], 2, 3)
     assert np.array_equal(pool.capture_tokens(2, 1, 3), bits[:, :, :2])
     assert not any(layer[3].any() or layer[1].any() for layer in layers)
+
+
+STATE_BYTES = 32
+PROMPT = list(range(3 * BLOCK + 3))
+NAMES = namespaces(has_states=True)
+BRANCH = [*PROMPT[: 2 * BLOCK], *range(7, 7 + BLOCK + 3)]
+
+
+def state_of(tokens: list[int]) -> bytes:
+    return bytes(np.random.default_rng(hash(tuple(tokens)) & 0xFFFF).integers(256, size=STATE_BYTES, dtype=np.uint8))
+
+
+class StateEngine(ToyEngine):
+    """An engine whose steps leave a state in the last page that they fill."""
+
+    def __init__(self, open_cache: Callable[..., Cache], store: str, every: int = 0) -> None:
+        self.states = np.zeros((PAGES, STATE_BYTES + 8), np.uint8)
+        pool = OpaquePages([OpaqueLayer(self.states[:, :STATE_BYTES], (0,))], chunk_layout(STATE_BYTES, 1, 1), 1)
+        super().__init__(open_cache, store, states=pool, state_every_tokens=every)
+
+    def run(self, request: str, tokens: list[int], *ends: int, options: RequestOptions = NO_OPTIONS) -> int:
+        """Run a prompt in steps that end after so many tokens; return what could have been restored of it."""
+        hit, pages = self.ask(request, tokens, options=options), self.pages(len(tokens))
+        for position in range(len(tokens) // BLOCK):
+            self.pool.scatter(
+                block_of(tokens, position), pages[position * BLOCK // PAGE_TOKENS :][: BLOCK // PAGE_TOKENS], 0
+            )
+        for end in ends:
+            self.states[pages[-(-end // PAGE_TOKENS) - 1], :STATE_BYTES] = list(state_of(tokens[:end]))
+            self.step(ScheduledRequest(request, tokens, end, lambda: pages))
+        assert self.worker.cache.flush(10)
+        self.finish(request)
+        return hit
+
+    def restored(self, request: str, tokens: list[int]) -> tuple[int, bytes, bool]:
+        """Load what there is; return the tokens, the state after them, and whether the request failed."""
+        hit, pages, _ = self.load(request, tokens)
+        self.finish(request)
+        return hit, bytes(self.states[pages[hit // PAGE_TOKENS - 1], :STATE_BYTES]) if hit else b"", self.has_failed
+
+
+States = Callable[..., StateEngine]
+
+
+@pytest.fixture
+def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[States]:
+    made: list[StateEngine] = []
+
+    def make(every: int = 0) -> StateEngine:
+        made.append(StateEngine(open_cache, str(tmp_path / "store"), every))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def test_state_at_the_last_block_comes_back_in_another_engine(engines: States) -> None:
+    assert engines().run("a", PROMPT, BLOCK, 3 * BLOCK, len(PROMPT)) == 0
+    assert engines().restored("b", PROMPT) == (3 * BLOCK, state_of(PROMPT[: 3 * BLOCK]), False)
+
+
+def test_rows_without_a_state_at_their_end_are_no_hit(engines: States) -> None:
+    engines().run("a", PROMPT, 3 * BLOCK - 1, len(PROMPT))
+    assert engines().restored("b", PROMPT) == (0, b"", False)
+
+
+def test_state_is_kept_where_another_prompt_began_with_the_same(engines: States) -> None:
+    engine = engines()
+    engine.run("a", PROMPT, 2 * BLOCK, 3 * BLOCK, len(PROMPT))
+    assert engine.run("b", BRANCH, BLOCK, 2 * BLOCK, 3 * BLOCK, len(BRANCH)) == 0
+    other = [*PROMPT[: 2 * BLOCK], *range(900, 905)]
+    assert engines().restored("c", other) == (2 * BLOCK, state_of(PROMPT[: 2 * BLOCK]), False)
+    assert engines().restored("d", [*PROMPT[:BLOCK], 1, 2]) == (0, b"", False)
+
+
+def test_request_that_is_not_to_be_stored_leaves_no_state_either(engines: States) -> None:
+    engine = engines()
+    engine.run("a", PROMPT, 3 * BLOCK, len(PROMPT), options=RequestOptions(may_store=False))
+    assert engine.worker.cache.stats().blocks_stored == 0
+
+
+def test_states_are_kept_as_often_as_one_says(engines: States) -> None:
+    ends = [BLOCK, 2 * BLOCK, 3 * BLOCK, len(PROMPT)]
+    engines(every=BLOCK).run("a", PROMPT, *ends)
+    assert engines().restored("b", PROMPT[: BLOCK + 1]) == (BLOCK, state_of(PROMPT[:BLOCK]), False)
+
+
+def test_state_that_is_gone_fails_the_load_and_is_not_promised_again(engines: States) -> None:
+    first, second = engines(), engines()
+    first.run("a", PROMPT, 3 * BLOCK, len(PROMPT))
+    assert second.ask("b", PROMPT) == 3 * BLOCK
+    second.scheduler.finished("b")
+    state = TrackedSequence(NAMES.of(b""), BLOCK, has_states=True).blocks(PROMPT)[-1].states[0]
+    for engine in (first, second):
+        engine.worker.cache.tiers.delete(state, "a test")
+    assert second.restored("c", PROMPT) == (3 * BLOCK, bytes(STATE_BYTES), True)
+    assert second.ask("d", PROMPT) == 0
+
+
+def test_blocks_of_several_shapes_go_and_come_as_bytes() -> None:
+    rng = np.random.default_rng(0)
+    wide, narrow = (rng.integers(256, size=(9, size), dtype=np.uint8) for size in (64, 32))
+    pool = OpaquePages([OpaqueLayer(wide, (0,)), OpaqueLayer(narrow, (1, 2))], chunk_layout(2 * 128, 1, 8), 4)
+    pages = join_pages([[1, 2], [3, 4, 5, 6]], [1, 2])
+    bits, before = pool.capture(pages).block(), (wide.copy(), narrow.copy())
+    wide[1:3], narrow[3:7] = 0, 0
+    pool.scatter(bits, pages, 0)
+    assert np.array_equal(wide, before[0])
+    assert np.array_equal(narrow, before[1])
+    # From the second page on, where one group has given up a page.
+    pool.scatter(bits, join_pages([[8], [0, 7]], [1, 2]), 1)
+    assert np.array_equal(wide[8], before[0][2])
+    assert np.array_equal(narrow[7], before[1][6])
+    assert np.array_equal(narrow[0], before[1][0])
+    with pytest.raises(ValueError, match="given up"):
+        pool.capture(join_pages([[8, 1], [0, 7, 1, 2]], [1, 2]))
+
+
+def test_states_take_no_more_room_than_the_rows_between_them() -> None:
+    assert state_every(1 << 20, 1024) == 4096
+    assert state_every(1 << 24, 1024) == 1 << 14
+    assert state_every(1 << 24, 0) == 4096
