@@ -143,20 +143,12 @@ class ToyEngine:
         kept_bytes_max: int = 0,
         tail_tokens: int = 0,
         states: OpaquePages | None = None,
-        state_every_tokens: int = 0,
+        every: int = 0,
     ) -> None:
         names, clock = namespaces(shards=shards, has_states=states is not None), SystemClock()
+        cache, options = open_cache(store, load_s_max=5.0), {"tail_tokens": tail_tokens, "state_every_tokens": every}
         # A busy machine is no slow store.
-        self.scheduler = SchedulerHalf(
-            open_cache(store, load_s_max=5.0),
-            names,
-            BLOCK,
-            PAGE_TOKENS,
-            clock,
-            20.0,
-            state_every_tokens,
-            tail_tokens=tail_tokens,
-        )
+        self.scheduler = SchedulerHalf(cache, names, BLOCK, PAGE_TOKENS, clock, 20.0, **options)
         self.pool, self.layers = host_pages(ORDER, pages=PAGES)
         self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", clock, kept_bytes_max, states, tail_tokens)
         self._free = iter(range(1, PAGES))

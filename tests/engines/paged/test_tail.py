@@ -23,12 +23,10 @@ from tests.engines.paged.pools import (
 from kvtide.engines.chunks import chunk_layout
 from kvtide.engines.paged import OpaqueLayer, OpaquePages, ScheduledRequest
 from kvtide.engines.paged.pages import CellOrder, join_pages
-from kvtide.engines.paged.scheduler import ScheduledRequest
 from kvtide.engines.paged.sequence import TrackedSequence, WorkerReport, tail_namespace
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions
 from kvtide.group import state_every
 from kvtide.store import Cache
-from kvtide.store.cache import Cache
 from kvtide.types import Namespace
 
 PIECE = 2
@@ -226,7 +224,7 @@ class StateEngine(ToyEngine):
     def __init__(self, open_cache: Callable[..., Cache], store: str, every: int = 0) -> None:
         self.states = np.zeros((PAGES, STATE_BYTES + 8), np.uint8)
         pool = OpaquePages([OpaqueLayer(self.states[:, :STATE_BYTES], (0,))], chunk_layout(STATE_BYTES, 1, 1), 1)
-        super().__init__(open_cache, store, states=pool, state_every_tokens=every)
+        super().__init__(open_cache, store, states=pool, every=every)
 
     def run(self, request: str, tokens: list[int], *ends: int, options: RequestOptions = NO_OPTIONS) -> int:
         """Run a prompt in steps that end after so many tokens; return what could have been restored of it."""
