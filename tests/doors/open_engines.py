@@ -41,7 +41,7 @@ a profile that is found in the store | kvtide calibrate MODEL_FOLDER --store URL
 tide for windows, latents, several shapes and beside states
     kvtide calibrate MODEL_FOLDER --store URL; attach(model, URL, codec="tide:5e-3") | @profiles
     tiny Gemma 2 and 3, Gemma 4, Mistral, DeepSeek-V3, LFM2, Granite 4 | OURS
-    tests/engines/test_group_profiles.py::test_calibrating_into_the_store_is_all_that_groups_need
+    tests/engines/test_profiles.py::test_calibrating_into_the_store_is_all_that_groups_need
 blocks held to their profile's promise | tide:5e-3 | docs/codec.md: What the profile promises | a made-up profile | OURS
     tests/store/test_profiles.py::test_block_that_breaks_the_promise_is_stored_losslessly_and_the_next_ones_are_checked
 CacheGen's codec and its levels | codec="cachegen:2" | @hf | @tiny | CACHEGEN
@@ -106,9 +106,9 @@ what loads brought, in vLLM's log and metrics | vllm:kvtide_…_total loads hit_
     tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start
 beside another connector of vLLM's | "kv_connector": "MultiConnector" "kv_load_failure_policy": "recompute" | @beside
     @real-vllm | OURS
-    tests/vllm/test_beside.py::test_beside_another_connector_prompts_in_chunks_and_weights_that_are_loaded_anew
+    tests/vllm/test_engine.py::test_beside_another_connector_prompts_in_chunks_and_weights_that_are_loaded_anew
 without vLLM's own prefix cache | --no-enable-prefix-caching | @beside | @real-vllm | OURS
-    tests/vllm/test_beside.py::test_without_a_prefix_cache_of_vllm_s_own_each_prompt_is_restored
+    tests/vllm/test_engine.py::test_without_a_prefix_cache_of_vllm_s_own_each_prompt_is_restored
 data parallel ranks that share a store | --data-parallel-size | @beside | @real-vllm | OURS
     tests/vllm/test_home.py::test_what_one_data_parallel_rank_stored_another_restores
 found by name, in vLLM | "kv_connector": "KVTideConnector" | docs/vllm.md: Quick start | @real-vllm | OURS
@@ -179,7 +179,7 @@ adapters, images and embeddings, in vLLM | LoRA | docs/vllm.md: When it loads, a
 how often states are kept | state_every_tokens | @vllm | tiny LFM2, random weights | OURS
     tests/engines/test_groups.py::test_states_are_kept_as_often_as_one_says
 prefill elsewhere, in vLLM | follow_s | @vllm | @real-vllm | OURS
-    tests/vllm/test_follow.py::test_engine_follows_another_and_computes_the_rest_where_the_link_is_cut
+    tests/vllm/test_streams.py::test_engine_follows_another_and_computes_the_rest_where_the_link_is_cut
 """,
     CELLS,
 )

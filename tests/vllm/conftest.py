@@ -120,6 +120,13 @@ def filled_store(engine: Any, tokens: list[int], tmp_path_factory: pytest.TempPa
     return store
 
 
+def offloading(**options: Any) -> dict[str, Any]:
+    """vLLM's own connector to a processor's memory; options: of its tiers."""
+    config = {"spec_name": "CpuTieringSpec", "spec_module_path": "kvtide_lab.vllm.cpu_offload", **options}
+    config["cpu_bytes_to_use"] = 256 << 20
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+
+
 def flip_bytes(store: Path) -> int:
     """Change a byte in every 64 KiB of every segment; return how many."""
     flipped = 0

@@ -1,4 +1,4 @@
-"""The connector in real vLLM with a real model: restart, faults while serving, soak."""
+"""The connector in real vLLM with a real model: restart, faults while serving, soak, beside other things of vLLM's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.servers import disk_arguments, server_process
-from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS, flip_bytes
+from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS, flip_bytes, offloading
 
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
 
@@ -204,3 +204,54 @@ def test_soak_on_a_full_disk_with_aborts_and_preemptions_leaks_nothing(
     assert stats["free_pages"] == stats["pages"]
     middle = len(sizes) // 2
     assert max(sizes[middle:]) <= 1.05 * max(sizes[1:middle])
+
+
+RESTORED = FULL_PAGES * PAGE_TOKENS
+# Five steps for the prompt.
+CHUNKED = {"max_num_batched_tokens": 512, "async_scheduling": True}
+
+
+def _beside_offloading(store: Path) -> dict[str, Any]:
+    """Return MultiConnector of kvtide and vLLM's own offloading."""
+    connectors = [kvtide_transfer(str(store), **FROM_DISK), offloading()]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+
+
+def test_beside_another_connector_prompts_in_chunks_and_weights_that_are_loaded_anew(
+    engine: Any, plain: Any, tokens: list[int], tmp_path: Path
+) -> None:
+    store, expected = tmp_path / "store", (plain["long"]["ids"], "length")
+    with engine(_beside_offloading(store), **CHUNKED) as process:
+
+        def ask() -> int:
+            answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
+            assert (answer["ids"], answer["finish"]) == expected
+            assert process.do("settle")["is_done"]
+            assert process.do("reset")["is_done"]
+            cached: int = answer["cached_tokens"]
+            return cached
+
+        assert [ask(), ask()] == [0, RESTORED]
+        assert process.do("check")["stats"]["blocks_loaded"] == RESTORED // PAGE_TOKENS
+        flip_bytes(store)
+        ask()
+        assert process.do("check")["stats"]["misses"].get("corrupt", 0) >= 1
+        # Nothing that was stored with the old weights is found with the new ones.
+        assert process.do("reload")["is_done"]
+        assert [ask(), ask()] == [0, RESTORED]
+
+
+def test_without_a_prefix_cache_of_vllm_s_own_each_prompt_is_restored(
+    engine: Any, plain: Any, tokens: list[int], filled_store: Path
+) -> None:
+    transfer = kvtide_transfer(str(filled_store), codec="lossless")
+    with engine(transfer, enable_prefix_caching=False, **CHUNKED) as process:
+        prompts = [{"ids": tokens[:PROMPT_TOKENS], "answer_tokens": ANSWER_TOKENS}] * 3
+        answers = process.generate(prompts)["answers"] + process.generate(prompts[:1])["answers"]
+    assert [each["ids"] for each in answers] == [plain["long"]["ids"]] * 4
+    assert [each["cached_tokens"] for each in answers] == [RESTORED] * 4

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from tests.families import EXACT, checkpoint, families
-from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
-from vllm.v1.kv_offload import config as offloading
+from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS, offloading
+from vllm.v1.kv_offload import config
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
@@ -24,14 +24,7 @@ CHUNK_BYTES = 4096
 
 
 def _transfer(store: Path) -> dict[str, Any]:
-    tier = {"type": "KVTideTier", "store": str(store)}
-    config = {
-        "spec_name": "CpuTieringSpec",
-        "spec_module_path": "kvtide_lab.vllm.cpu_offload",
-        "cpu_bytes_to_use": 256 << 20,
-        "secondary_tiers": [tier],
-    }
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+    return offloading(secondary_tiers=[{"type": "KVTideTier", "store": str(store)}])
 
 
 def test_restarted_engine_restores_what_its_own_tiering_gave_to_kvtide(
@@ -67,21 +60,21 @@ def test_python_hashes_are_pinned_as_vllms_chunk_names_need() -> None:
 
 def _tier(folder: Path, store: Path, ranks: int, *, is_canonical: bool) -> Any:
     """A tier of an engine with so many tensor-parallel ranks."""
-    parallel = offloading.OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, True)
-    config = offloading.OffloadingConfig(
-        groups=(offloading.OffloadingGroupConfig(16, ("a", "b"), 0),),
+    parallel = config.OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, True)
+    made = config.OffloadingConfig(
+        groups=(config.OffloadingGroupConfig(16, ("a", "b"), 0),),
         worker_kv_bytes_per_block=CHUNK_BYTES // ranks,
         enable_kv_cache_events=False,
         extra_config={},
         engine_id="e",
-        model=offloading.OffloadingModelConfig(str(folder), "float32"),
-        cache=offloading.OffloadingCacheConfig(16, 1),
+        model=config.OffloadingModelConfig(str(folder), "float32"),
+        cache=config.OffloadingCacheConfig(16, 1),
         parallel=parallel,
         canonical_layout=is_canonical,
         kv_cache_layout="LBHNC",
     )
     view = memoryview(cast(Any, np.zeros((2, CHUNK_BYTES), dtype=np.uint8)))
-    return KVTideTier(SimpleNamespace(config=config), view, "KVTideTier", store=str(store), fingerprint="f")
+    return KVTideTier(SimpleNamespace(config=made), view, "KVTideTier", store=str(store), fingerprint="f")
 
 
 def test_ranks_of_any_number_share_the_portable_order_and_no_other(tmp_path: Path) -> None:
