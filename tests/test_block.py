@@ -108,14 +108,6 @@ def test_one_full_group_is_the_longest_prefix() -> None:
     assert hit_of([[]], [0]) == Hit(0)
 
 
-def test_state_is_needed_at_the_end_alone() -> None:
-    assert hit_of([[True] * 4, [False, True, False, False]], [0, 1]) == Hit(2, 1)
-
-
-def test_window_may_have_lost_what_is_out_of_its_reach() -> None:
-    assert hit_of([[True] * 4, [False, False, True, True]], [0, 2]) == Hit(4)
-
-
 def test_groups_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="equally many"):
         hit_of([[True], [True, True]], [0, 0])

@@ -14,10 +14,9 @@ TESTS = Path(__file__).parent
 @pytest.mark.parametrize(
     ("module", "quick"),
     [
-        ("test_documents.py", True),
+        ("test_tidy.py", True),
         ("index/test_radix.py", True),
         ("test_newcomer.py", False),
-        ("test_site.py", False),
         ("deploy/test_manifests.py", False),
         ("e2e/test_demo.py", False),
     ],

@@ -23,22 +23,11 @@ def test_counts_survive_their_text() -> None:
     assert parse_decisions(decisions_text(every)) == dict.fromkeys(every, 10**9)
 
 
+NO_COUNTS = "load load:in_time load:in_time=0 load:in_time=-1 load:in_time=1e3 load:in_time=1, load:why=1 a:in_time=1"
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "load",
-        "load:in_time",
-        "load:in_time=0",
-        "load:in_time=-1",
-        "load:in_time=1e3",
-        "load:in_time=\u0663",
-        "load:in_time=1,",
-        "load:in_time=99999999999",
-        "load:in_time=1," * 99,
-        "load:why=1",
-        "a:in_time=1",
-    ],
+    "text", ["", *NO_COUNTS.split(), "load:in_time=\u0663", "load:in_time=99999999999", "load:in_time=1," * 99]
 )
 def test_text_that_is_no_counts_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"decisions take|expected choice|is not a valid"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.tier.pool.placement import SLOTS, Placement, PlacementKind, PoolMap, PoolServer, mix
+from kvtide.tier.pool.placement import Placement, PlacementKind, PoolMap, PoolServer, mix
 from kvtide.types import BlockKey
 from kvtide_lab.sim.pool import moved_share, next_map
 
@@ -97,17 +97,6 @@ def test_weights_are_shares() -> None:
 @pytest.mark.parametrize(("count", "bound"), [(8, 1.05), (13, 1.08), (100, 1.35)])
 def test_servers_get_about_the_same(count: int, bound: float) -> None:
     assert shares(Placement(pool(count, 1))).max() * count < bound
-
-
-def test_slots_of_a_server_are_those_that_it_owns() -> None:
-    placement = Placement(pool(5))
-    table = placement._table
-    assert table is not None
-    owned = [set(np.flatnonzero((table == position).any(axis=1)).tolist()) for position in range(5)]
-    assert sum(map(len, owned)) == 2 * SLOTS
-    for number in range(50):
-        for position in placement.owners(key(number)):
-            assert placement.slot(key(number)) in owned[position]
 
 
 def test_mix_is_one_to_one_on_structured_words() -> None:

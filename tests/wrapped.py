@@ -12,18 +12,15 @@ from kvtide_lab.wrapped import Sleep
 
 
 class Slow(WrappedTier):
-    """Takes `latency_s` for each verb and `bytes_s` for each second of transfer; None is as fast as the tier itself."""
+    """Takes `latency_s` for each verb."""
 
-    def __init__(self, tier: Tier, sleep: Sleep, latency_s: float = 0.0, bytes_s: float | None = None) -> None:
+    def __init__(self, tier: Tier, sleep: Sleep, latency_s: float) -> None:
         super().__init__(tier)
         self._sleep = sleep
         self._latency_s = latency_s
-        self._bytes_s = bytes_s
 
     def before(self, verb: str, size: int) -> None:
-        wait_s = self._latency_s + (size / self._bytes_s if self._bytes_s else 0.0)
-        if wait_s:
-            self._sleep(wait_s)
+        self._sleep(self._latency_s)
 
 
 class Faulty(WrappedTier):

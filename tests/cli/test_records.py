@@ -43,13 +43,6 @@ def test_invalidation_reaches_every_server_of_a_pool(servers: list[RunningServer
         assert server.records.generation("", object_id(1).namespace) == 5
 
 
-def test_alias_is_written_read_and_invalidated(servers: list[RunningServer]) -> None:
-    url = servers[0].url
-    assert run("record", "alias", "chat", SPACE, "--server", url).strip() == SPACE
-    assert json.loads(run("record", "alias", "chat", "--server", url, "--json"))["value"] == SPACE
-    assert "generation 1" in run("invalidate", "chat", "--server", url)
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -73,7 +66,8 @@ def test_records_are_backed_up_removed_and_restored(servers: list[RunningServer]
     file = str(tmp_path / "backup.json")
     run("record", "alias", "chat", SPACE, "--server", one.url)
     run("record", "profile", "p", "some text", "--server", one.url)
-    for _ in range(3):
+    assert "generation 1" in run("invalidate", "chat", "--server", one.url)
+    for _ in range(2):
         run("invalidate", SPACE, "--server", one.url)
     assert "3 records backed up" in run("record", "--backup", file, "--server", one.url)
     assert "removed" in run("record", "alias", "chat", "--remove", "--server", one.url)

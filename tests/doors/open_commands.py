@@ -95,9 +95,9 @@ vLLM beside its peers | kvtide-lab bench engine | @measure | @engines | OFFLOADI
 agents beside what a user would pick | kvtide-lab bench agents | @measure | @engines | OURS
     tests/lab/bench/test_agents_bench.py::test_rows_say_how_kvtide_stands_to_every_contender
 swaps beside computing | kvtide-lab bench offload | @measure | @machine | OFFLOADING
-    tests/lab/bench/test_offload_bench.py::test_swaps_are_measured_for_the_studys_shapes
+    tests/lab/bench/test_documents_bench.py::test_swaps_are_measured_for_the_studys_shapes
 all ways to offload, side by side | kvtide-lab bench offload | @measure | @engines | OFFLOADING
-    tests/lab/bench/test_offload_bench.py::test_second_table_has_medians_of_all_ways
+    tests/lab/bench/test_documents_bench.py::test_second_table_has_medians_of_all_ways
 items a second, measured | kvtide-lab bench prompts | @measure | @engines | PREFIX
     tests/lab/bench/test_documents_bench.py::test_frequent_prompts_are_found_and_new_ones_are_not
 completion by codec, hit and miss | kvtide-lab bench completion | @measure | @engines | ASCEND

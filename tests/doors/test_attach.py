@@ -158,8 +158,10 @@ def test_importance_reads_less_than_the_whole(real: Real, tmp_path: Path) -> Non
 
 
 @door("CacheGen's codec and its levels")
-def test_cachegen_has_levels(tiny_model: Any, tmp_path: Path) -> None:
-    fine, rough = (read_bytes(tiny_model, tmp_path / level, f"cachegen:{level}") for level in "14")
+@door("chunkwise codec")
+@pytest.mark.parametrize(("codec", "levels"), [("cachegen", "14"), ("chunkwise", "13")])
+def test_published_codecs_have_levels(codec: str, levels: str, tiny_model: Any, tmp_path: Path) -> None:
+    fine, rough = (read_bytes(tiny_model, tmp_path / level, f"{codec}:{level}") for level in levels)
     assert rough < fine < RAW_BYTES_MIN
 
 
@@ -172,12 +174,6 @@ def test_the_authors_snippet_is_a_codec(tiny_model: Any, tmp_path: Path) -> None
 def test_coder_of_the_published_codecs_is_chosen(tiny_model: Any, tmp_path: Path) -> None:
     rans, prefix = (read_bytes(tiny_model, tmp_path / coder, f"cachegen:2:{coder}") for coder in ("rans", "prefix"))
     assert rans != prefix and prefix < RAW_BYTES_MIN
-
-
-@door("chunkwise codec")
-def test_chunkwise_has_levels(tiny_model: Any, tmp_path: Path) -> None:
-    fine, rough = (read_bytes(tiny_model, tmp_path / level, f"chunkwise:{level}") for level in "13")
-    assert rough < fine < RAW_BYTES_MIN
 
 
 @door("never coarser than asked")

@@ -1,8 +1,9 @@
-"""Models whose cache is more than keys and values of one shape: windows, latents, states, and all of them together."""
+"""Models whose cache is more than keys and values of one shape: windows, latents, states; Gemma 3 as a real one."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import random
 from collections import Counter
 from pathlib import Path
@@ -14,13 +15,15 @@ from tests.families import EXACT, LOSSY, REFUSED, SUPPORT, TIDE, families, model
 
 from kvtide.cli.explain import Explanation, MatchVerdict, explain_prompt
 from kvtide.config import Limits
+from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide.engines.transformers import CachedModel, Impress, attach
 from kvtide.engines.transformers.fingerprint import NamespaceSettings
-from kvtide.engines.transformers.groups import cache_argument, groups_of
+from kvtide.engines.transformers.groups import groups_of
 from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind
 from kvtide.types import Namespace
 from kvtide.wire import parse_object
+from kvtide_lab.subjects import GEMMA, LoadedModel, gemma_file, subject
 
 BLOCK = 64
 ANSWER = 4
@@ -273,20 +276,6 @@ def test_families_of_full_attention_load_in_part(family: str, tmp_path: Path) ->
     assert cached.last.selected is not None and 0.25 <= cached.last.selected.tokens_share <= 1
 
 
-@pytest.mark.parametrize("family", WITH_STATES)
-def test_two_passes_over_a_family_with_states_are_one(family: str) -> None:
-    model, prompt = model_of(family), prompt_of(200)
-    from transformers import DynamicCache
-
-    with torch.inference_mode():
-        one = model(prompt).logits[0, -1]
-        given: dict[str, Any] = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
-        model(prompt[:, :BLOCK], **given)
-        model(prompt[:, BLOCK:130], **given)
-        two = model(prompt[:, 130:], **given).logits[0, -1]
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-3)
-
-
 def tensors_of(past: Any) -> list[torch.Tensor]:
     """Return all that a cache holds."""
     found: list[torch.Tensor] = []
@@ -363,3 +352,36 @@ def test_faulty_reads_of_a_group_never_give_a_wrong_tensor(
             else:
                 assert not found or all(map(torch.equal, found, good))
     assert outcomes[True] and outcomes[False]
+
+
+WINDOW = 512
+
+
+@pytest.fixture(scope="module")
+def gemma() -> LoadedModel:
+    try:
+        return subject(GEMMA)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def test_its_four_parts_make_one_file(gemma: LoadedModel) -> None:
+    data = gemma_file().read_bytes()
+    assert (data[:4], len(data)) == (b"GGUF", 253113024)
+    digest = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+    assert hashlib.sha256(data).hexdigest() == digest
+    assert gemma.tokenize("\n\nThe capital")[0] == 2
+
+
+# Around the window, at a block's border and behind it.
+@pytest.mark.parametrize("tokens", [WINDOW, WINDOW + 130, 2 * WINDOW + 1])
+@pytest.mark.usefixtures("unhurried", "one_thread")
+def test_a_restart_answers_as_the_model_does(gemma: LoadedModel, tmp_path: Path, tokens: int) -> None:
+    prompt = torch.tensor([gemma.tokenize(evaluation_texts()[0].content)[:tokens]])
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = gemma.model.generate(prompt, **settings)
+    for restored in (0, (tokens - 1) // 64 * 64):
+        with attach(gemma.model, tmp_path, block_tokens=64, codec="lossless") as cached:
+            assert torch.equal(cached.generate(prompt, **settings), plain)
+            assert cached.last is not None and cached.last.hit_tokens == restored
+            assert cached.flush(60)

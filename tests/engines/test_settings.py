@@ -44,6 +44,10 @@ KERNELS: dict[str, object] = {"device_kernels": True}
         ({"store": "memory://", "device_multiprocessors": 8}, "device_multiprocessors .* needs device_kernels"),
         ({"store": "memory://", "device_bytes_max": 1 << 30}, "device_bytes_max .* needs device_kernels"),
         ({"store": "memory://", "device_kernels": "yes"}, "device_kernels"),
+        ({"store": "memory://", "start_within_s": -1.0}, r">= 0.0 - at `\$.start_within_s`"),
+        ({"store": "memory://", "quality": 0.1}, "needs start_within_s"),
+        ({"store": "memory://", "start_within_s": 1.0, "quality": float("nan")}, r">= 0.0 - at `\$.quality`"),
+        ({"store": "memory://", "start_within_s": 1.0, "load": "layers"}, "load must be auto or async"),
     ],
 )
 def test_bad_options_are_refused_with_their_name(options: dict[str, object], complaint: str) -> None:

@@ -33,6 +33,7 @@ from kvtide.wire import pack_object
 from kvtide_lab.judge.quality import capture_blocks
 
 SPEED = PrefillSpeed(500.0)
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
 class SlowPrefill(StreamedPrefill):
@@ -52,6 +53,21 @@ class EndlessPrefill(SlowPrefill):
     """Takes longer than any load here, also on a busy machine."""
 
     pass_s = 60.0
+
+
+class NotingPrefill(StreamedPrefill):
+    """Notes what it computed to the end, and what for nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.passes: list[tuple[int, int]] = []
+        self.stopped_tokens = 0
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        is_computed = super().compute(start, stop, is_wanted)
+        self.passes += [(start, stop)] if is_computed else []
+        self.stopped_tokens += 0 if is_computed else stop - start
+        return is_computed
 
 
 class Stored:
@@ -87,10 +103,10 @@ class Stored:
 
     def answer(self, engine: StreamedPrefill) -> torch.Tensor:
         prompt = torch.tensor([self.ids])
-        return self.model.generate(prompt, past_key_values=engine.past, max_new_tokens=12, do_sample=False)
+        return self.model.generate(prompt, past_key_values=engine.past, **GREEDY)
 
     def plain_answer(self) -> torch.Tensor:
-        return self.model.generate(torch.tensor([self.ids]), max_new_tokens=12, do_sample=False)
+        return self.model.generate(torch.tensor([self.ids]), **GREEDY)
 
 
 @pytest.fixture
@@ -113,18 +129,11 @@ def test_both_ends_together_give_the_plain_answer(stored: Stored, bytes_per_s: f
     engine, report, _ = stored.load(source, LoadRequest(SPEED, 0.0))
     assert report.tokens == 96
     assert engine.past.get_seq_length() == 96
-    assert torch.allclose(_keys(engine), _keys(_computed(stored)), atol=1e-5)
+    computed = StreamedPrefill(stored.model, stored.ids, stored.layout)
+    assert computed.compute(0, 96, lambda: True)
+    for one, other in zip(engine.past.layers, computed.past.layers, strict=True):
+        assert torch.allclose(one.keys, other.keys, atol=1e-5)
     assert torch.equal(stored.answer(engine), stored.plain_answer())
-
-
-def _computed(stored: Stored) -> StreamedPrefill:
-    engine = StreamedPrefill(stored.model, stored.ids, stored.layout)
-    assert engine.compute(0, 96, lambda: True)
-    return engine
-
-
-def _keys(engine: StreamedPrefill) -> torch.Tensor:
-    return torch.stack([layer.keys for layer in engine.past.layers])
 
 
 def test_without_anything_stored_the_engine_computes_meanwhile(stored: Stored) -> None:
@@ -136,31 +145,33 @@ def test_without_anything_stored_the_engine_computes_meanwhile(stored: Stored) -
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
-def test_link_known_to_be_too_slow_is_left_alone(stored: Stored) -> None:
-    judge = Judge()
+@pytest.mark.parametrize(("deadline_s", "is_slow"), [(1.0, True), (0.0, False)])
+def test_link_known_to_be_too_slow_is_left_alone(stored: Stored, deadline_s: float, is_slow: bool) -> None:
+    judge, prefill = Judge(), SlowPrefill if is_slow else NotingPrefill
     judge.link.estimator.add(10, 0.0, 1.0)
     source = MadeSource(stored.objects)
-    engine, report, access = stored.load(source, LoadRequest(PrefillSpeed(1e5), 1.0), judge, SlowPrefill)
-    assert report.decision.way is Way.RECOMPUTE
-    assert access.decisions.counts() == {Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 96}
-    assert report.received_bytes == 0
+    engine, report, access = stored.load(source, LoadRequest(PrefillSpeed(1e5), deadline_s), judge, prefill)
+    assert (report.fetch, report.received_bytes) == (None, 0)
+    if is_slow:
+        assert report.decision.way is Way.RECOMPUTE
+        assert access.decisions.counts() == {Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 96}
+    else:
+        # What was under way when the headers came goes on.
+        assert engine.stopped_tokens == 0
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
-def test_source_that_dies_leaves_the_rest_to_the_engine(stored: Stored) -> None:
-    engine, report, _ = stored.load(MadeSource(stored.objects, cut_bytes=3000), LoadRequest(SPEED, 0.0))
+@pytest.mark.parametrize("fault", ["the source dies", "a block is damaged"])
+def test_what_does_not_come_is_computed(stored: Stored, fault: str) -> None:
+    objects = dict(stored.objects)
+    if fault == "a block is damaged":
+        data = objects[stored.metas[4].id]
+        objects[stored.metas[4].id] = data[:-1] + bytes([data[-1] ^ 1])
+        engine, report, _ = stored.load(MadeSource(objects), LoadRequest(SPEED, 0.0), prefill=SlowPrefill)
+        assert report.fetch.faults <= 1
+    else:
+        engine, report, _ = stored.load(MadeSource(objects, cut_bytes=3000), LoadRequest(SPEED, 0.0))
     assert report.tokens == 96
-    assert torch.equal(stored.answer(engine), stored.plain_answer())
-
-
-def test_damaged_block_is_computed(stored: Stored) -> None:
-    object_id = stored.metas[4].id
-    data = bytearray(stored.objects[object_id])
-    data[-1] ^= 1
-    source = MadeSource({**stored.objects, object_id: bytes(data)})
-    engine, report, _ = stored.load(source, LoadRequest(SPEED, 0.0), prefill=SlowPrefill)
-    assert report.tokens == 96
-    assert report.fetch.faults <= 1
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
@@ -227,14 +238,14 @@ def test_generate_streams_what_is_not_here_which_is_here_for_the_next_call(
     monkeypatch.setattr("kvtide.engines.transformers.cached.StreamedPrefill", EndlessPrefill)
     source = stored_elsewhere(stored, tmp_path / "far")
     with attached(source) as cached:
-        first = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        first = cached.generate(torch.tensor([stored.ids]), **GREEDY)
         # Slow as computing is here, what is stored elsewhere comes over the link.
         assert cached.last is not None and cached.last.streamed is not None and cached.last.hit_tokens == 96
         assert cached.last.streamed.fetch is not None and cached.last.streamed.stored_tokens > 0
         assert cached.cache.access.backfill.flush(10)
         assert cached.cache.flush(10)
         source.objects.clear()
-        second = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        second = cached.generate(torch.tensor([stored.ids]), **GREEDY)
         decided = parse_decisions(cached.cache.stats().decisions)
     assert torch.equal(first, stored.plain_answer()) and torch.equal(second, first)
     assert cached.last.streamed is None
@@ -244,9 +255,9 @@ def test_generate_streams_what_is_not_here_which_is_here_for_the_next_call(
 
 def test_generate_computes_and_stores_what_is_nowhere(stored: Stored, attached: Callable[..., CachedModel]) -> None:
     with attached(MadeSource({})) as cached:
-        first = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        first = cached.generate(torch.tensor([stored.ids]), **GREEDY)
         assert cached.cache.flush(10)
-        second = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        second = cached.generate(torch.tensor([stored.ids]), **GREEDY)
     assert torch.equal(first, stored.plain_answer())
     assert torch.equal(second, first)
     assert cached.last is not None and cached.last.streamed is None
@@ -259,23 +270,8 @@ def test_fault_of_streaming_never_fails_the_model(stored: Stored, attached: Call
             raise RuntimeError("a bug")
 
     with attached(Broken({})) as cached:
-        answer = cached.generate(torch.tensor([stored.ids]), max_new_tokens=12, do_sample=False)
+        answer = cached.generate(torch.tensor([stored.ids]), **GREEDY)
     assert torch.equal(answer, stored.plain_answer())
-
-
-class NotingPrefill(StreamedPrefill):
-    """Notes what it computed to the end, and what for nothing."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.passes: list[tuple[int, int]] = []
-        self.stopped_tokens = 0
-
-    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
-        is_computed = super().compute(start, stop, is_wanted)
-        self.passes += [(start, stop)] if is_computed else []
-        self.stopped_tokens += 0 if is_computed else stop - start
-        return is_computed
 
 
 def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
@@ -291,18 +287,6 @@ def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
     # Half of it, as the link may begin at any moment, and then as much again.
     assert engine.passes == [(0, 48), (48, 96)]
     assert (report.computed_tokens, engine.stopped_tokens) == (96, 0)
-    assert torch.equal(stored.answer(engine), stored.plain_answer())
-
-
-def test_where_loading_loses_nothing_is_loaded_or_computed_twice(stored: Stored) -> None:
-    judge = Judge()
-    judge.link.estimator.add(10, 0.0, 1.0)
-    engine, report, _access = stored.load(
-        MadeSource(stored.objects), LoadRequest(PrefillSpeed(1e5), 0.0), judge, NotingPrefill
-    )
-    assert (report.fetch, report.received_bytes) == (None, 0)
-    # What was under way when the headers came goes on.
-    assert engine.stopped_tokens == 0
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 

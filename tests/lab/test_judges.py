@@ -88,19 +88,9 @@ def test_exact_mixture_loses_nothing_and_a_rough_passage_is_felt_by_its_copy(sub
     assert all(size == sorted(size) for size in judge.sizes) and len(judge.sizes) == 8
 
 
-class Stopped(Exception):
-    pass
-
-
 def test_bench_goes_on_from_its_file_beside_the_law_of_the_profile(
     subject: PositionSubject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(step: str, done: int, total: int) -> None:
-        if done:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        position.run(subject, position.partial_of(subject, tmp_path / "partial"), stop)
     result = position.run(subject, position.partial_of(subject, tmp_path / "partial"), lambda *_: None)
     assert {row.texts for row in result.rows} == {2}
     law = subject.codec.law

@@ -34,12 +34,6 @@ def test_share_of_the_blocks_is_written_with_a_percent_sign(trace_file: Path) ->
     assert [row["capacity_blocks"] for row in report["rows"]] == [report["unique_blocks"] // 2] * 3 + [3] * 3
 
 
-def test_compare_shows_every_policy(trace_file: Path) -> None:
-    result = CliRunner().invoke(app, ["trace", str(trace_file), "--compare"])
-    assert result.exit_code == 0
-    assert all(policy in result.stdout for policy in ("lru", "reuse", "s3fifo", "belady"))
-
-
 def test_prompts_prints_both_figures() -> None:
     report = json.loads(CliRunner().invoke(app, ["prompts", "--json"]).stdout)
     assert len(report["rows"]) == 10
@@ -114,11 +108,6 @@ def test_rows_have_what_they_promise(tmp_path: Path) -> None:
     assert list(dict.fromkeys(row["link"] for row in report["rows"])) == ["ar1", "a.down", "b.csv"]
     assert {"cachegen", "two-ended", "oracle"} <= {row["policy"] for row in report["rows"]}
     assert report["setup"]["context_tokens"] == [9600]
-
-
-def test_table_is_for_people() -> None:
-    result = CliRunner().invoke(app, ["stream", "--link", "constant", "--policy", "two-ended", *FAST])
-    assert result.exit_code == 0 and "two-ended" in result.stdout
 
 
 def test_traces_keep_their_own_mean_if_asked(tmp_path: Path) -> None:

@@ -26,15 +26,6 @@ class TestThatDoNothing(TierSuite):
         tier.close()
 
 
-def test_slow_tier_takes_latency_and_bandwidth(clock: ManualClock) -> None:
-    tier, started_s = Slow(memory(), clock.advance, latency_s=2.0, bytes_s=500.0), clock.monotonic_s()
-    tier.open()
-    tier.put_from(object_id(1), object_bytes(1))
-    assert clock.monotonic_s() - started_s == pytest.approx(2.0 + 1000 / 500)
-    tier.contains(object_id(1))
-    assert clock.monotonic_s() - started_s == pytest.approx(6.0)
-
-
 def test_counting_tier_counts_calls_and_bytes_that_moved() -> None:
     tier = Counting(memory())
     tier.open()

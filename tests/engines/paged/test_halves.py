@@ -60,6 +60,13 @@ def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Engine
 PROMPT = list(range(3 * BLOCK + 3))
 
 
+@pytest.fixture
+def second(engines: Engines) -> ToyEngine:
+    """An engine on a store that another one has filled with the prompt."""
+    engines().compute("a", PROMPT)
+    return engines()
+
+
 def test_memory_is_there_before_blocks_need_it(open_cache: Callable[..., Cache], tmp_path: Path) -> None:
     room = 64 << 20
     cache = open_cache(str(tmp_path), memory_bytes_max=room)
@@ -91,9 +98,7 @@ def test_memory_that_can_not_be_had_is_a_fault_of_the_cache_alone(
     assert not unhandled
 
 
-def test_another_engine_restores_every_full_block(engines: Engines) -> None:
-    engines().compute("a", PROMPT)
-    second = engines()
+def test_another_engine_restores_every_full_block(second: ToyEngine) -> None:
     hit, pages, failed = second.load("b", PROMPT)
     assert (hit, failed) == (3 * BLOCK, set())
     restored = held(second, pages)
@@ -243,9 +248,7 @@ def test_last_token_of_a_prompt_is_never_loaded(engines: Engines) -> None:
     assert engine.ask("b", PROMPT[: 2 * BLOCK + 1]) == 2 * BLOCK
 
 
-def test_load_starts_behind_what_the_engine_has(engines: Engines) -> None:
-    engines().compute("a", PROMPT)
-    second = engines()
+def test_load_starts_behind_what_the_engine_has(second: ToyEngine) -> None:
     hit, pages, failed = second.load("b", PROMPT, computed=BLOCK + PAGE_TOKENS)
     assert (hit, failed) == (2 * BLOCK - PAGE_TOKENS, set())
     restored = held(second, pages)
@@ -253,9 +256,7 @@ def test_load_starts_behind_what_the_engine_has(engines: Engines) -> None:
     assert np.array_equal(restored[:, :, 2 * BLOCK : 3 * BLOCK], block_of(PROMPT, 2))
 
 
-def test_deleted_block_fails_its_pages_and_is_forgotten(engines: Engines) -> None:
-    engines().compute("a", PROMPT)
-    second = engines()
+def test_deleted_block_fails_its_pages_and_is_forgotten(second: ToyEngine) -> None:
     blocks = list(second.scheduler.cache.tiers.objects())
     assert len(blocks) == 3
     second.ask("x", PROMPT)
@@ -275,9 +276,7 @@ def test_private_store_counts_what_was_ordered(engines: Engines) -> None:
     assert engine.ask("b", PROMPT) == 3 * BLOCK
 
 
-def test_finished_request_ends_its_load_and_nothing_is_written_later(engines: Engines) -> None:
-    engines().compute("a", PROMPT)
-    second = engines()
+def test_finished_request_ends_its_load_and_nothing_is_written_later(second: ToyEngine) -> None:
     gate, tiers = threading.Event(), second.worker.cache.tiers
     read = tiers.get_into
     tiers.get_into = lambda *arguments: (gate.wait(5), read(*arguments))[1]  # type: ignore[method-assign]
@@ -307,9 +306,7 @@ def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Engine
     gate.set()
 
 
-def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Engines) -> None:
-    engines().compute("a", PROMPT)
-    second = engines()
+def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(second: ToyEngine) -> None:
     second.scheduler.cache.judge = Judge(0.05)
     gate, tiers = threading.Event(), second.worker.cache.tiers
     tiers.get_into = lambda *arguments: gate.wait(5) and None  # type: ignore[method-assign]
@@ -320,9 +317,7 @@ def test_request_is_not_made_to_wait_twice_by_a_store_that_hangs(engines: Engine
     gate.set()
 
 
-def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Engines) -> None:
-    engines().compute("a", PROMPT)
-    second = engines()
+def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(second: ToyEngine) -> None:
     hit = second.ask("b", PROMPT)
     pages = second.pages(len(PROMPT) + BLOCK)
     assert hit
@@ -353,9 +348,7 @@ def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(engines: Eng
     second.worker.ended([], is_idle=False)
 
 
-def test_layers_are_waited_for_one_by_one(engines: Engines) -> None:
-    engines().compute("a", PROMPT)
-    second = engines()
+def test_layers_are_waited_for_one_by_one(second: ToyEngine) -> None:
     hit = second.ask("b", PROMPT)
     assert hit
     pages = second.pages(len(PROMPT))
@@ -436,12 +429,6 @@ def test_reset_serves_nothing_that_was_stored_before(engines: Engines) -> None:
     assert engine.ask("d", PROMPT) == 3 * BLOCK
 
 
-def test_store_of_another_number_of_shards_is_a_miss(engines: Engines) -> None:
-    engines().compute("a", PROMPT)
-    second = engines(shards=2)
-    assert second.ask("b", PROMPT) == 0
-
-
 def test_block_counts_only_if_every_shard_has_it(engines: Engines) -> None:
     engine = engines(shards=2)
     engine.compute("a", PROMPT)
@@ -464,9 +451,7 @@ def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Engines
     gate.set()
 
 
-def test_hint_of_a_request_reaches_what_evicts(engines: Engines) -> None:
-    engines().compute("a", PROMPT)
-    second = engines()
+def test_hint_of_a_request_reaches_what_evicts(second: ToyEngine) -> None:
     cache = second.worker.cache
     options = RequestOptions(hint=Hint("talk", retain_s=60.0))
     for _ in range(2):

@@ -106,20 +106,6 @@ def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Call
     assert engine.ask("b") == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"start_within_s": -1.0}, r">= 0.0 - at `\$.start_within_s`"),
-        ({"quality": 0.1}, "needs start_within_s"),
-        ({"start_within_s": 1.0, "quality": float("nan")}, r">= 0.0 - at `\$.quality`"),
-        ({"start_within_s": 1.0, "load": "layers"}, "load must be auto or async"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, object], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        ConnectorSettings.parse({"store": "memory://", **options})
-
-
 def test_request_that_wants_nothing_stored_leaves_no_block_and_one_that_wants_nothing_loaded_computes(
     engine_at: Callable[[float], LineEngine],
 ) -> None:

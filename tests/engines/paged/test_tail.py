@@ -30,6 +30,7 @@ from kvtide.store import Cache
 from kvtide.types import Namespace
 
 PIECE = 2
+TOKENS = list(range(30))
 
 
 class TailEngine(ToyEngine):
@@ -90,19 +91,17 @@ def test_tail_of_a_prompt_is_restored_bit_for_bit_after_a_restart(
 
 
 def test_without_the_option_whole_blocks_alone_are_restored(tails: Tails) -> None:
-    tokens = list(range(30))
-    tails().compute("a", tokens[:22])
+    tails().compute("a", TOKENS[:22])
     second = tails(0)
-    assert second.load("b", tokens)[0] == 16
+    assert second.load("b", TOKENS)[0] == 16
 
 
 def test_tail_ends_where_another_prompt_differs(tails: Tails) -> None:
-    tokens = list(range(30))
-    tails().compute("a", tokens[:22])
+    tails().compute("a", TOKENS[:22])
     second = tails()
-    hit, pages, _ = second.load("b", [*tokens[:19], 900, *tokens[20:]])
+    hit, pages, _ = second.load("b", [*TOKENS[:19], 900, *TOKENS[20:]])
     assert hit == 18
-    assert np.array_equal(held(second, pages)[:, :, :18], expected(tokens, 18))
+    assert np.array_equal(held(second, pages)[:, :, :18], expected(TOKENS, 18))
 
 
 def test_same_tail_behind_another_block_is_another_tail(tails: Tails) -> None:
@@ -119,38 +118,35 @@ def test_same_tail_behind_another_block_is_another_tail(tails: Tails) -> None:
 
 
 def test_what_the_engine_has_by_itself_is_not_loaded_again(tails: Tails) -> None:
-    tokens = list(range(30))
-    tails().compute("a", tokens[:23])
+    tails().compute("a", TOKENS[:23])
     second = tails()
-    hit, pages, failed = second.load("b", tokens, computed=20)
+    hit, pages, failed = second.load("b", TOKENS, computed=20)
     assert (hit, failed) == (2, set())
-    assert np.array_equal(held(second, pages)[:, :, 20:22], expected(tokens, 22)[:, :, 20:])
+    assert np.array_equal(held(second, pages)[:, :, 20:22], expected(TOKENS, 22)[:, :, 20:])
     assert not held(second, pages)[:, :, :20].any()
 
 
 def test_lost_piece_has_its_page_computed_and_is_not_promised_again(tails: Tails) -> None:
-    tokens = list(range(30))
     first = tails()
-    first.compute("a", tokens[:22])
+    first.compute("a", TOKENS[:22])
     second = tails()
-    second.ask("b", tokens)
+    second.ask("b", TOKENS)
     lost = second.scheduler._sequences["b"].offered[1]
     second.finish("b")
     second.worker.cache.tiers.delete(lost.ids[0], "removed")
-    hit, pages, failed = second.load("c", tokens)
+    hit, pages, failed = second.load("c", TOKENS)
     second.finish("c")
     assert hit == 22
     assert failed == set(pages[4:6])
-    assert np.array_equal(held(second, pages)[:, :, :16], expected(tokens, 16))
-    assert second.load("d", tokens)[0] == 18
+    assert np.array_equal(held(second, pages)[:, :, :16], expected(TOKENS, 16))
+    assert second.load("d", TOKENS)[0] == 18
 
 
 def test_rest_of_a_page_is_left_as_it_is(tails: Tails) -> None:
-    tokens = list(range(30))
-    tails().compute("a", tokens[:18])
+    tails().compute("a", TOKENS[:18])
     second = tails()
-    assert second.ask("b", tokens) == 18
-    pages = second.pages(len(tokens))
+    assert second.ask("b", TOKENS) == 18
+    pages = second.pages(len(TOKENS))
     own = token_values([7], 0)
     second.pool.scatter_tokens(own, pages[4], 3)
     second.scheduler.allocated("b", pages, 18)
@@ -160,24 +156,22 @@ def test_rest_of_a_page_is_left_as_it_is(tails: Tails) -> None:
 
 
 def test_prompt_stores_its_tail_once_and_answers_store_none(tails: Tails) -> None:
-    tokens = list(range(30))
     one = tails()
-    one.ask("a", tokens[:20])
+    one.ask("a", TOKENS[:20])
     pages = one.pages(30)
     found = [
-        one.step(ScheduledRequest("a", tokens[:stop], stop, lambda: pages)).stores for stop in (12, 20, 21, 23, 25, 30)
+        one.step(ScheduledRequest("a", TOKENS[:stop], stop, lambda: pages)).stores for stop in (12, 20, 21, 23, 25, 30)
     ]
     kinds = [["tail" if order.is_tail else "block" for order in each] for each in found]
     assert kinds == [["block"], ["block", "tail", "tail"], [], [], ["block"], []]
 
 
 def test_what_is_computed_on_top_of_rough_blocks_has_no_tail_either(tails: Tails) -> None:
-    tokens = list(range(30))
     one = tails()
-    one.ask("a", tokens[:20])
+    one.ask("a", TOKENS[:20])
     one.scheduler.heard(WorkerReport(0, (), (), (), rough=("a",)))
     pages = one.pages(30)
-    assert one.step(ScheduledRequest("a", tokens[:20], 20, lambda: pages)).stores == ()
+    assert one.step(ScheduledRequest("a", TOKENS[:20], 20, lambda: pages)).stores == ()
 
 
 def test_pieces_of_another_size_or_of_blocks_have_other_names() -> None:

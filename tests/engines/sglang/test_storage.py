@@ -146,6 +146,8 @@ def test_bad_calls_and_options_are_refused(backends: Callable[..., Any]) -> None
         backends(load="layers")
     with pytest.raises(ValueError, match="lossless"):
         backends(codec="chunkwise:1")
+    with pytest.raises(ValueError, match="prefill_tokens_per_s"):
+        backends(prefill_tokens_per_s=-1.0)
 
 
 def test_pages_that_come_slower_than_they_are_computed_are_left_alone(backends: Callable[..., Any]) -> None:
@@ -164,8 +166,3 @@ def test_pages_that_come_slower_than_they_are_computed_are_left_alone(backends: 
         # A page by itself is there all the same.
         assert backend.exists("a")
         backend.close()
-
-
-def test_a_negative_speed_is_refused(backends: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="prefill_tokens_per_s"):
-        backends(prefill_tokens_per_s=-1.0)

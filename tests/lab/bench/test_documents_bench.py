@@ -1,4 +1,4 @@
-"""The prefix report's and the CacheGen notes' tables without engines: what is asked, and what the rows say."""
+"""The tables of the prefix report, the CacheGen notes and the offloading study: engines are made up, swaps are real."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from kvtide_lab.bench import completion, prompts
+from kvtide_lab.bench import completion, offload, prompts
 from kvtide_lab.bench.completion import CODECS, LOCAL, CompletionSize
+from kvtide_lab.bench.offload import MODELS
 from kvtide_lab.bench.prompts import PROMPT_TOKENS, PromptsSize
 
 SIZE = PromptsSize(requests=10, frequent=1, probabilities=(0.0, 1.0))
 
 
 class _Engine:
-    """Computes for a second, finds what its store has in a quarter of one. `stores`: by codec, outlives engines."""
+    """Computes for a second; finds what its store has in a quarter of one, what vLLM itself keeps in an eighth.
+
+    stores: by transfer, outlive engines.
+    """
 
     stores: dict[str, set[tuple[int, ...]]]
 
     def __init__(self, transfer: dict[str, Any] | None, options: dict[str, Any]) -> None:
-        codec = (transfer or {}).get("kv_connector_extra_config", {}).get("codec", "")
-        self.codec = codec
+        self.codec = (transfer or {}).get("kv_connector_extra_config", {}).get("codec", "")
+        self.hit_s = 0.125 if options.get("enable_prefix_caching") else 0.25
         is_kept = bool(transfer) or options["enable_prefix_caching"]
-        self.seen = self.stores.setdefault(str(transfer), set()) if is_kept else None
+        self.seen = self.stores.setdefault(f"{transfer} {options}", set()) if is_kept else None
 
     def __enter__(self) -> _Engine:
         return self
@@ -33,12 +38,21 @@ class _Engine:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def open(self) -> None:
+        pass
+
+    close = open
+
     def ask(self, ids: Any, answer_tokens: int) -> dict[str, Any]:
         is_known = self.seen is not None and tuple(ids) in self.seen
         if self.seen is not None:
             self.seen.add(tuple(ids))
         encode_s = 0.5 if self.codec == "cachegen:2" else 0.0
-        return {"ids": [1], "cached_tokens": len(ids) * is_known, "seconds": 0.25 if is_known else 1.0 + encode_s}
+        return {"ids": [1], "cached_tokens": len(ids) * is_known, "seconds": self.hit_s if is_known else 1.0 + encode_s}
+
+    def ask_timed(self, ids: Any, answer_tokens: int) -> float:
+        seconds: float = self.ask(ids, answer_tokens)["seconds"]
+        return seconds
 
     def do(self, verb: str) -> dict[str, Any]:
         loaded = 100.0 if self.codec == "raw" else 25.0
@@ -94,3 +108,33 @@ def test_completion_is_measured_on_hits_and_on_misses_of_every_codec(engine: Any
 def test_short_text_is_refused() -> None:
     with pytest.raises(ValueError, match="must have"):
         completion.run(_Engine, "model", range(10), 1.0, completion.QUICK, lambda *step: None)  # type: ignore[arg-type]
+
+
+def test_swaps_are_measured_for_the_studys_shapes() -> None:
+    # A layer that computes less keeps as much.
+    smallest = [replace(shape, hidden=128, mlp=256) for shape in MODELS if shape.kv_heads == 2]
+    result = offload.run("cpu", smallest, lambda step, done, total: None, size=offload.OffloadSize(swap_repeats=1))
+    (row,) = result.swaps
+    assert (row.layers, row.kv_heads, row.head_dim) == (36, 2, 128)
+    # 8,192 tokens of 36 layers, K and V, two heads of 128 values of two bytes.
+    assert row.gb == pytest.approx(8192 * 36 * 2 * 2 * 128 * 2 / 1e9)
+    assert min(row.prefill_s.median, row.swap_in_s.median, row.swap_out_s.median) > 0
+    assert result.throughput == []
+
+
+def test_second_table_has_medians_of_all_ways(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "EngineProcess", engine)
+    size = offload.OffloadSize(prompts=2, prompt_tokens=10, answers=(2, 4))
+    result = offload.run("cpu", [], lambda step, done, total: None, engine, range(100), size)
+    assert [row.answer_tokens for row in result.throughput] == [2, 4]
+    row = result.throughput[0]
+    assert (row.naive.median, row.prefix_caching_2.median, row.offload_prefix_2.median) == (1.0, 8.0, 8.0)
+    assert (row.offload_1.median, row.offload_2.median, row.overhead_s.median) == (1.0, 4.0, 0.125)
+
+
+def test_text_that_is_too_short_is_refused() -> None:
+    def start(**arguments: object) -> Any:
+        raise AssertionError("no engine is started for a text that does not do")
+
+    with pytest.raises(ValueError, match="tokens, got 10"):
+        offload.run("cpu", [], lambda step, done, total: None, start, range(10))

@@ -92,11 +92,6 @@ def test_score_keeps_what_is_important_where_uses_are_equal() -> None:
     assert rows["score"].fast_important_ratio > max(rows["lru"].fast_important_ratio, rows["lfu"].fast_important_ratio)
 
 
-def test_stack_repeats() -> None:
-    first, second = (stack.run(True, stack.synthetic_trace(100)).rows for _ in range(2))
-    assert first == second
-
-
 def test_trace_files_are_read(tmp_path: Path) -> None:
     rows = [(0, [7, 9]), (1, [7]), (2, [7, 8])]
     (tmp_path / "trace").write_text("".join(f'{{"timestamp": {at}, "hash_ids": {ids}}}\n' for at, ids in rows))
