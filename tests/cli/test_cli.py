@@ -1,9 +1,11 @@
-"""`kvtide` on a store on disk: what it says of odd objects, and of mistakes."""
+"""`kvtide`: what it says of odd objects and of mistakes, before a demo and before it serves."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +20,16 @@ from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
 from kvtide.cli.app import app
+from kvtide.cli.demo import rate_bits_s
 from kvtide.clock import SystemClock
 from kvtide.importance import UseRecord, record_id
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.plan import JudgeRecord
+from kvtide.server.settings import read_settings
 from kvtide.store.notes import USES_CODEC, write_judge, write_note
+from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.disk import DiskTier
+from kvtide.tier.http.tier import http_tier
 
 
 def run(*words: Any) -> subprocess.CompletedProcess[str]:
@@ -136,3 +142,91 @@ def test_doctor_names_a_store_that_is_a_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--store", str(tmp_path / "file")])
     assert result.exit_code == 1
     assert "not a directory" in result.stdout
+
+
+@pytest.mark.parametrize("words", ["--codec zip", "--store memory://", "--link fast", "--link 20mbit --codec zip"])
+def test_bad_choices_are_refused_before_any_work(words: str, tmp_path: Path) -> None:
+    store = [] if "--store" in words else ["--store", tmp_path / "new/store"]
+    refused("demo", *words.split(), *store)
+    assert not list(tmp_path.iterdir())
+
+
+def test_short_prefix_is_refused() -> None:
+    assert CliRunner().invoke(app, ["demo", "--prefix-tokens", "10"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("5mbit", 5e6), ("200mbit", 2e8), ("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("1mbit", 1e6)]
+)
+def test_rate_is_bits_a_second(text: str, rate: float) -> None:
+    assert rate_bits_s(text) == rate
+
+
+@pytest.mark.parametrize(
+    "text", ["", "20", "20mb", "-5mbit", "0mbit", "0.5mbit", "101gbit", "nanmbit", "1e9", "5 mbit"]
+)
+def test_other_rates_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="as 20mbit or 1gbit, got"):
+        rate_bits_s(text)
+
+
+# Whoever starts the tests in the background may have them ignore an interrupt, which children inherit.
+STOPPED = """
+import signal
+import sys
+from pathlib import Path
+from kvtide.cli.demo import limited_server
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with limited_server(Path(sys.argv[1]), 2e7) as url:
+    print(url, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_server_ends_with_a_demo_that_is_told_to(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True) as demo:
+        assert demo.stdout is not None and demo.stdout.readline().startswith("http://127.0.0.1:")
+        [server] = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
+        demo.send_signal(number)
+        assert demo.wait(30) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(server), 0)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--listen nowhere",
+        "--listen 0.0.0.0:7421",
+        "--listen 203.0.113.1:7421 --open-to-all",
+        "--tier ftp://x",
+        "--config /absent.toml",
+    ],
+)
+def test_bad_arguments_are_one_line(words: str) -> None:
+    refused("serve", *words.split())
+
+
+def test_example_configuration_is_valid() -> None:
+    settings = read_settings(ROOT / "deploy/kvtide.toml", {})
+    assert [grant.tenant for grant in settings.grants] == ["search", "operators"]
+    assert settings.sending.weights == {"search": 2.0}
+
+
+def test_unix_socket_serves_and_is_taken_over_from_a_killed_server(tmp_path: Path) -> None:
+    path = tmp_path / "kvtide.sock"
+    for _ in range(2):
+        command = [sys.executable, "-m", "kvtide.cli", "serve", "--listen", f"unix:{path}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and str(path) in process.stdout.readline()
+            tier = http_tier(f"http+unix://{path}", SystemClock())
+            tier.open()
+            assert tier.put_from(object_id(1), object_bytes(1)) and tier.contains(object_id(1))
+            tier.close()
+            process.kill()

@@ -50,7 +50,7 @@ make a token | kvtide token | @grants | @process | OURS
 invalidate a namespace | kvtide invalidate NAMESPACE --server | @regions | @process | CACHEGEN
 records and their backup | kvtide record --backup --restore | @regions | two server processes | CACHEGEN
 a profile of another model | kvtide calibrate MODEL --text FILES -o FILE | @measure | @real | OURS
-    tests/e2e/test_codec_commands.py::test_own_profile_judges_own_text
+    tests/e2e/test_demo.py::test_own_profile_judges_own_text
 a profile of pieces of many files | kvtide calibrate --snippets 200 | @measure | @machine | OURS
     tests/engines/test_profiles.py::test_snippets_make_a_profile
 a calibration bounded in time and memory | kvtide calibrate --seconds --memory-bytes | @measure | @tiny | OURS

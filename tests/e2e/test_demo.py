@@ -1,4 +1,4 @@
-"""The main job on the real model, as a user runs it."""
+"""The real model as a user runs it: the demo, calibration, and judging texts and a profile of one's own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvtide.cli.app import app, run
+from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts
+from kvtide_lab.cli import app as lab
 
 # A dozen processes that load torch and the model, the first of which converts it.
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1200)]
@@ -58,3 +64,54 @@ def read_or_empty(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def said(program: typer.Typer, *words: Any) -> Any:
+    """Run a command in this process, where torch is loaded already, and return its JSON."""
+    result = CliRunner().invoke(program, [*map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_own_profile_judges_own_text(tmp_path: Path) -> None:
+    fit, judge, profile = (tmp_path / name for name in ("fit", "judge", "own.kvprofile"))
+    fit.write_text(calibration_texts()[1].content)
+    judge.write_text(evaluation_texts()[0].content)
+    fitted = said(app, "calibrate", "--codec", "chunkwise", "--text", fit, "--tokens", 512, "-o", profile)
+    assert fitted["tokens"] == 512
+    codecs = ("--codec", "raw", "--codec", "lossless", "--codec", "chunkwise")
+    options = ("--quick", "--profile", profile, "--text", judge)
+    rows = said(lab.app, "bench", "codec-quality", *codecs, *options)["rows"]
+    assert {(row["codec"], row["profile"]) for row in rows} == {
+        ("raw", "none"),
+        ("lossless", "none"),
+        ("chunkwise", "payload"),
+        ("chunkwise", "shared"),
+    }
+    by_name = {row["codec"]: row for row in rows if row["level"] == 0}
+    assert by_name["raw"]["kl"] == by_name["lossless"]["kl"] == 0.0
+    assert by_name["raw"]["greedy_match"] == 8
+    assert 32 < by_name["raw"]["bits_per_element"] < 32.1
+    fine = {
+        row["profile"]: row for row in rows if (row["codec"], row["level"], row["coder"]) == ("chunkwise", 1, "rans")
+    }
+    assert 3 < fine["shared"]["bits_per_element"] < fine["payload"]["bits_per_element"] < 8
+    assert 0 < fine["shared"]["kl"] < 0.05
+
+
+def test_bad_choices_end_in_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short").write_text("too short")
+    (tmp_path / "junk").write_bytes(b"not a profile")
+    for arguments in (
+        ("bench", "codec-quality", "--quick", "--text", tmp_path / "absent"),
+        ("bench", "codec-quality", "--quick", "--profile", tmp_path / "junk"),
+        ("bench", "offload", "--table", "answers", "--model", "Llama-3.1-8B-bf16"),
+        ("calibrate", "--codec", "zip", "-o", tmp_path / "out"),
+        ("calibrate", "--text", tmp_path / "short", "-o", tmp_path / "out"),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["kvtide", *map(str, arguments)])
+            run(lab.app if arguments[0] == "bench" else app)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("kvtide: ")
+        assert not (tmp_path / "out").exists()

@@ -1,7 +1,8 @@
-"""`attach(importance=…)`: a prefix loaded in part, what is learnt from it, and nothing of it when off."""
+"""`attach(importance=…)`: a prefix loaded in part; attention that selects is exact with all tokens, else like a mask."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,33 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
+from transformers import DynamicCache
 
-from kvtide.engines.transformers import CachedModel, Impress, attach
-from kvtide.engines.transformers.groups import model_layout
+from kvtide.clock import ManualClock
+from kvtide.codec import CodecRegistry
+from kvtide.codec.packed import ImpressCodec, PackedCodec
+from kvtide.engines.transformers import CachedModel, Impress, attach, selective
+from kvtide.engines.transformers.groups import RestoredRoom, filled_cache, model_layout
 from kvtide.engines.transformers.importance import REPACK_USES, Learner, Refusals, Ways
-from kvtide.engines.transformers.selective import SparseSettings
-from kvtide.importance import HeadsAgree, packing_orders
+from kvtide.engines.transformers.selective import (
+    PROBE_TOKENS,
+    WEIGHED_TOKENS,
+    Rest,
+    SparsePrefix,
+    SparseSettings,
+    attention_mass,
+    grouped_attention,
+    kept_tokens,
+    weighed_attention,
+)
+from kvtide.importance import AllHeads, FirstHeads, HeadsAgree, packing_orders
+from kvtide.store.load.sparse import SparseLoad
+from kvtide.tier.base import WrappedTier
+from kvtide.tier.ram import MemoryTier
+from kvtide.types import ObjectId
+from kvtide.wire import pack_object, parse_object
+from kvtide_lab.judge.quality import block_metas, capture_blocks
+from kvtide_lab.judge.selectors import ComparedPrefix, GroupHeads, KnownScores, Recency
 
 # As the fixture's.
 PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
@@ -32,35 +54,35 @@ def attached(model: Any, store: Path, importance: float | SparseSettings | None 
     )
 
 
-def fill(model: Any, store: Path, prompt: torch.Tensor, importance: float | None = 0.25) -> Path:
+def fill(model: Any, store: Path, importance: float | None = 0.25) -> Path:
     with attached(model, store, importance) as cached:
-        cached.generate(prompt, **GREEDY)
+        cached.generate(PROMPT, **GREEDY)
         assert cached.last.selected is None and cached.flush(10)
     return store
 
 
 @pytest.fixture
-def store(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> Path:
-    return fill(tiny_model, tmp_path, prompt)
+def store(tiny_model: Any, tmp_path: Path) -> Path:
+    return fill(tiny_model, tmp_path)
 
 
-def test_a_part_of_the_prefix_is_loaded(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
+def test_a_part_of_the_prefix_is_loaded(tiny_model: Any, store: Path) -> None:
     with attached(tiny_model, store) as cached:
-        output = cached.generate(prompt, **GREEDY)
+        output = cached.generate(PROMPT, **GREEDY)
         report = cached.last
     assert report.hit_tokens == 96 and report.blocks_queued == 0  # 105 tokens are 6 blocks
     assert 0 < report.selected.tokens_share <= 1
-    assert output.shape[1] == prompt.shape[1] + 6
+    assert output.shape[1] == PROMPT.shape[1] + 6
 
 
 def test_a_first_prompt_says_in_which_order_its_blocks_are_stored(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = list[tuple[Any, ...]]()
     monkeypatch.setattr(Learner, "note", lambda *arguments: noted.append(arguments[3:]))
-    fill(tiny_model, tmp_path, prompt)
+    fill(tiny_model, tmp_path)
     with attached(tiny_model, tmp_path) as cached:
-        cached.generate(prompt, **GREEDY)
+        cached.generate(PROMPT, **GREEDY)
     (importance, _), (_, bases) = noted
     for block, base in enumerate(bases):
         scores = np.stack([importance[layer][16 * block :][:16] for layer in range(3)])
@@ -73,34 +95,31 @@ def test_a_first_prompt_says_in_which_order_its_blocks_are_stored(
     [(None, 1.0, 96), (1.0, None, 96), (0.25, None, 0)],
 )
 def test_whole_loads_are_exact_and_parts_are_never_served_as_such(
-    stored: float | None, loaded: float | None, hit_tokens: int, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+    stored: float | None, loaded: float | None, hit_tokens: int, tiny_model: Any, tmp_path: Path
 ) -> None:
-    fill(tiny_model, tmp_path, prompt, stored)
+    fill(tiny_model, tmp_path, stored)
     with attached(tiny_model, tmp_path, loaded) as cached:
         for hits in (hit_tokens, 96):
-            assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
+            assert torch.equal(cached.generate(PROMPT, **GREEDY), tiny_model.generate(PROMPT, **GREEDY))
             assert (cached.last.hit_tokens, cached.last.selected) == (hits, None)
             assert cached.flush(10)
 
 
-def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    store = tmp_path
-    with attached(tiny_model, store) as cached:
+def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(tiny_model: Any, tmp_path: Path) -> None:
+    with attached(tiny_model, tmp_path) as cached:
         cached._importance._is_reordered = False  # Tokens are stored as they come.
-        cached.generate(prompt, **GREEDY)
+        cached.generate(PROMPT, **GREEDY)
         assert cached.flush(10)
-    with attached(tiny_model, store) as cached:
+    with attached(tiny_model, tmp_path) as cached:
         for _ in range(REPACK_USES):
             cached._importance.ways, cached._importance.refusals = Ways(), Refusals()  # It knows no faster way yet.
-            cached.generate(prompt, **GREEDY)
+            cached.generate(PROMPT, **GREEDY)
             cached.learned(20)
         assert cached._importance.learner.replaced
-    with attached(tiny_model, store) as cached:
+    with attached(tiny_model, tmp_path) as cached:
         for is_near in (False, True):
             cached._importance.ways.note(True, is_near, 1000, 2.0, cached._clock.monotonic_s())
-        assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
+        assert torch.equal(cached.generate(PROMPT, **GREEDY), tiny_model.generate(PROMPT, **GREEDY))
         assert (cached.last.hit_tokens, cached.last.selected) == (96, None)
 
 
@@ -110,66 +129,360 @@ def test_importance_out_of_range_is_refused(tiny_model: Any, tmp_path: Path, imp
         attached(tiny_model, tmp_path, importance)
 
 
-def test_importance_waits_for_a_profile(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+def test_importance_waits_for_a_profile(tiny_model: Any, tmp_path: Path) -> None:
     for hit_tokens in (0, 96):
         with attach(tiny_model, str(tmp_path), importance=0.25, block_tokens=16) as cached:
-            output = cached.generate(prompt, **GREEDY)
-            assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
+            output = cached.generate(PROMPT, **GREEDY)
+            assert torch.equal(output, tiny_model.generate(PROMPT, **GREEDY))
             assert cached.last.hit_tokens == hit_tokens and cached.flush(30)
             assert cached.cache.stats().blocks_without_profile == (0 if hit_tokens else 6)
 
 
 @pytest.mark.parametrize("tokens", [100, 97])
-def test_a_refused_selection_gives_the_exact_answer(
-    tokens: int, tiny_model: Any, prompt: torch.Tensor, store: Path
-) -> None:
+def test_a_refused_selection_gives_the_exact_answer(tokens: int, tiny_model: Any, store: Path) -> None:
     """The guard refuses a prefix of 96 tokens, which is too short to tell; a last token alone is guarded too."""
     with attached(tiny_model, store) as cached:
-        output = cached.generate(prompt[:, :tokens], **GREEDY)
+        output = cached.generate(PROMPT[:, :tokens], **GREEDY)
     assert cached.last.selected.is_fallback
-    assert torch.equal(output, tiny_model.generate(prompt[:, :tokens], **GREEDY))
+    assert torch.equal(output, tiny_model.generate(PROMPT[:, :tokens], **GREEDY))
 
 
 def test_nothing_is_learnt_from_a_pass_that_ended_early(
-    tiny_model: Any, prompt: torch.Tensor, store: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the layers behind would have attended to is not known."""
     monkeypatch.setattr(HeadsAgree, "trusts", lambda *_: False)
     noted = list[Any]()
     monkeypatch.setattr(Learner, "note", lambda *arguments: noted.append(len(arguments[3])))
     with attached(tiny_model, store, SparseSettings(0.25, guard=HeadsAgree())) as cached:
-        cached.generate(prompt, **GREEDY)
+        cached.generate(PROMPT, **GREEDY)
     assert cached.last.selected.is_fallback and not noted
 
 
-def test_a_refused_prefix_is_loaded_whole_the_next_time(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
+def test_a_refused_prefix_is_loaded_whole_the_next_time(tiny_model: Any, store: Path) -> None:
     with attached(tiny_model, store) as cached:
         for is_selected in (True, False):
-            cached.generate(prompt, **GREEDY)
+            cached.generate(PROMPT, **GREEDY)
             assert cached.last.hit_tokens == 96 and (cached.last.selected is not None) is is_selected
 
 
 @pytest.mark.parametrize(
     "steps", [{}, {"heads": None}, {"is_guarded": False}, {"is_reordered": False, "is_scored": False}]
 )
-def test_the_papers_way_by_steps(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, steps: dict[str, Any]) -> None:
+def test_the_papers_way_by_steps(tiny_model: Any, tmp_path: Path, steps: dict[str, Any]) -> None:
     importance = Impress(0.25, **steps)
     for hit_tokens in (0, 96):
         with attach(tiny_model, str(tmp_path), block_tokens=16, importance=importance) as cached:
-            cached.generate(prompt, **GREEDY)
+            cached.generate(PROMPT, **GREEDY)
             assert cached.flush(10) and cached.last.hit_tokens == hit_tokens
     assert cached.last.selected.is_fallback or 0.25 <= cached.last.selected.tokens_share <= 1
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_heads_that_disagree_load_the_whole(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, tmp_path: Path, is_guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HeadsAgree, "trusts", lambda *_: False)
     for _ in range(2):
         importance = Impress(0.25, is_guarded=is_guarded)
         with attach(tiny_model, str(tmp_path), block_tokens=16, importance=importance) as cached:
-            output = cached.generate(prompt, **GREEDY)
+            output = cached.generate(PROMPT, **GREEDY)
             assert cached.flush(10)
     assert cached.last.selected.is_fallback is is_guarded
-    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY)) or not is_guarded
+    assert torch.equal(output, tiny_model.generate(PROMPT, **GREEDY)) or not is_guarded
+
+
+PREFIX = 96
+
+
+class Prefix:
+    """The prompt's blocks, stored packed."""
+
+    def __init__(self, model: Any, prompt: torch.Tensor) -> None:
+        self.model, self.ids = model, prompt[0].tolist()
+        layout = model_layout(model, 16)
+        profile = fitted_on(model, layout, prompt)
+        self.registry, codec = CodecRegistry([profile]), PackedCodec(profile, 1e-2, 4)
+        self.metas = block_metas(self.ids[:PREFIX], layout)
+        self.blocks = capture_blocks(model, self.ids[:PREFIX], layout)
+        self.tier = MemoryTier(1 << 24, ManualClock(), lambda key: False)
+        self.tier.open()
+        for meta, bits in zip(self.metas, self.blocks, strict=True):
+            self.tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile))
+
+    def past(self, blocks: list[Any]) -> DynamicCache:
+        return filled_cache(self.model, model_layout(self.model, 16), blocks)
+
+    def said(self, blocks: list[Any], selection: SparsePrefix | None = None) -> torch.Tensor:
+        past = self.past(blocks)
+        suffix = torch.tensor([self.ids[PREFIX:]])
+        with torch.inference_mode():
+            if selection is None:
+                return self.model(suffix, past_key_values=past).logits
+            with selection.active(self.model):
+                return self.model(suffix, past_key_values=past).logits
+
+    def load(self) -> SparseLoad:
+        load, rough = SparseLoad(self.tier, gap_bytes=0), dict[int, Any]()
+        assert load.open(self.metas, self.registry, rough.__setitem__) == PREFIX // 16
+        self.rough = [rough[position] for position in range(load.blocks)]
+        return load
+
+
+@pytest.fixture
+def prefix(tiny_model: Any, prompt: torch.Tensor) -> Prefix:
+    return Prefix(tiny_model, prompt)
+
+
+@pytest.mark.parametrize("rest", list(Rest))
+def test_with_all_tokens_it_is_the_plain_model(prefix: Prefix, rest: Rest) -> None:
+    load = prefix.load()
+    selection = SparsePrefix(load, SparseSettings(1.0, guard=None, rest=rest))
+    assert torch.equal(prefix.said(prefix.rough, selection), prefix.said(prefix.blocks))
+    assert selection.report().tokens_share == 1.0
+
+
+def test_selected_tokens_are_exact_and_the_rest_is_rough(prefix: Prefix) -> None:
+    load = prefix.load()
+    selection = SparsePrefix(load, SparseSettings(0.25, guard=None))
+    got = prefix.said(prefix.rough, selection)
+    exact, rough = prefix.said(prefix.blocks), prefix.said(prefix.rough)
+    assert (got - exact).abs().mean() < (rough - exact).abs().mean()
+    report = selection.report()
+    assert 0.25 <= report.tokens_share < 0.35 and not report.is_fallback
+
+
+def test_dropped_tokens_are_as_if_masked(prefix: Prefix) -> None:
+    """Recency and single tokens: what is attended to is known without asking the selection."""
+    load = prefix.load()
+    settings = SparseSettings(0.5, Recency(), None, Rest.DROP, by_chunks=False)
+    got = prefix.said(prefix.rough, ComparedPrefix(load, settings))
+    past, seen = DynamicCache(config=prefix.model.config), torch.ones(1, len(prefix.ids), dtype=torch.long)
+    seen[:, 4 : PREFIX // 2] = 0
+    with torch.inference_mode():
+        prefix.model(torch.tensor([prefix.ids[:PREFIX]]), past_key_values=past)
+        places = torch.arange(PREFIX, len(prefix.ids))[None]
+        rest = torch.tensor([prefix.ids[PREFIX:]])
+        masked = prefix.model(rest, past_key_values=past, attention_mask=seen, position_ids=places).logits
+    assert torch.allclose(got, masked, atol=1e-4)
+
+
+class Never:
+    name = "never"
+
+    def score(self, finding: Any) -> float:
+        return 0.0
+
+    def trusts(self, scores: Any, ratio: float) -> bool:
+        return False
+
+
+class Always(Never):
+    def trusts(self, scores: Any, ratio: float) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("suffix", [1, 4])
+@pytest.mark.parametrize("by_chunks", [True, False])
+def test_what_the_guard_refuses_is_loaded_whole(prefix: Prefix, by_chunks: bool, suffix: int) -> None:
+    prefix.ids = prefix.ids[: PREFIX + suffix]
+    selection = SparsePrefix(prefix.load(), SparseSettings(0.1, guard=Never(), rest=Rest.DROP, by_chunks=by_chunks))
+    past, ids = prefix.past(prefix.rough), torch.tensor([prefix.ids[PREFIX:]])
+    selection.probe(prefix.model, ids, past)
+    assert past.get_seq_length() == PREFIX
+    with torch.inference_mode(), selection.active(prefix.model):
+        got = prefix.model(ids, past_key_values=past).logits
+    assert torch.equal(got, prefix.said(prefix.blocks))
+    assert selection.report().is_fallback and selection.report().tokens_share == 1.0
+    assert len(selection.importance) == 1  # Nothing could have changed the verdict after the first layer.
+
+
+class Late(Never):
+    def trusts(self, scores: Any, ratio: float) -> bool:
+        return scores.count(0.0) < 3
+
+
+@pytest.mark.parametrize("rest", list(Rest))
+def test_a_fallback_reads_nothing_twice(prefix: Prefix, rest: Rest) -> None:
+    """Nor what the probe asked for of layers that it did not get to."""
+    load = prefix.load()
+    before = load.read_bytes
+    selection, past = SparsePrefix(load, SparseSettings(0.25, guard=Late(), rest=rest)), prefix.past(prefix.rough)
+    ids = torch.tensor([prefix.ids[PREFIX:]])
+    selection.probe(prefix.model, ids, past)
+    assert len(selection.importance) == 3 and selection.report().is_fallback
+    with torch.inference_mode(), selection.active(prefix.model):
+        assert torch.equal(prefix.model(ids, past_key_values=past).logits, prefix.said(prefix.blocks))
+    assert load.read_bytes - before == load.whole_bytes
+
+
+def test_layers_of_a_fallback_attend_while_the_next_ones_are_read(
+    prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selective, "FALLBACK_LAYERS", 1)
+    attended, last_layer = threading.Event(), set[tuple[ObjectId, int]]()
+    for meta in prefix.metas:
+        whole = bytearray(1 << 20)
+        entries = parse_object(whole[: prefix.tier.get_into(meta.id, memoryview(whole))]).entries
+        last_layer |= {(meta.id, entry.offset) for entry in entries if entry.id.layer_start == 2}
+
+    class Held(WrappedTier):
+        def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+            """Wait with the last layer's chunks until the first layer has attended."""
+            is_last = any((object_id, at) in last_layer for at in range(offset, offset + len(buffer)))
+            assert not is_last or attended.wait(10)
+            return super().get_into(object_id, buffer, offset)
+
+    load = prefix.load()
+    load.read_from(Held(prefix.tier))
+    selection, past = SparsePrefix(load, SparseSettings(0.25, guard=Never())), prefix.past(prefix.rough)
+    ids = torch.tensor([prefix.ids[PREFIX:]])
+    selection.probe(prefix.model, ids, past)
+    hook = prefix.model.model.layers[0].register_forward_hook(lambda *passed: attended.set())
+    with torch.inference_mode(), selection.active(prefix.model):
+        assert torch.equal(prefix.model(ids, past_key_values=past).logits, prefix.said(prefix.blocks))
+    hook.remove()
+
+
+@pytest.mark.parametrize("guard", [None, Never()])
+def test_tokens_that_could_not_be_had_are_not_attended_to(prefix: Prefix, guard: Any) -> None:
+    """Where the rest is left out nothing stands in for them: their values would be zeros."""
+    codec, meta = ImpressCodec(1, 4), prefix.metas[2]
+    for each, bits in zip(prefix.metas, prefix.blocks, strict=True):
+        packed = pack_object(each, codec.codec_id, codec.encode(each, bits))
+        if each is meta:
+            entry = next(entry for entry in parse_object(packed).entries if entry.id.refinement == 2)
+            packed[entry.offset] ^= 1
+        prefix.tier.replace(each.id, packed)
+    settings = SparseSettings(0.9, FirstHeads(3), guard, Rest.DROP, by_chunks=False)
+    selection, past = SparsePrefix(prefix.load(), settings), prefix.past(prefix.rough)
+    ids = torch.tensor([prefix.ids[PREFIX:]])
+    selection.probe(prefix.model, ids, past)
+    with torch.inference_mode(), selection.active(prefix.model):
+        prefix.model(ids[:, past.get_seq_length() - PREFIX :], past_key_values=past)
+    attended = selection._attended[0]
+    assert attended is not None and not set(range(meta.start + 4, meta.start + 8)) & set(attended.tolist())
+    assert len(attended) >= 80
+
+
+def test_what_the_guard_trusts_goes_on_with_what_was_asked(prefix: Prefix) -> None:
+    for suffix, left in ((1, 1), (4, 1)):
+        ids = torch.tensor([prefix.ids[PREFIX : PREFIX + suffix]])
+        selection, past = SparsePrefix(prefix.load(), SparseSettings(0.25, guard=Always())), prefix.past(prefix.rough)
+        selection.probe(prefix.model, ids, past)
+        assert past.get_seq_length() == PREFIX + suffix - left
+        assert not selection.report().is_fallback and selection.report().tokens_share >= 0.25
+
+
+def test_better_keys_and_known_scores_can_choose(prefix: Prefix) -> None:
+    keys = np.concatenate([bits[:, 0] for bits in prefix.blocks], axis=1)
+    floats = keys.view(np.float32).transpose(0, 2, 1, 3)
+    load = prefix.load()
+    probed = ComparedPrefix(load, SparseSettings(0.25, AllHeads(), None), lambda layer: floats[layer])
+    prefix.said(prefix.rough, probed)
+    scores = np.stack([probed.importance[layer] for layer in sorted(probed.importance)])
+    load = prefix.load()
+    known = ComparedPrefix(load, SparseSettings(0.25, KnownScores(scores), None))
+    prefix.said(prefix.rough, known)
+    assert known.report().tokens_share == probed.report().tokens_share
+
+
+def test_the_model_is_as_before_afterwards(prefix: Prefix) -> None:
+    usual = prefix.model.config._attn_implementation
+    load = prefix.load()
+    prefix.said(prefix.rough, SparsePrefix(load, SparseSettings(0.25)))
+    assert prefix.model.config._attn_implementation == usual
+
+
+def test_kept_tokens_are_first_and_last_ones() -> None:
+    assert kept_tokens(3).tolist() == [0, 1, 2]
+    assert kept_tokens(100).tolist() == [0, 1, 2, 3, *range(68, 100)]
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.1])
+def test_ratios_out_of_range_are_refused(prefix: Prefix, ratio: float) -> None:
+    with pytest.raises(ValueError, match="importance"):
+        SparsePrefix(prefix.load(), SparseSettings(ratio))
+
+
+@pytest.mark.parametrize("selector", [AllHeads(), FirstHeads(3), GroupHeads()])
+def test_attention_mass_is_that_of_the_plain_twin(selector: AllHeads) -> None:
+    rng = np.random.default_rng(0)
+    query, key = (rng.normal(size=size).astype(np.float32) for size in ((6, 5, 8), (2, 45, 8)))
+    heads = selector.heads(6, 2)
+    found = attention_mass(torch.from_numpy(query), torch.from_numpy(key), heads, 40, 0.3)
+    for row, head in zip(found, heads, strict=True):
+        logits = query[head] @ key[head // 3].T * 0.3
+        logits[:, 40:][np.triu_indices(5, 1)] = -np.inf
+        weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        assert np.allclose(row, 40 * weights[:, :40].mean(axis=0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [1, 5, 40])
+def test_weighed_attention_is_the_usual_one_and_its_mass(suffix: int) -> None:
+    rng = np.random.default_rng(suffix)
+    shapes = ((1, 6, suffix, 8), (1, 2, 40 + suffix, 8), (1, 2, 40 + suffix, 8))
+    query, key, value = (torch.from_numpy(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
+    mask = torch.ones(1, 1, suffix, 40 + suffix, dtype=torch.bool).tril(40)
+    usual, _ = grouped_attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+    output, mass = weighed_attention(query, key, value, 40, 0.3)
+    assert torch.allclose(output, usual, atol=1e-5)
+    assert np.allclose(mass, attention_mass(query[0][:, -PROBE_TOKENS:], key[0], list(range(6)), 40, 0.3), rtol=1e-4)
+
+
+@pytest.mark.parametrize("suffix", [WEIGHED_TOKENS, WEIGHED_TOKENS + 1])
+def test_importance_is_noted_of_all_layers_whatever_the_length_of_a_suffix(prefix: Prefix, suffix: int) -> None:
+    prefix.ids = [*prefix.ids[:PREFIX], *(number % 50 for number in range(suffix))]
+    selection = SparsePrefix(prefix.load(), SparseSettings(0.5, guard=None))
+    prefix.said(prefix.blocks, selection)
+    layers = prefix.model.config.num_hidden_layers
+    assert sorted(selection.importance) == list(range(layers))
+    heads = {layer: found.sum() / PREFIX for layer, found in selection.importance.items()}
+    assert all(0 < share <= 1 for share in heads.values())
+
+
+@pytest.mark.parametrize(
+    ("lag", "together", "choosers"),
+    [(0, 1, [0, 1, 2, 3, 4, 5]), (1, 1, [0, 0, 1, 2, 3, 4]), (3, 1, [0, 0, 1, 1, 2, 2]), (1, 2, [0, 0, 1, 1, 3, 3])],
+)
+def test_a_layer_chooses_for_those_behind_it_the_first_ones_for_fewer(
+    prefix: Prefix, lag: int, together: int, choosers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = prefix.load()
+    selection, start, chosen_by = (
+        SparsePrefix(load, SparseSettings(0.25, guard=None, lag=lag, together=together)),
+        load.start,
+        dict[int, int](),
+    )
+
+    def noted(wanted: Any) -> Any:
+        chosen_by.update(dict.fromkeys(wanted, len(selection.importance) - 1))
+        return start(wanted)
+
+    monkeypatch.setattr(load, "start", noted)
+    prefix.said(prefix.rough, selection)
+    layers = prefix.model.config.num_hidden_layers
+    assert [chosen_by[layer] for layer in range(layers)] == choosers[:layers]
+
+
+def test_a_long_suffix_is_asked_by_its_last_tokens() -> None:
+    rng = np.random.default_rng(1)
+    query, key = (rng.normal(size=size).astype(np.float32) for size in ((6, 5, 8), (2, 45, 8)))
+    of_all = attention_mass(torch.from_numpy(query[:, 4:]), torch.from_numpy(key), [0], 40, 0.3)
+    plain = np.exp(query[0, 4] @ key[0].T * 0.3)
+    assert np.allclose(of_all[0], plain[:40] / plain.sum() * 40, rtol=1e-4)
+
+
+def test_a_cache_with_room_grows_as_the_usual_one(prefix: Prefix) -> None:
+    layout = model_layout(prefix.model, 16)
+    pages = RestoredRoom(layout, PREFIX, spare_tokens=3)
+    for position, bits in enumerate(prefix.blocks):
+        pages.write(position, bits)
+    roomy = DynamicCache(config=prefix.model.config)
+    pages.fill(roomy, PREFIX, prefix.model.device)
+    usual = prefix.past(prefix.blocks)
+    with torch.inference_mode():
+        for token in prefix.ids[PREFIX:]:
+            said = [prefix.model(torch.tensor([[token]]), past_key_values=past).logits for past in (roomy, usual)]
+            assert torch.allclose(*said, atol=1e-5)
+    assert roomy.get_seq_length() == usual.get_seq_length() == len(prefix.ids)

@@ -1,4 +1,4 @@
-"""Requests that ask for the latest: no copy of this machine answers them, and what any region has is found."""
+"""Servers behind an engine: the latest of all regions, and figures that are the engine's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.server.worlds import invalidate, region_processes
-from tests.servers import ServerProcess
+from tests.servers import ServerProcess, counted, running_server
 
 from kvtide.engines.transformers import CachedModel, attach
 
@@ -50,3 +50,19 @@ def test_latest_that_nobody_can_tell_is_a_miss(tiny_model: Any, prompt: torch.Te
         assert restored(cached, prompt) == 0
         server.kill()
         assert [restored(cached, prompt, kvtide_force_latest=latest) for latest in (True, False)] == [0, 96]
+
+
+def test_server_says_which_tokens_its_engines_restored(tiny_model: Any, prompt: torch.Tensor) -> None:
+    # Three turns of 2, 4 and 6 full blocks of 16 tokens: each finds what the one before has stored, 6 of 12.
+    with running_server() as server:
+        for tokens in (33, 65, 97):
+            with attach(tiny_model, server.url, block_tokens=16) as cached:
+                cached.generate(prompt[:, :tokens], max_new_tokens=1, do_sample=False)
+                assert cached.cache.flush(10)
+    metric, labels = "kvtide_prompt_tokens_total", {"namespace": cached.namespace.hex()[:12], "tenant": "(open)"}
+    assert counted(server, metric, decision="load", reason="in_time", **labels) == 96
+    assert counted(server, metric, decision="recompute", reason="absent", **labels) == 96
+    assert counted(server, metric) == 192
+    # A load takes several ranges of an object, a store asks for it before it sends it: neither counts again.
+    reads = "kvtide_object_reads_total"
+    assert counted(server, reads) == counted(server, reads, result="found") == 6

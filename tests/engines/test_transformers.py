@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, TextStreamer
+from tests.families import model_of_family
+from transformers import DynamicCache, GenerationConfig, TextStreamer, cache_utils
 
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.groups import RestoredRoom
@@ -291,3 +292,32 @@ def test_static_cache_is_filled_as_it_is_made(tiny_model: Any, tmp_path: Path) -
         assert hit(cached) == expected
     # What a static cache has left is a prefix for any other.
     assert hit(said(tiny_model, tmp_path, rows_of(ROWS[0]))) == 64
+
+
+def test_a_model_of_several_groups_makes_its_special_cache_itself(tmp_path: Path) -> None:
+    model, ids = model_of_family("deepseek_v3"), torch.arange(3, 53)[None]
+    options: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0, "cache_implementation": "static"}
+    output, cached = answer(model, tmp_path, ids, **options)
+    assert torch.equal(output, model.generate(ids, **GREEDY, **options))
+    assert cached.last.bypass == "cache_implementation=static, of a model with several groups or with importance"
+
+
+def test_a_configuration_of_the_model_counts_where_a_given_one_is_silent(tiny_model: Any, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny_model)
+    model.generation_config.num_beams = 2
+    given = GenerationConfig(max_new_tokens=4, pad_token_id=0)
+    with attach(model, tmp_path, block_tokens=BLOCK) as cached:
+        assert torch.equal(cached.generate(PROMPT, given), model.generate(PROMPT, given))
+        assert cached.last is not None and "beam" in str(cached.last.bypass)
+        model.generation_config.num_beams, model.generation_config.cache_implementation = 1, "static"
+        output = cached.generate(PROMPT, given, return_dict_in_generate=True)
+        assert isinstance(output.past_key_values, cache_utils.StaticCache)
+
+
+def test_a_static_cache_has_room_for_what_nobody_bounds(tiny_model: Any, tmp_path: Path) -> None:
+    with attach(tiny_model, tmp_path, block_tokens=BLOCK) as cached:
+        with pytest.warns(UserWarning, match="generation length"):
+            output = cached.generate(PROMPT, cache_implementation="static", do_sample=False, eos_token_id=None)
+        with pytest.warns(UserWarning, match="generation length"):
+            plain = tiny_model.generate(PROMPT, do_sample=False, eos_token_id=None)
+    assert torch.equal(output, plain)

@@ -1,15 +1,19 @@
+"""Plans: contexts, progress, chunks, speeds as they are measured, and whether to load or to compute."""
+
 from __future__ import annotations
 
 import dataclasses
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.plan import PrefillSpeed, Way, decide
+from kvtide.plan import Judge, JudgeRecord, PrefillSpeed, Way, decide
 from kvtide.plan.base import Chunk, Fetch, Progress, Request, cut, cut_for_meeting, is_ready, mean_kl
-from kvtide.plan.speeds import PrefillMeter
+from kvtide.plan.judge import DEADLINE_S_MIN, MEMORY_S
+from kvtide.plan.speeds import HarmonicRate, PrefillMeter
 
 SPEED = PrefillSpeed(1000)
 CHUNKS = (Chunk(0, 1000, (100, 50), (0.4, 0.1)), Chunk(1000, 4000, (300, 150), (0.4, 0.1)))
@@ -166,3 +170,97 @@ def test_meter_learns_speed_and_growth_and_follows_changes() -> None:
 def test_meter_refuses_what_is_no_pass(sample: tuple[int, int, float]) -> None:
     with pytest.raises(ValueError, match="takes time for some tokens"):
         PrefillMeter().note(*sample)
+
+
+def fed(estimator: HarmonicRate, *transfers: tuple[int, float, float]) -> float | None:
+    for transfer in transfers:
+        estimator.add(*transfer)
+    return estimator.bytes_per_s()
+
+
+@pytest.mark.parametrize("samples", [1, 5])
+def test_steady_link_has_its_own_rate(samples: int) -> None:
+    assert HarmonicRate(samples).bytes_per_s() is None
+    assert fed(HarmonicRate(samples), *((500, 0.5 * i, 0.5 * i + 0.5) for i in range(9))) == pytest.approx(1000)
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [(HarmonicRate(1), 400), (HarmonicRate(3), 480)])
+def test_estimators_read_a_falling_rate_each_in_its_way(estimator: HarmonicRate, expected: float) -> None:
+    # Rates 500, 600 (in half the time), 400.
+    assert fed(estimator, (500, 0, 1), (300, 1, 1.5), (400, 1.5, 2.5)) == pytest.approx(expected)
+
+
+def test_window_forgets() -> None:
+    assert fed(HarmonicRate(2), (9000, 0, 1), (100, 1, 2), (100, 2, 3)) == pytest.approx(100)
+
+
+def test_idle_time_counts_for_nobody() -> None:
+    assert fed(HarmonicRate(), (100, 0, 1), (100, 50, 51)) == pytest.approx(100)
+
+
+def test_overlapping_transfers_share_the_link() -> None:
+    # Four requests at once, 100 bytes each, one done every second: the link carries 100 bytes/s, not 25 to 100.
+    assert fed(HarmonicRate(), *((100, 0, float(stop)) for stop in (1, 2, 3, 4))) == pytest.approx(100)
+
+
+def test_transfers_of_no_time_are_added_to_the_next() -> None:
+    assert fed(HarmonicRate(1), (100, 1, 1), (100, 1, 1)) is None
+    assert fed(HarmonicRate(1), (100, 1, 1), (100, 1, 3)) == pytest.approx(100)
+
+
+def test_slower_load_is_declined_once_both_speeds_are_known_and_until_it_is_forgotten() -> None:
+    judge = Judge(10.0)
+    assert judge.is_load_faster(1000, 0.0)
+    judge.note_prefill(0, 1000, 1.0)
+    assert judge.is_load_faster(1000, 0.0)
+    judge.note_load(1000, 2.0, 0.0)
+    assert not judge.is_load_faster(1000, 1.0)
+    assert judge.is_load_faster(1000, MEMORY_S + 1)
+    # Newer samples weigh more.
+    judge.note_load(1000, 0.1, 1.0)
+    assert judge.is_load_faster(1000, 1.0)
+
+
+def test_short_steps_say_nothing() -> None:
+    judge = Judge(10.0)
+    judge.note_prefill(0, 8, 1.0)
+    judge.note_load(8, 100.0, 0.0)
+    assert judge.deadline_s(100_000) == 10.0
+
+
+def test_deadline_is_what_computing_would_take_within_bounds() -> None:
+    judge = Judge(10.0)
+    assert judge.deadline_s(1000) == 10.0
+    judge.note_prefill(0, 1000, 1.0)
+    assert judge.deadline_s(2000) == pytest.approx(2.0)
+    assert judge.deadline_s(50_000) == 10.0
+    assert judge.deadline_s(1) == DEADLINE_S_MIN
+
+
+def test_what_one_process_learnt_is_where_the_next_begins() -> None:
+    judge, chunks = Judge(), tuple(Chunk(start, start + 100, (1000,), (0.0,)) for start in range(0, 1000, 100))
+    judge.link.estimator.add(10_000, 0.0, 1.0)
+    judge.link.latency_s = 0.02
+    judge.note_prefill(0, 1000, 2.0)
+    judge.note_decode("tide-1", 1000, 0.5)
+    later = Judge()
+    later.restore(msgspec.json.decode(msgspec.json.encode(judge.record()), type=JudgeRecord))
+    request = Request(chunks, True, PrefillSpeed(500.0), 0.0)
+    assert later.decide(request, "tide-1") == judge.decide(request, "tide-1")
+    assert (later.deadline_s(1000), later.latency_s()) == (pytest.approx(2.0), 0.02)
+    later.note_prefill(0, 1000, 4.0)
+    assert later.deadline_s(1000) == pytest.approx(4.0), "what this process measured counts"
+
+
+def test_decoding_counts_where_it_is_slower_than_the_link() -> None:
+    chunks = tuple(Chunk(start, start + 100, (1000,), (0.0,)) for start in range(0, 1000, 100))
+    request = Request(chunks, True, PrefillSpeed(500.0), 0.0)
+    quick, slow = decide(request, 1e6), decide(request, 1e6, decode_token_s=0.01)
+    assert (quick.way, slow.way) == (Way.LOAD, Way.RECOMPUTE)
+    assert slow.load_s == pytest.approx(quick.load_s + 10.0)
+
+
+@pytest.mark.parametrize("bad", [{"bytes_per_s": -1.0}, {"latency_s": float("nan")}, {"tokens_per_s": float("inf")}])
+def test_record_with_figures_that_can_not_be_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="finite and not negative"):
+        JudgeRecord(**bad)  # type: ignore[arg-type]
