@@ -1,7 +1,5 @@
 """A TCP proxy that damages what passes through it, one fault a connection."""
 
-from __future__ import annotations
-
 import re
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Fixtures shared by all tests. Nothing here reaches the network: hubs are told that they are offline."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Model families with a few small layers of random weights: exactness does not depend on what weights are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

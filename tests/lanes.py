@@ -1,7 +1,5 @@
 """Which test modules `make check` takes: those that import no torch and start no process or server, by their text."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

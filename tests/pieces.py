@@ -1,7 +1,5 @@
 """Objects that come in pieces, for tests: their heads and frames, and requests with them."""
 
-from __future__ import annotations
-
 import json
 import random
 from http.client import HTTPConnection

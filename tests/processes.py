@@ -1,7 +1,5 @@
 """Processes of servers that hang: stopped as they are, and going on later."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Servers for tests: one in this process on a thread of its own, one as a process."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Tiers for the time of a `with`, and looks into a store directory behind the tier's back."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The matrix of docs/support.md, from what tests take: `python -m tests.support --write` writes it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a block is, and what groups of layers need of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

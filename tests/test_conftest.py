@@ -1,7 +1,5 @@
 """What CI allows: no skips but for hardware, and a second chance for a few tests of real time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The quick lane has what needs no torch and starts nothing, whichever module of ours it would come through."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The documents by what a newcomer does with them, and their site; what checks both can fail."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The house rules and the documents, and that what checks them can fail."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

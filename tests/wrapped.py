@@ -1,7 +1,5 @@
 """Tiers around another tier: one is slow, one fails."""
 
-from __future__ import annotations
-
 import random
 import threading
 

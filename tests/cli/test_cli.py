@@ -1,7 +1,5 @@
 """`kvtide`: what it says of odd objects and of mistakes, before a demo and before it serves."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

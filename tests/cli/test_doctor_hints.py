@@ -1,7 +1,5 @@
 """What `kvtide doctor` advises can be copied into a shell, and then the finding is gone."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Every command on every kind of store: what one says of a folder, all say."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """`kvtide invalidate` and `kvtide record` against servers in this process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """`kvtide size`, and version, help and completion of every program."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

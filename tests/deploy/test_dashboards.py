@@ -1,7 +1,5 @@
 """Grafana's dashboard and Prometheus' alerts ask only for metrics and labels that the server has."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The files in `deploy/` by the tools that read them, and as processes: servers by their own arguments, Prometheus."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What a register of doors is made of: capabilities that have one, those that have none yet, and tables of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Doors of commands: `kvtide` and `kvtide-lab`."""
 
-from __future__ import annotations
-
 from tests.doors.capability import table
 
 # Names for cells that come again.

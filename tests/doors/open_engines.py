@@ -1,7 +1,5 @@
 """Doors of engines: options of `attach` and of connectors."""
 
-from __future__ import annotations
-
 from tests.doors.capability import table
 
 # Names for cells that come again.

@@ -1,7 +1,5 @@
 """Doors of stores and servers: store URLs, `kvtide serve` and its settings."""
 
-from __future__ import annotations
-
 from tests.doors.capability import table
 
 # Names for cells that come again.

@@ -8,8 +8,6 @@ What has no door yet is in `LEFT`, with what would open it. All of it is docs/ca
 To open a door: take its row out of `LEFT`, put one into a table of an open_*.py, and its test into a test_*.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Doors of `attach`: each option shows in tokens, bytes or answers on a tiny Llama."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from pydoc_data.topics import topics

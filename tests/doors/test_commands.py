@@ -1,7 +1,5 @@
 """Doors of the `kvtide` command: what it says and does about a store and about servers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

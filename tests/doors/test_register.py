@@ -1,7 +1,5 @@
 """The register is whole: each capability has one test, a documented option and its row in docs/capabilities.md."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 

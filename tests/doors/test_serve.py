@@ -1,7 +1,5 @@
 """Doors of `kvtide serve`: each flag or setting shows in what a process of its own answers."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Doors of store URLs: what `attach` and servers do with their options, on real servers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

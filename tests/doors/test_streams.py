@@ -1,7 +1,5 @@
 """Doors of streaming: a stored prefix over a shaped link, by options of `attach` and of a call."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

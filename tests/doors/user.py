@@ -1,7 +1,5 @@
 """What a user does: attach a model, start `kvtide serve` with a file of settings, run `kvtide`, read metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The real model as a user runs it: the demo, calibration, and judging texts and a profile of one's own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The installed package: portable machine code, one line where there is no compiler, two engines on one store."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

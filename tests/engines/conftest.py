@@ -1,7 +1,5 @@
 """Fixtures of tests that run models of all families: small layers, which take next to no time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

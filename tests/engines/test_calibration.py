@@ -1,7 +1,5 @@
 """Calibration: what it is fitted on, what it says of its loss, and that a stopped one goes on."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import importlib.resources

@@ -1,7 +1,5 @@
 """Models whose cache is more than keys and values of one shape: windows, latents, states; Gemma 3 as a real one."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import random

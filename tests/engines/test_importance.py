@@ -1,6 +1,4 @@
-"""`attach(importance=…)`: a prefix loaded in part; attention that selects is exact with all tokens, else like a mask."""
-
-from __future__ import annotations
+"""`attach(importance=…)`: a prefix loaded in part, and attention that selects: exact with all, else like a mask."""
 
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Servers behind an engine: the latest of all regions, and figures that are the engine's own."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

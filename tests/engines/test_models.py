@@ -1,7 +1,5 @@
 """Which models are served, by what they keep and what they attend to; and how they are known, by their weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

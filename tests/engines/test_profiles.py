@@ -1,7 +1,5 @@
 """Profiles that find their own way: calibrated into a store, one a group of layers, used by who was told nothing."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import shlex

@@ -1,7 +1,5 @@
 """A connector's options, what is refused of them, and by which names and sizes engines know what is theirs."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from collections.abc import Callable

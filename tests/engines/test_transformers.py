@@ -1,7 +1,5 @@
 """Answers of an attached model: the plain model's, whatever was restored, of one sequence or several."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

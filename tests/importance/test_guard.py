@@ -1,7 +1,5 @@
 """Probes and guards: who matters, and when a selection is not to be believed."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Judges of quality: exact is perfect, coarser is worse; positions of a prefix; texts by their beginnings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Commands of simulators: what they print, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

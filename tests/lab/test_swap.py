@@ -1,7 +1,5 @@
 """Pages out and in again: bytes, bounds and bad input."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

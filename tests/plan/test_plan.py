@@ -1,7 +1,5 @@
 """Plans: contexts, progress, chunks, speeds as they are measured, and whether to load or to compute."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

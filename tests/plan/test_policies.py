@@ -1,7 +1,5 @@
 """Streaming policies: what every one must do, and what each does by itself."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests on the real engine, collected where it is: in an environment of its own (`make test-vllm`)."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The connector in real vLLM with a real model: restart, faults while serving, soak, beside other things of vLLM's."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """kvtide's wheel in a vLLM server as a user runs it: found by name, seen in metrics, driven by requests."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

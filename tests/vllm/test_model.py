@@ -1,7 +1,5 @@
 """What the connector refuses, with the reason: every case is a cache that it could not restore exactly."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Caches whose pages kvtide keeps as they are, in the real engine: fp8, latents, and what AMX packs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """`codec=tide` in real vLLM on a store that holds a profile of the model, and on one that does not yet."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The connector's counters: added once, labelled, and never a reason to wait."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

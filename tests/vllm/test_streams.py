@@ -1,7 +1,5 @@
 """Streaming in real vLLM: over a slow link by a deadline, and from an engine that computes the prompt meanwhile."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """kvtide below vLLM's own tiering, in the real engine."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Lets Atheris drive a target: `python -m tests.wire.fuzz request CORPUS -max_total_time=60`; `object` is the other."""
 
-from __future__ import annotations
-
 import sys
 
 import atheris

@@ -1,7 +1,5 @@
 """What strangers can make us parse, as functions that any fuzzer drives: they return, or raise what is a bug."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise

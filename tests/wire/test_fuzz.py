@@ -1,7 +1,5 @@
 """Fuzz targets for requests and objects: driven by Atheris for a bounded time, and by mutated good inputs anywhere."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

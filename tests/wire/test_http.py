@@ -1,7 +1,5 @@
 """Request and response heads, paths, ranges: examples and a fuzzer. What breaks is RequestRefused, nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

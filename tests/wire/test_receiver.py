@@ -1,7 +1,5 @@
 """Sections in any order, late, twice, damaged, of other objects, or never: right or refused, never wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A small engine for tests, without an engine: its pages, what it wrote and where, and both halves on a stored line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

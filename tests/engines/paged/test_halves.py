@@ -1,7 +1,5 @@
 """Both halves of a connector together on a toy engine: pages, tokens, steps, no model."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import threading

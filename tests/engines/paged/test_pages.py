@@ -1,7 +1,5 @@
 """Blocks in and out of pages, for every order and stride that engines use."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

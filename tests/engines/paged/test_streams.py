@@ -1,7 +1,5 @@
 """Streamed loads of a connector: the base of all blocks in time, pages written once, nothing rough stored as fine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What lies beside whole blocks, on both halves and a toy engine: tails of prompts in pieces, and states of models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The storage backend against SGLang's interface as its callers use it; the engine itself needs a GPU."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

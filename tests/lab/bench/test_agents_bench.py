@@ -1,7 +1,5 @@
 """The agents bench without engines: which sessions are taken, what is asked, what is kept, what the rows say."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The engine bench without engines: who is compared, whose turn it is, what is asked, what bad input says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

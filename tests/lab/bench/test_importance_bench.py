@@ -1,7 +1,5 @@
 """The generator of questions, and the shape of what the bench says."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

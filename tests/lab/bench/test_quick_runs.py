@@ -1,7 +1,5 @@
 """Benches that need no engine and no model: a short run makes rows, and bad input is refused."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Simulators of placements, regions, prompts and fair sending: known outcomes come out, nothing to do is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,27 +1,12 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import Chunk, Request, StreamPolicy
 from kvtide.plan.policies import CachegenRule, Layered, TwoEnded
+from kvtide_lab.sim import stream
 from kvtide_lab.sim.curves import CURVES
 from kvtide_lab.sim.links import GBIT, Link, link_named
-from kvtide_lab.sim.stream import (
-    LAW_TOKENS,
-    ORACLE,
-    Costs,
-    FixedLevel,
-    Outcome,
-    StreamRow,
-    StreamSetup,
-    losses,
-    oracle,
-    play,
-    stream_report,
-    sweep,
-)
 
 SPEED = PrefillSpeed(1000)
 STEADY = Link("steady", [0, 100], [0, 10_000])
@@ -32,13 +17,13 @@ def context(sizes: tuple[int, ...], kl: tuple[float, ...], deadline_s: float, is
     return Request(chunks, is_layered, SPEED, deadline_s)
 
 
-def played(policy: StreamPolicy, request: Request, link: Link = STEADY, latency_s: float = 0.0) -> Outcome:
-    return play(policy, request, link, 0.0, Costs(latency_s))
+def played(policy: StreamPolicy, request: Request, link: Link = STEADY, latency_s: float = 0.0) -> stream.Outcome:
+    return stream.play(policy, request, link, 0.0, stream.Costs(latency_s))
 
 
 def test_fixed_level_takes_what_its_bytes_take() -> None:
     request = context((50, 100), (0.5, 0.1), 2.0, is_layered=False)
-    assert played(FixedLevel(1), request, latency_s=0.5)[:4] == (pytest.approx(4.5), pytest.approx(0.1), 0, 0)
+    assert played(stream.FixedLevel(1), request, latency_s=0.5)[:4] == (pytest.approx(4.5), pytest.approx(0.1), 0, 0)
 
 
 def test_layered_uses_the_time_and_drops_what_comes_late() -> None:
@@ -82,21 +67,23 @@ def test_cachegen_computes_text_behind_what_is_loaded() -> None:
 
 def test_costs_of_a_machine_take_their_time() -> None:
     request = context((50, 100), (0.5, 0.1), 2.0, is_layered=False)
-    costs = Costs(0.5, decode_token_s=(0.0001, 0.0005))
-    assert play(FixedLevel(1), request, STEADY, 0.0, costs).ready_s == pytest.approx(4.5 + 4000 * 0.0005)
+    costs = stream.Costs(0.5, decode_token_s=(0.0001, 0.0005))
+    assert stream.play(stream.FixedLevel(1), request, STEADY, 0.0, costs).ready_s == pytest.approx(4.5 + 4000 * 0.0005)
     # The first chunk by 0.5 s, decoded by 1 s, then the other three as text.
     text = context((25, 50, 75), (0.5, 0.2, 0.1), 3.9, is_layered=False)
-    costs = Costs(0.0, decode_token_s=(0.0001, 0.0005, 0.001))
-    assert play(CachegenRule(), text, STEADY, 0.0, costs).ready_s == pytest.approx(4.0)
+    costs = stream.Costs(0.0, decode_token_s=(0.0001, 0.0005, 0.001))
+    assert stream.play(CachegenRule(), text, STEADY, 0.0, costs).ready_s == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("name", ["uniform", "ar1", "lte"])
 @pytest.mark.parametrize(("tokens", "slo_s"), [(9600, 1.0), (32_000, 2.0)])
 def test_nobody_beats_the_oracle_and_two_ended_halves_what_the_rule_loses(name: str, tokens: int, slo_s: float) -> None:
-    setup = StreamSetup(trials=10, context_tokens=(tokens,), slo_s=(slo_s,), decode_cores=0)
-    rows = sweep(setup, [link_named(name, np.random.default_rng(3), 2 * GBIT)], ["cachegen", "layered", "two-ended"])
+    setup = stream.StreamSetup(trials=10, context_tokens=(tokens,), slo_s=(slo_s,), decode_cores=0)
+    rows = stream.sweep(
+        setup, [link_named(name, np.random.default_rng(3), 2 * GBIT)], ["cachegen", "layered", "two-ended"]
+    )
     by_name = {row.policy: row for row in rows}
-    bound = by_name.pop(ORACLE)
+    bound = by_name.pop(stream.ORACLE)
     assert all(row.miss_rate >= bound.miss_rate for row in rows)
     assert all(row.kl_mean + row.kl_copy_mean >= 0.99 * (bound.kl_mean + bound.kl_copy_mean) for row in rows)
     assert by_name["two-ended"].miss_rate == bound.miss_rate
@@ -106,33 +93,38 @@ def test_nobody_beats_the_oracle_and_two_ended_halves_what_the_rule_loses(name: 
 def test_newest_tokens_are_worth_more_than_old_ones() -> None:
     curve = CURVES["tide"]
     flat, newest, oldest = [1] * 150, [1] * 146 + [3] * 4, [1] * 4 + [3] * 4 + [1] * 142
-    kls = [losses(curve, 9600, kept) for kept in (flat, newest, oldest)]
+    kls = [stream.losses(curve, 9600, kept) for kept in (flat, newest, oldest)]
     assert kls[1][0] < 0.7 * kls[0][0] < kls[2][0]
-    assert losses(curve, 9600, [4] * 150) == (0.0, 0.0)
+    assert stream.losses(curve, 9600, [4] * 150) == (0.0, 0.0)
 
 
 def test_oracle_without_misses_uses_all_the_time() -> None:
-    setup = StreamSetup(latency_s=0.0)
+    setup = stream.StreamSetup(latency_s=0.0)
     link = Link("steady", [0, 1000], [0, 1000 * GBIT])
-    exact = oracle(setup, CURVES["tide"], 9600, 2.5, link, 0.0)
+    exact = stream.oracle(setup, CURVES["tide"], 9600, 2.5, link, 0.0)
     assert exact[:4] == (pytest.approx(setup.prefill.seconds(0, 9600)), 0.0, 9600, 0)
-    rushed = oracle(setup, CURVES["tide"], 32_000, 0.01, link, 0.0)
+    rushed = stream.oracle(setup, CURVES["tide"], 32_000, 0.01, link, 0.0)
     assert rushed.ready_s > 0.01
     assert set(rushed.kept) == {0, 4}
-    assert rushed.kept.count(4) == rushed.computed_tokens / LAW_TOKENS
+    assert rushed.kept.count(4) == rushed.computed_tokens / stream.LAW_TOKENS
 
 
 def test_report_names_the_best_of_ours_and_how_it_stands() -> None:
-    def row(policy: str, miss_rate: float, kl: float) -> StreamRow:
-        return StreamRow("a", 1, 1.0, policy, miss_rate, kl, kl, 1.0, 1.0, 0.0, 0.0)
+    def row(policy: str, miss_rate: float, kl: float) -> stream.StreamRow:
+        return stream.StreamRow("a", 1, 1.0, policy, miss_rate, kl, kl, 1.0, 1.0, 0.0, 0.0)
 
-    rows = [row("cachegen", 0.5, 0.2), row("layered", 0.2, 0.01), row("two-ended", 0.1, 0.1), row(ORACLE, 0.08, 0.1)]
-    standing = stream_report(StreamSetup(), rows).standing
+    rows = [
+        row("cachegen", 0.5, 0.2),
+        row("layered", 0.2, 0.01),
+        row("two-ended", 0.1, 0.1),
+        row(stream.ORACLE, 0.08, 0.1),
+    ]
+    standing = stream.stream_report(stream.StreamSetup(), rows).standing
     assert standing is not None
     assert (standing.policy, standing.halved_share) == ("two-ended", 1.0)
     assert standing.miss_over_oracle_max == pytest.approx(0.02)
     assert standing.miss_over_cachegen_max == pytest.approx(-0.4)
-    assert stream_report(StreamSetup(), [row("fixed", 0, 0), row(ORACLE, 0, 0)]).standing is None
+    assert stream.stream_report(stream.StreamSetup(), [row("fixed", 0, 0), row(stream.ORACLE, 0, 0)]).standing is None
 
 
 @pytest.mark.parametrize(
@@ -146,12 +138,12 @@ def test_report_names_the_best_of_ours_and_how_it_stands() -> None:
 )
 def test_setups_that_can_not_be_are_refused(changed: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        StreamSetup(**changed)  # type: ignore[arg-type]
+        stream.StreamSetup(**changed)  # type: ignore[arg-type]
 
 
 def test_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown policy 'best', expected all or some of fixed"):
-        sweep(StreamSetup(), [STEADY], ["best"])
+        stream.sweep(stream.StreamSetup(), [STEADY], ["best"])
 
 
 def test_newest_block_is_refined_first_and_the_middle_last() -> None:

@@ -1,7 +1,5 @@
 """Traces: read, made up, replayed by every policy beside the best possible, and with advice derived from them."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
