@@ -179,23 +179,16 @@ def kept(folder: Path, url: str, size: int, limit: str) -> list[int]:
 
 
 @door("what leaves memory first")
-@pytest.mark.parametrize(("policy", "often_used"), [("lru", False), ("mix", True)])
-def test_policy_says_what_leaves_memory(tmp_path: Path, policy: str, often_used: bool) -> None:
-    found = kept(tmp_path, f"memory://?policy={policy}", 16_000, "memory_bytes_max = 70000")
-    assert (1 in found, 8 in found, len(found) < 8) == (often_used, True, True)
-
-
 @door("the report's pool of freed blocks")
-def test_pool_lets_go_of_what_was_freed_first(tmp_path: Path) -> None:
-    found = kept(tmp_path, "memory://?policy=pool", 16_000, "memory_bytes_max = 70000")
-    assert (1 in found, found[-1]) == (False, 8)
-
-
 @door("what leaves the disk first")
-@pytest.mark.parametrize(("policy", "often_used"), [("lru", False), ("mix", True)])
-def test_policy_says_what_leaves_the_disk(tmp_path: Path, policy: str, often_used: bool) -> None:
-    found = kept(tmp_path, f"disk://{tmp_path / 'store'}?policy={policy}", 90_000, "disk_bytes_max = 400000")
-    assert (1 in found, 8 in found, len(found) < 8) == (often_used, True, True)
+@pytest.mark.parametrize(("policy", "is_often_used_kept"), [("lru", False), ("mix", True), ("pool", False)])
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_policy_says_what_leaves(tmp_path: Path, kind: str, policy: str, is_often_used_kept: bool) -> None:
+    if kind == "memory":
+        found = kept(tmp_path, f"memory://?policy={policy}", 16_000, "memory_bytes_max = 70000")
+    else:
+        found = kept(tmp_path, f"disk://{tmp_path / 'store'}?policy={policy}", 90_000, "disk_bytes_max = 400000")
+    assert (1 in found, 8 in found, len(found) < 8) == (is_often_used_kept, True, True)
 
 
 @door("Valkey and Redis")

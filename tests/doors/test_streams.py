@@ -29,15 +29,10 @@ PLENTY_BYTES_PER_S = 1e8
 
 
 class World:
-    """A server that has the prompt's blocks as tide stores them, and what loads them over a link."""
+    """A server that has the prompt's blocks by a codec, and what loads them over a link."""
 
-    def __init__(self, model: Any, server: RunningServer, profile: Profile | None) -> None:
-        self._model = model
-        self._server = server
-        self.options: dict[str, Any] = {"codec": "tide:1e-3:3", "profiles": [profile]}
-        self.whole_bytes = 0
-
-    def store(self) -> None:
+    def __init__(self, model: Any, server: RunningServer, **options: Any) -> None:
+        self._model, self._server, self.options = model, server, options
         answer(self._model, self._server.url, PROMPT, **self.options)
         self.whole_bytes = answer(self._model, self._server.url, PROMPT, **self.options).read_bytes
 
@@ -57,15 +52,19 @@ class World:
     def attached(
         self, bytes_per_s: float, server: RunningServer | None = None, **options: Any
     ) -> Iterator[CachedModel]:
-        place = (server or self._server).address
-        address = (place.host, place.port)
+        place, given = (server or self._server).address, {**self.options, **options}
         with (
-            ShapedProxy(address, lambda seconds: bytes_per_s * seconds) as proxy,
-            attach(
-                self._model, f"http://127.0.0.1:{proxy.port}", block_tokens=BLOCK, **self.options, **options
-            ) as cached,
+            ShapedProxy((place.host, place.port), bytes_per_s.__mul__) as proxy,
+            attach(self._model, proxy.url, block_tokens=BLOCK, **given) as cached,
         ):
             yield cached
+
+
+@pytest.fixture
+def server() -> Iterator[RunningServer]:
+    # Each test has its own: what is known of a link is kept beside the objects.
+    with running_server(tiers=("memory://",)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +73,22 @@ def profile(tiny_model: Any) -> Profile:
 
 
 @pytest.fixture
-def world(tiny_model: Any, profile: Profile) -> Iterator[World]:
-    # Each has its own: what is known of a link is kept beside the objects.
-    with running_server(tiers=("memory://",)) as server:
-        found = World(tiny_model, server, profile)
-        found.store()
-        yield found
+def world(tiny_model: Any, server: RunningServer, profile: Profile) -> World:
+    return World(tiny_model, server, codec="tide:1e-3:3", profiles=[profile])
+
+
+@pytest.fixture
+def levels(tiny_model: Any, server: RunningServer) -> World:
+    """The prompt's blocks in four levels of CacheGen."""
+    found = World(tiny_model, server, codec="cachegen:1-4")
+    assert server.store.stats().objects == 4 * RESTORED // BLOCK
+    return found
+
+
+@pytest.fixture
+def anchors(tiny_model: Any, server: RunningServer) -> World:
+    """The prompt's blocks as CacheGen's: anchors, and nine positions of deltas."""
+    return World(tiny_model, server, codec="cachegen:2")
 
 
 @pytest.fixture
@@ -182,17 +191,6 @@ def test_what_is_computed_on_top_of_rough_blocks_is_not_stored(world: World, slo
         assert (cached.last.streamed.kl > 1e-3, cached.last.blocks_queued) == (True, 0)
 
 
-@pytest.fixture
-def levels(tiny_model: Any) -> Iterator[World]:
-    """A server that has the prompt's blocks in four levels of CacheGen."""
-    with running_server(tiers=("memory://",)) as server:
-        found = World(tiny_model, server, None)
-        found.options = {"codec": "cachegen:1-4"}
-        found.store()
-        assert server.store.stats().objects == 4 * RESTORED // BLOCK
-        yield found
-
-
 @door("level of each chunk by the bandwidth")
 @door("levels of one context together")
 @pytest.mark.real_time
@@ -217,16 +215,6 @@ def test_cachegen_sends_text_where_computing_fits(levels: World) -> None:
         report = asked(cached)
     assert report.received_bytes == 0
     assert report.kl == 0.0
-
-
-@pytest.fixture
-def anchors(tiny_model: Any) -> Iterator[World]:
-    """A server that has the prompt's blocks as CacheGen's: anchors, and nine positions of deltas."""
-    with running_server(tiers=("memory://",)) as server:
-        found = World(tiny_model, server, None)
-        found.options = {"codec": "cachegen:2"}
-        found.store()
-        yield found
 
 
 @door("anchors first, then deltas")
@@ -284,13 +272,6 @@ def test_a_link_that_is_slower_than_computing_is_left_alone(world: World) -> Non
     assert first.hit_tokens < RESTORED, "the link was not slow"
     assert (second.hit_tokens, second.stored_bytes_read) == (0, 0)
     assert counted[Decided(Choice.RECOMPUTE, Why.LINK_SLOWER)] == RESTORED
-
-
-def test_streaming_is_decided_and_counted(world: World, slow_engine: None) -> None:
-    with world.attached(PLENTY_BYTES_PER_S, quality=0.5) as cached:
-        asked(cached)
-        counted = parse_decisions(cached.cache.stats().decisions)
-    assert counted[Decided(Choice.LOAD, Why.UNKNOWN_LINK)] == RESTORED
 
 
 def test_what_was_learnt_of_a_link_is_known_after_a_restart(world: World, slow_engine: None) -> None:

@@ -220,6 +220,13 @@ class Prefix:
             with selection.active(self.model):
                 return self.model(suffix, past_key_values=past).logits
 
+    def probed(self, selection: SparsePrefix) -> torch.Tensor:
+        """Ask what matters first; return what the model then says of the tokens that are left."""
+        past, ids = self.past(self.rough), torch.tensor([self.ids[PREFIX:]])
+        selection.probe(self.model, ids, past)
+        with torch.inference_mode(), selection.active(self.model):
+            return self.model(ids[:, past.get_seq_length() - PREFIX :], past_key_values=past).logits
+
     def load(self) -> SparseLoad:
         load, rough = SparseLoad(self.tier, gap_bytes=0), dict[int, Any]()
         assert load.open(self.metas, self.registry, rough.__setitem__) == PREFIX // 16
@@ -285,12 +292,7 @@ class Always(Never):
 def test_what_the_guard_refuses_is_loaded_whole(prefix: Prefix, by_chunks: bool, suffix: int) -> None:
     prefix.ids = prefix.ids[: PREFIX + suffix]
     selection = SparsePrefix(prefix.load(), SparseSettings(0.1, guard=Never(), rest=Rest.DROP, by_chunks=by_chunks))
-    past, ids = prefix.past(prefix.rough), torch.tensor([prefix.ids[PREFIX:]])
-    selection.probe(prefix.model, ids, past)
-    assert past.get_seq_length() == PREFIX
-    with torch.inference_mode(), selection.active(prefix.model):
-        got = prefix.model(ids, past_key_values=past).logits
-    assert torch.equal(got, prefix.said(prefix.blocks))
+    assert torch.equal(prefix.probed(selection), prefix.said(prefix.blocks))
     assert selection.report().is_fallback and selection.report().tokens_share == 1.0
     assert len(selection.importance) == 1  # Nothing could have changed the verdict after the first layer.
 
@@ -305,12 +307,9 @@ def test_a_fallback_reads_nothing_twice(prefix: Prefix, rest: Rest) -> None:
     """Nor what the probe asked for of layers that it did not get to."""
     load = prefix.load()
     before = load.read_bytes
-    selection, past = SparsePrefix(load, SparseSettings(0.25, guard=Late(), rest=rest)), prefix.past(prefix.rough)
-    ids = torch.tensor([prefix.ids[PREFIX:]])
-    selection.probe(prefix.model, ids, past)
+    selection = SparsePrefix(load, SparseSettings(0.25, guard=Late(), rest=rest))
+    assert torch.equal(prefix.probed(selection), prefix.said(prefix.blocks))
     assert len(selection.importance) == 3 and selection.report().is_fallback
-    with torch.inference_mode(), selection.active(prefix.model):
-        assert torch.equal(prefix.model(ids, past_key_values=past).logits, prefix.said(prefix.blocks))
     assert load.read_bytes - before == load.whole_bytes
 
 
@@ -353,11 +352,8 @@ def test_tokens_that_could_not_be_had_are_not_attended_to(prefix: Prefix, guard:
             packed[entry.offset] ^= 1
         prefix.tier.replace(each.id, packed)
     settings = SparseSettings(0.9, FirstHeads(3), guard, Rest.DROP, by_chunks=False)
-    selection, past = SparsePrefix(prefix.load(), settings), prefix.past(prefix.rough)
-    ids = torch.tensor([prefix.ids[PREFIX:]])
-    selection.probe(prefix.model, ids, past)
-    with torch.inference_mode(), selection.active(prefix.model):
-        prefix.model(ids[:, past.get_seq_length() - PREFIX :], past_key_values=past)
+    selection = SparsePrefix(prefix.load(), settings)
+    prefix.probed(selection)
     attended = selection._attended[0]
     assert attended is not None and not set(range(meta.start + 4, meta.start + 8)) & set(attended.tolist())
     assert len(attended) >= 80

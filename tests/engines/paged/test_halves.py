@@ -96,14 +96,6 @@ def test_memory_that_can_not_be_had_is_a_fault_of_the_cache_alone(
     assert not unhandled
 
 
-def test_another_engine_restores_every_full_block(second: ToyEngine) -> None:
-    hit, pages, failed = second.load("b", PROMPT)
-    assert (hit, failed) == (3 * BLOCK, set())
-    restored = held(second, pages)
-    for position in range(3):
-        assert np.array_equal(restored[:, :, position * BLOCK : (position + 1) * BLOCK], block_of(PROMPT, position))
-
-
 def _loads(engine: ToyEngine, request: str, computed: int = 0) -> int:
     """Load the prompt, check what came, and return how many blocks the store had to deliver."""
     before = engine.worker.cache.stats().blocks_loaded

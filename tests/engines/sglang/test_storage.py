@@ -124,28 +124,22 @@ def test_shards_do_not_share_pages(backends: Callable[..., Any]) -> None:
 
 def test_bad_calls_and_options_are_refused(backends: Callable[..., Any]) -> None:
     backend = backends()
-    with pytest.raises(ValueError, match="tensor to be read into"):
-        backend.get("a")
-    with pytest.raises(ValueError, match="as value"):
-        backend.set("a")
-    with pytest.raises(ValueError, match="need as many pages"):
-        backend.batch_get_v1(["a", "b"], _indices(0))
-    with pytest.raises(ValueError, match="bytes"):
-        backend.set("a", torch.zeros(3))
-    with pytest.raises(ValueError, match="contiguous"):
-        backend.set("a", torch.zeros((4, 4)).T)
-    with pytest.raises(UnsupportedModel, match="mamba"):
-        backend.register_mem_host_pool_v2(None, "mamba")
-    with pytest.raises(ValueError, match="fingerprint"):
-        backends(fingerprint="")
-    with pytest.raises(ValueError, match="device_kernels is an option of vLLM's connector"):
-        backends(device_kernels=True)
-    with pytest.raises(ValueError, match="load is an option of vLLM's connector"):
-        backends(load="layers")
-    with pytest.raises(ValueError, match="lossless"):
-        backends(codec="chunkwise:1")
-    with pytest.raises(ValueError, match="prefill_tokens_per_s"):
-        backends(prefill_tokens_per_s=-1.0)
+    refusals: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "tensor to be read into", lambda: backend.get("a")),
+        (ValueError, "as value", lambda: backend.set("a")),
+        (ValueError, "need as many pages", lambda: backend.batch_get_v1(["a", "b"], _indices(0))),
+        (ValueError, "bytes", lambda: backend.set("a", torch.zeros(3))),
+        (ValueError, "contiguous", lambda: backend.set("a", torch.zeros((4, 4)).T)),
+        (UnsupportedModel, "mamba", lambda: backend.register_mem_host_pool_v2(None, "mamba")),
+        (ValueError, "fingerprint", lambda: backends(fingerprint="")),
+        (ValueError, "device_kernels is an option of vLLM's connector", lambda: backends(device_kernels=True)),
+        (ValueError, "load is an option of vLLM's connector", lambda: backends(load="layers")),
+        (ValueError, "lossless", lambda: backends(codec="chunkwise:1")),
+        (ValueError, "prefill_tokens_per_s", lambda: backends(prefill_tokens_per_s=-1.0)),
+    ]
+    for error, complaint, call in refusals:
+        with pytest.raises(error, match=complaint):
+            call()
 
 
 def test_pages_that_come_slower_than_they_are_computed_are_left_alone(backends: Callable[..., Any]) -> None:

@@ -105,20 +105,6 @@ def test_small_bodies_wait_for_three_rounds_at_most() -> None:
     assert waits["vtc"] <= 3 * report.slice_round_ms < waits["lottery"]
 
 
-@pytest.mark.parametrize("connections", [1, 8])
-def test_more_connections_buy_no_bytes(connections: int) -> None:
-    mix = (ClientMix(1 << 20, 1, connections), ClientMix(1 << 20, 3))
-    report = run_fairness(FairnessSetup(mix=mix, duration_s=QUICK))
-    assert report.jain_vtc >= 0.99
-
-
-def test_bytes_follow_weights() -> None:
-    mix = (ClientMix(16 << 20, 1, 4, 4.0), ClientMix(512 << 10, 2, 4, 1.0))
-    report = run_fairness(FairnessSetup(mix=mix, duration_s=QUICK))
-    rows = {row.policy: row for row in report.rows}
-    assert rows["vtc"].largest_share == pytest.approx(4 / 6, abs=0.02)
-
-
 def test_jain_of_one_taker_is_one_over_the_clients() -> None:
     served = [Served(100, 1.0, sent, [], []) for sent in (800, 0, 0, 0)]
     row = fairness_row("fifo", served, 1.0)
