@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.paged.test_halves import PROMPT, ToyEngine
+from tests.engines.paged.pools import PROMPT, ToyEngine
 from tests.joints.conftest import HoldBack, attached, attached_lossy
 from tests.store.test_cache import metas_of
 

@@ -144,7 +144,8 @@ class ToyEngine:
         every: int = 0,
     ) -> None:
         names, clock = namespaces(shards=shards, has_states=states is not None), SystemClock()
-        cache, options = open_cache(store, load_s_max=5.0), {"tail_tokens": tail_tokens, "state_every_tokens": every}
+        cache = open_cache(store, load_s_max=5.0)
+        options: dict[str, Any] = {"tail_tokens": tail_tokens, "state_every_tokens": every}
         # A busy machine is no slow store.
         self.scheduler = SchedulerHalf(cache, names, BLOCK, PAGE_TOKENS, clock, 20.0, **options)
         self.pool, self.layers = host_pages(ORDER, pages=PAGES)
