@@ -42,9 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out, before it is imported, what `make check` has no time for; or what it has taken."""
-    tests = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
-    is_unwanted = (config.getoption("--quick") and not any(map(is_quick, tests))) or (
-        config.getoption("--rest") and collection_path.match("test_*.py") and is_quick(collection_path)
+    is_module = collection_path.match("test_*.py")
+    tests = [collection_path] if is_module else collection_path.rglob("test_*.py")
+    is_unwanted = (config.getoption("--quick", False) and not any(map(is_quick, tests))) or (
+        config.getoption("--rest", False) and is_module and is_quick(collection_path)
     )
     # None: others are asked.
     return True if is_unwanted else None
@@ -107,7 +108,7 @@ def pytest_make_collect_report(
 @pytest.fixture(scope="session")
 def fault_factor(request: pytest.FixtureRequest) -> int:
     """How many times as many faults as in a usual run."""
-    return NIGHTLY_FACTOR if request.config.getoption("--nightly") else 1
+    return NIGHTLY_FACTOR if request.config.getoption("--nightly", False) else 1
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-_PACKAGES = (ROOT, ROOT / "src", ROOT / "lab", ROOT / "gpu", ROOT / "tools")
+_PACKAGES = (ROOT, ROOT / "src", ROOT / "lab", ROOT / "gpu", ROOT / "gpu" / "tests", ROOT / "tools")
 TORCH = {"torch", "transformers"}
 # What starts processes or serves, where a test or the lab imports it: the sources wait to be called.
 STARTERS = {

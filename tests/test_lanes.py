@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
         ("test_newcomer.py", False),
         ("deploy/test_manifests.py", False),
         ("e2e/test_demo.py", False),
+        ("../gpu/tests/test_swap.py", False),
     ],
 )
 def test_lane_of_a_module_follows_what_it_imports(module: str, quick: bool) -> None:

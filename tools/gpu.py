@@ -26,8 +26,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(Path(__file__).parent))
-
-from tests.gpu.twin import TwinKernels, compile_twin  # noqa: E402
+sys.path.insert(0, str(ROOT / "gpu" / "tests"))
 
 from gpu_cases import DRY, FULL, copy_case, is_real, overlap_case, pages_case, rans_case, ratio, swap_case  # noqa: E402
 from gpu_codecs import groups_case, tide_case  # noqa: E402
@@ -35,6 +34,7 @@ from gpu_peers import lmcache_case, nvcomp_case  # noqa: E402
 from kvtide.cli.report import envelope  # noqa: E402
 from kvtide_gpu.kernels import Budget, CudaKernels, Kernels  # noqa: E402
 from kvtide_gpu.program import compile_kernels, kernel_sources  # noqa: E402
+from twin import TwinKernels, compile_twin  # noqa: E402
 
 # A100, H100 and H200, B200, RTX 50: each has machine code of its own.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -70,8 +70,8 @@ def build() -> dict[str, Any]:
 
 
 def run_tests(which: str = "", environment: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run tests/gpu: the twin's, and the device's where there is one."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-k", which]
+    """Run gpu/tests: the twin's, and the device's where there is one."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "gpu/tests", "-k", which]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     return {"status": done.returncode, "summary": done.stdout.strip().splitlines()[-1:], "log": done.stdout[-2000:]}
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tests.gpu.rans_calls import prepare_decode, prepare_encode
-from tests.gpu.twin import TwinKernels
 
 from gpu_swap import KernelSwapper
 from kvtide.block import BlockLayout, KVDtype
@@ -18,6 +16,8 @@ from kvtide.codec.entropy import RansTables, Runs, Streams
 from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.memory import DevicePiece
 from kvtide_gpu.pages import KernelPages
+from rans_calls import prepare_decode, prepare_encode
+from twin import TwinKernels
 
 REPEATS, WARM_UPS = 9, 2
 GIB = 1 << 30

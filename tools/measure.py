@@ -152,7 +152,8 @@ def closure(entry: str, files: Sequence[Source]) -> list[Source]:
 
 def measure(wheel: Path | None) -> dict[str, Any]:
     """Return all figures of the tree, and of a wheel."""
-    product, lab, gpu, tests = sources(PRODUCT), sources(LAB), sources(GPU), sources(ROOT / "tests")
+    product, lab, gpu = sources(PRODUCT), sources(LAB), sources(GPU)
+    tests, gpu_tests = sources(ROOT / "tests"), sources(GPU.parent / "tests")
     modules = ((file.path, file.tree) for file in [*product, *lab, *gpu])
     repeated = [problem.message for _, problem in repeated_classes(modules, ROOT)]
     kernels = sum(path.read_text(encoding="utf-8").count("\n") for path in GPU.rglob("*.cuh"))
@@ -162,6 +163,7 @@ def measure(wheel: Path | None) -> dict[str, Any]:
         "lab_lines": sum(file.lines for file in lab),
         "tests_lines": sum(file.lines for file in tests),
         "gpu_lines": sum(file.lines for file in gpu),
+        "gpu_tests_lines": sum(file.lines for file in gpu_tests),
         "kernel_lines": kernels,
         "exported_names": sum(len(exported(file)) for file in product),
         "repeated_class_names": len(repeated),
@@ -178,6 +180,7 @@ def measure(wheel: Path | None) -> dict[str, Any]:
         "product": product,
         "lab": lab,
         "gpu": gpu,
+        "gpu_tests": gpu_tests,
         "tests": tests,
         "tools": sources(ROOT / "tools"),
     }

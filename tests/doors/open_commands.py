@@ -43,7 +43,7 @@ what is installed | kvtide doctor | @look | @machine | OURS
 advice that can be copied | kvtide doctor | @look | @machine | OURS
     tests/cli/test_doctor_hints.py::test_server_that_is_down_is_started_by_the_hint
 judge a GPU | kvtide doctor --gpu gpu.json | docs/gpu.md: You have a GPU: ten minutes | a made-up report | OURS
-    tests/gpu/test_report.py::test_goals_that_are_reached_are_ok
+    gpu/tests/test_report.py::test_goals_that_are_reached_are_ok
 make a token | kvtide token | @grants | @process | OURS
 invalidate a namespace | kvtide invalidate NAMESPACE --server | @regions | @process | CACHEGEN
 records and their backup | kvtide record --backup --restore | @regions | two server processes | CACHEGEN

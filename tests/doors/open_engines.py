@@ -152,12 +152,12 @@ groups of any kind of layer, below vLLM's own offloading | "type": "KVTideTier"
 kernels of our own on a GPU | device_kernels | @vllm | which pages are chosen, without a GPU | OFFLOADING
     tests/vllm/test_model.py::test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for
 published codecs on a GPU | "codec": "cachegen:2", "device_kernels": true | @vllm | @twin | ASCEND
-    tests/gpu/test_pages.py::test_decoding_and_encoding_are_the_device_s
+    gpu/tests/test_pages.py::test_decoding_and_encoding_are_the_device_s
 swapping by streams in an engine | device_kernels device_multiprocessors | docs/gpu.md: What is there | @twin
     OFFLOADING
-    tests/gpu/test_swap.py::test_blocks_come_in_behind_the_engine_and_not_behind_decoding
+    gpu/tests/test_swap.py::test_blocks_come_in_behind_the_engine_and_not_behind_decoding
 objects in a GPU's memory | device_bytes_max | @vllm | @twin | IMPRESS
-    tests/gpu/test_device_tier.py::test_stack_moves_what_is_used_to_the_device_and_lets_the_least_used_go
+    gpu/tests/test_device_tier.py::test_stack_moves_what_is_used_to_the_device_and_lets_the_least_used_go
 below SGLang's hierarchical cache | --hicache-storage-backend dynamic | docs/vllm.md: SGLang | @interface | OURS
     tests/engines/sglang/test_storage.py::test_pages_come_back_in_another_process_pool
 leave pages alone that come slower than they are computed | prefill_tokens_per_s | docs/vllm.md: SGLang | @interface

@@ -1,6 +1,6 @@
 // What all kernels share: types, lanes, and the rules that let one source run on a GPU and on a processor.
 //
-// Built by NVRTC for GPUs and, with tests/gpu/emulation.hpp, by a C++ compiler for the twin that tests run everywhere. So: no
+// Built by NVRTC for GPUs and, with gpu/tests/emulation.hpp, by a C++ compiler for the twin that tests run everywhere. So: no
 // headers, whole warps only (every lane of a warp meets every collective), arguments in one struct of 8-byte fields by value, and
 // every kernel walks its jobs in a loop, so that any number of blocks will do: that number is the budget.
 // Floats take one operation at a time (no contraction), as on the processor, so that bytes are the same.

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, empty_layers, engine_writes, host_pages, random_block
-from tests.gpu.ordered import Order, OrderedStream
 
 from kvtide.engines.paged.device import DevicePages, DeviceStream
 from kvtide.engines.paged.pages import CellOrder, HostPages, cell_order, join_pages, keys_values, slot_page
+from ordered import Order, OrderedStream
 
 
 @pytest.mark.parametrize("order", CellOrder)

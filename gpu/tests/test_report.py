@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from tests.doors.user import kvtide
-from tests.gpu.twin import TwinKernels, needs_compiler
 
 from kvtide.cli import doctor
 from kvtide_gpu.report import GOALS, judge
+from twin import TwinKernels, needs_compiler
 
 TOOLS = Path(__file__).parents[2] / "tools"
 GOOD: dict[str, Any] = {

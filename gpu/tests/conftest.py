@@ -6,10 +6,31 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.gpu.twin import TwinKernels, compile_twin
 
 from kvtide_gpu.kernels import Budget, CudaKernels, Kernels
+from tests.conftest import (
+    any_block_fits,
+    fault_factor,
+    layout,
+    pytest_ignore_collect,
+    pytest_make_collect_report,
+    pytest_runtest_logfinish,
+    pytest_runtest_logreport,
+    pytest_runtest_makereport,
+)
+from twin import TwinKernels, compile_twin
 
+# What all tests have; options are those of tests/conftest.py alone.
+__all__ = [
+    "any_block_fits",
+    "fault_factor",
+    "layout",
+    "pytest_ignore_collect",
+    "pytest_make_collect_report",
+    "pytest_runtest_logfinish",
+    "pytest_runtest_logreport",
+    "pytest_runtest_makereport",
+]
 has_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

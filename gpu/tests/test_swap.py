@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.gpu.ordered import Order, OrderedKernels
-from tests.gpu.twin import needs_compiler
 
 from gpu_swap import KernelSwapper
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.testing import smooth_bits
 from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.pages import KernelPages
+from ordered import Order, OrderedKernels
+from twin import needs_compiler
 
 pytestmark = needs_compiler
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.entropy.cases import COUNT_ROWS, count_rows, counts_of, draw_symbols, one_table, runs_for
-from tests.gpu.cases import EMULATED
-from tests.gpu.rans_calls import prepare_decode, prepare_encode
-from tests.gpu.twin import needs_compiler
 
+from cases import EMULATED
 from kvtide.codec.entropy import ESCAPE, Escapes, RansTables, Runs, Streams
 from kvtide.errors import CorruptPayload
 from kvtide_gpu.kernels import Kernels
+from rans_calls import prepare_decode, prepare_encode
+from twin import needs_compiler
 
 pytestmark = needs_compiler
 

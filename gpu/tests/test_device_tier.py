@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.gpu.faulty import FaultyKernels, Switch
-from tests.gpu.twin import needs_compiler
 
+from faulty import FaultyKernels, Switch
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
@@ -20,6 +19,7 @@ from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.memory import STAGE_BYTES, DeviceTier, KernelMemory
+from twin import needs_compiler
 
 pytestmark = needs_compiler
 PAGE = 4096

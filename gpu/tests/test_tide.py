@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import assume, given, reject, settings
 from tests.codec.tide_profiles import fitted
-from tests.gpu.cases import EMULATED, TideCase, bits_of, on_processor, tide_cases, untouched
-from tests.gpu.twin import needs_compiler
 
+from cases import EMULATED, TideCase, bits_of, on_processor, tide_cases, untouched
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
@@ -29,6 +28,7 @@ from kvtide_gpu.targets import PageTarget, StoredBlock, block_target, page_targe
 from kvtide_gpu.tide import DeviceTide
 from kvtide_gpu.tide_encode import DeviceTideEncoder, PagedBlock
 from kvtide_gpu.tide_model import DeviceModel
+from twin import needs_compiler
 
 pytestmark = needs_compiler
 GOLDEN = Path(__file__).parent.parent / "golden"

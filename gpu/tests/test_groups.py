@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gpu.cases import EMULATED, bits_of, fitted_groups, on_processor, untouched
-from tests.gpu.twin import needs_compiler
 
+from cases import EMULATED, bits_of, fitted_groups, on_processor, untouched
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.published.cachegen import ProfiledCodec
@@ -19,6 +18,7 @@ from kvtide.types import Section
 from kvtide_gpu.groups import DeviceGroups
 from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.targets import StoredBlock, block_target
+from twin import needs_compiler
 
 pytestmark = needs_compiler
 LAYOUT = BlockLayout(layers=3, tokens=27, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)

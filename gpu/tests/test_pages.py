@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.tide_profiles import fitted
-from tests.gpu.cases import fitted_groups, on_processor
-from tests.gpu.faulty import FaultyKernels, Switch
-from tests.gpu.twin import needs_compiler
 
+from cases import fitted_groups, on_processor
+from faulty import FaultyKernels, Switch
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry, LevelledCodec, LosslessCodec
@@ -29,6 +28,7 @@ from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide_gpu.kernels import CudaKernels, Kernels
 from kvtide_gpu.pages import KernelPages, opened_pages
+from twin import needs_compiler
 
 pytestmark = needs_compiler
 PAGE_TOKENS = 8

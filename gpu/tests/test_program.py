@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.twin import SOURCES
 
 from kvtide.errors import DeviceFault
 from kvtide_gpu import program
 from kvtide_gpu.kernels import Budget, CudaKernels
 from kvtide_gpu.program import CUBINS_MAX, compile_kernels, kept_kernels, kernel_sources
+from twin import SOURCES
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 

@@ -19,7 +19,7 @@ from kvtide.engines.paged.device import DeviceStream
 from kvtide_gpu.program import COMPILE_OPTIONS
 
 HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "gpu/kvtide_gpu/kernels"
+SOURCES = HERE.parent / "kvtide_gpu/kernels"
 
 # Set by tools/gpu.py, which preloads the sanitizers' libraries; fibers have stacks that they know nothing of.
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "--param", "asan-stack=0")
