@@ -81,7 +81,7 @@ def test_tenants_and_rows_of_advice_are_bounded(monkeypatch: pytest.MonkeyPatch)
         trust.believed(Namespace(number.to_bytes(32, "big")), LAST)
     assert len(trust._ends) == TENANTS_MAX
     monkeypatch.setattr(reuse, "ROWS_MAX", 3)
-    model = reuse.HazardModel(100.0)
+    model = reuse.HazardModel(100)
     rows = {model.row(reuse.Kind("session", 0, size, True, mark)) for size in range(2) for mark in range(16)}
     assert rows == {0, 1, 2, 3}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -196,58 +196,48 @@ def frequencies_of(parameters: RopeParameters, dims: int, theta: float, context_
     parameters: as a model's config has them. context_tokens: the longest context that it names, 0 if it names none.
     """
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(f"RoPE of type {rope_type!r} is not supported, only {sorted(ROPE_TYPES)}")
     if not theta > 0:
         raise ValueError(f"rope_theta must be positive, got {theta!r}")
+    values: _Floats = theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+    scale, steady_tokens = 1.0, 0
     try:
-        found = ROPE_TYPES[rope_type](parameters, dims, theta, context_tokens)
+        match rope_type:
+            case "default":
+                pass
+            case "linear":
+                values = values / parameters["factor"]
+            case "dynamic":
+                # Up to the trained context NTK scaling does nothing; beyond, it depends on the prompt's length.
+                steady_tokens = context_tokens
+            case "proportional":
+                # All dims count as rotated, but the pairs after the share stand still.
+                pairs = int(parameters.get("partial_rotary_factor", 1.0) * dims // 2)
+                values = np.where(np.arange(dims // 2) < pairs, values, 0.0) / parameters.get("factor", 1.0)
+            case "llama3":
+                values = _llama3(parameters, values, _trained_tokens(parameters, context_tokens))
+            case "yarn":
+                values, scale = _yarn(parameters, values, theta, context_tokens)
+            case "longrope":
+                steady_tokens = _trained_tokens(parameters, context_tokens)
+                values, scale = _longrope(parameters, values, context_tokens)
+            case _:
+                raise ValueError(f"RoPE of type {rope_type!r} is not supported, only {sorted(ROPE_TYPES)}")
     except KeyError as error:
         raise ValueError(f"RoPE of type {rope_type!r} needs {error}") from error
     # As float32 has them: what is stored is what was used.
-    values = tuple(np.array(found.values, dtype=np.float64).astype(np.float32).tolist())
-    return Frequencies(values, float(np.float32(found.scale)), found.steady_tokens)
+    return Frequencies(tuple(values.astype(np.float32).tolist()), float(np.float32(scale)), steady_tokens)
 
 
-def _plain(dims: int, theta: float) -> _Floats:
-    return theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
-
-
-def _steady(values: _Floats, scale: float = 1.0) -> Frequencies:
-    return Frequencies(tuple(values.tolist()), scale, 0)
-
-
-def _default(_parameters: RopeParameters, dims: int, theta: float, _context_tokens: int) -> Frequencies:
-    return _steady(_plain(dims, theta))
-
-
-def _linear(parameters: RopeParameters, dims: int, theta: float, _context_tokens: int) -> Frequencies:
-    return _steady(_plain(dims, theta) / parameters["factor"])
-
-
-def _dynamic(_parameters: RopeParameters, dims: int, theta: float, context_tokens: int) -> Frequencies:
-    # Up to the trained context NTK scaling does nothing; beyond, it depends on the prompt's length.
-    return Frequencies(tuple(_plain(dims, theta).tolist()), 1.0, context_tokens)
-
-
-def _proportional(parameters: RopeParameters, dims: int, theta: float, _context_tokens: int) -> Frequencies:
-    # All dims count as rotated, but the pairs after the share stand still.
-    pairs = int(parameters.get("partial_rotary_factor", 1.0) * dims // 2)
-    values = np.where(np.arange(dims // 2) < pairs, _plain(dims, theta), 0.0)
-    return _steady(values / parameters.get("factor", 1.0))
-
-
-def _llama3(parameters: RopeParameters, dims: int, theta: float, context_tokens: int) -> Frequencies:
+def _llama3(parameters: RopeParameters, values: _Floats, trained: int) -> _Floats:
     factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
-    values = _plain(dims, theta)
-    turns = _trained_tokens(parameters, context_tokens) * values / (2 * math.pi)
+    turns = trained * values / (2 * math.pi)
     smooth = (turns - low) / (high - low)
     between = (1 - smooth) * values / factor + smooth * values
-    return _steady(np.where(turns < low, values / factor, np.where(turns > high, values, between)))
+    return np.where(turns < low, values / factor, np.where(turns > high, values, between))
 
 
-def _yarn(parameters: RopeParameters, dims: int, theta: float, context_tokens: int) -> Frequencies:
-    trained = _trained_tokens(parameters, context_tokens)
+def _yarn(parameters: RopeParameters, values: _Floats, theta: float, context_tokens: int) -> tuple[_Floats, float]:
+    trained, dims = _trained_tokens(parameters, context_tokens), 2 * len(values)
     factor = parameters.get("factor") or context_tokens / trained
 
     def dim_of(rotations: float) -> float:
@@ -259,8 +249,7 @@ def _yarn(parameters: RopeParameters, dims: int, theta: float, context_tokens: i
     low, high = max(low, 0), min(high, dims - 1)
     width = high - low if high != low else 0.001
     share = 1 - np.clip((np.arange(dims // 2) - low) / width, 0, 1)
-    values = _plain(dims, theta)
-    return _steady(values / factor * (1 - share) + values * share, _yarn_scale(parameters, factor))
+    return values / factor * (1 - share) + values * share, _yarn_scale(parameters, factor)
 
 
 def _yarn_scale(parameters: RopeParameters, factor: float) -> float:
@@ -273,16 +262,16 @@ def _yarn_scale(parameters: RopeParameters, factor: float) -> float:
     return scale(weight) / scale(weight_all) if weight and weight_all else scale(1.0)
 
 
-def _longrope(parameters: RopeParameters, dims: int, theta: float, context_tokens: int) -> Frequencies:
+def _longrope(parameters: RopeParameters, values: _Floats, context_tokens: int) -> tuple[_Floats, float]:
     trained = _trained_tokens(parameters, context_tokens)
     factor = parameters.get("factor") or context_tokens / trained
     scale = parameters.get("attention_factor")
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     short = np.array(parameters["short_factor"], dtype=np.float64)
-    if short.shape != (dims // 2,) or not (short > 0).all():
-        raise ValueError(f"longrope's short_factor must be {dims // 2} positive numbers")
-    return Frequencies(tuple((_plain(dims, theta) / short).tolist()), float(scale), trained)
+    if short.shape != values.shape or not (short > 0).all():
+        raise ValueError(f"longrope's short_factor must be {len(values)} positive numbers")
+    return values / short, float(scale)
 
 
 def _trained_tokens(parameters: RopeParameters, context_tokens: int) -> int:
@@ -292,15 +281,7 @@ def _trained_tokens(parameters: RopeParameters, context_tokens: int) -> int:
     return trained
 
 
-ROPE_TYPES: Mapping[str, Callable[[RopeParameters, int, float, int], Frequencies]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "proportional": _proportional,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}
+ROPE_TYPES = frozenset({"default", "linear", "dynamic", "proportional", "llama3", "yarn", "longrope"})
 
 
 class Pairs(IntEnum):

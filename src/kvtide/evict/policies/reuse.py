@@ -88,10 +88,9 @@ class HazardModel:
     The policy counts into `reached` and `used`; of a kind that has not been learned yet only the age counts.
     """
 
-    def __init__(self, half_life_runs: float, blocks_max: int = 0) -> None:
+    def __init__(self, blocks_max: int) -> None:
         """blocks_max: what the cache holds, which decides how finely ages are told apart."""
         self.ages = FINE_AGES if blocks_max <= _FINE_BLOCKS_MAX else COARSE_AGES
-        self._half_life_runs = half_life_runs
         self._rows: dict[Kind, int] = {}
         # By row.
         self.kinds: list[Kind] = []
@@ -119,7 +118,7 @@ class HazardModel:
         """Take in what was counted since the last call, and update `worth`."""
         reached, used = np.array(self.reached), np.array(self.used)
         fresh = np.zeros((len(reached) - len(self._runs), len(self.ages)))
-        keep = 0.5 ** (reached[:, 0].sum() / self._half_life_runs)
+        keep = 0.5 ** (reached[:, 0].sum() / HALF_LIFE_RUNS)
         # Advice that comes later takes runs from one row to another: less may be left there than they counted.
         self._runs = np.maximum(0.0, np.concatenate([self._runs * keep, fresh]) + reached)
         self._uses = np.concatenate([self._uses * keep, fresh]) + used
@@ -264,7 +263,7 @@ class ReusePolicy(AdvisedPolicy):
         """model: one that is shared; what this policy sees is counted there while `counts`."""
         super().__init__()
         self.plan(blocks_max)
-        self.model = model or HazardModel(HALF_LIFE_RUNS, blocks_max)
+        self.model = model or HazardModel(blocks_max)
         self._edges_s = self.model.ages.edges_s
         self.counts = True
         self._queues: list[list[_Queue]] = []
