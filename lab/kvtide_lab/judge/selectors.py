@@ -24,12 +24,13 @@ class GroupHeads(AllHeads):
 
 
 class Blind(AllHeads):
-    """Looks at no key. `importance` says what matters in a layer of so many tokens, (rows, tokens)."""
+    """Looks at no key."""
 
     def heads(self, heads: int, kv_heads: int) -> list[int]:
         return []
 
     def importance(self, layer: int, tokens: int) -> Floats:
+        """Return what matters in a layer of so many tokens: (rows, tokens)."""
         raise NotImplementedError
 
 

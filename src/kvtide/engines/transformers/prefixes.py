@@ -31,6 +31,7 @@ from kvtide.evict import Advice
 from kvtide.group import GroupKind, Hit, Parts, part_keys, state_cuts, state_every
 from kvtide.importance import Orders
 from kvtide.keys import TokenIds, block_keys
+from kvtide.plan import Judge
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import MissReason, Whole
 from kvtide.types import BlockKey, ObjectId
@@ -54,6 +55,12 @@ class RestoredColumns(NamedTuple):
     past: DynamicCache
     columns: int = 0
     stored_bytes: int = 0
+
+
+def recompute_s(judge: Judge, tokens: int) -> float | None:
+    """Return what computing takes: a longer load is of no use. None, which is the cache's own bound, if unknown."""
+    speed = judge.prefill()
+    return None if speed is None else speed.seconds(0, tokens)
 
 
 class Prefixes:
@@ -166,9 +173,8 @@ class Prefixes:
         alike: numbers of the rows that begin alike. since_s: when it began; None where it tells nothing of the link.
         """
         identity, size, clock = self._identity, self._block_tokens, self._clock
-        # A load that takes longer than computing is of no use.
-        speed = self._cache.judge.prefill()
-        until_s = None if speed is None else clock.monotonic_s() + speed.seconds(0, tokens)
+        give_up_s = recompute_s(self._cache.judge, tokens)
+        until_s = None if give_up_s is None else clock.monotonic_s() + give_up_s
         pads, rooms = [row.pad for row in rows], list[RestoredRoom | StateRoom]()
         for each, reach in zip(identity.groups, identity.reaches, strict=True):
             before, layout = max(0, stop - reach * size) if reach else 0, each.group.layout
