@@ -20,6 +20,7 @@ PAGE_TOKENS = 4
 ORDER, PAGES = CellOrder.TRANSPOSED_KEYS, 64
 LAYOUT = BlockLayout(layers=3, tokens=8, kv_heads=2, head_dim=6, dtype=KVDtype.BFLOAT16)
 BLOCK = LAYOUT.tokens
+PROMPT = list(range(3 * BLOCK + 3))
 
 
 def empty_layers(pages: int = 12, layout: BlockLayout = LAYOUT) -> list[Any]:

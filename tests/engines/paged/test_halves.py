@@ -15,6 +15,7 @@ from tests.engines.paged.pools import (
     LAYOUT,
     ORDER,
     PAGE_TOKENS,
+    PROMPT,
     ToyEngine,
     block_of,
     held,
@@ -53,9 +54,6 @@ def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Engine
     yield make
     for engine in made:
         engine.close()
-
-
-PROMPT = list(range(3 * BLOCK + 3))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from tests.engines.paged.pools import (
     BLOCK,
     PAGE_TOKENS,
     PAGES,
+    PROMPT,
     ToyEngine,
     block_of,
     held,
@@ -201,7 +202,6 @@ def test_tokens_of_a_page_come_back_as_they_were(order: CellOrder) -> None:
 
 
 STATE_BYTES = 32
-PROMPT = list(range(3 * BLOCK + 3))
 NAMES = namespaces(has_states=True)
 BRANCH = [*PROMPT[: 2 * BLOCK], *range(7, 7 + BLOCK + 3)]
 
