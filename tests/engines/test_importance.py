@@ -228,14 +228,15 @@ class Prefix:
             return self.model(ids[:, past.get_seq_length() - PREFIX :], past_key_values=past).logits
 
     def load(self) -> SparseLoad:
-        load, rough = SparseLoad(self.tier, gap_bytes=0), dict[int, Any]()
+        load, rough = SparseLoad(self.tier), dict[int, Any]()
         assert load.open(self.metas, self.registry, rough.__setitem__) == PREFIX // 16
         self.rough = [rough[position] for position in range(load.blocks)]
         return load
 
 
 @pytest.fixture
-def prefix(tiny_model: Any, prompt: torch.Tensor) -> Prefix:
+def prefix(tiny_model: Any, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Prefix:
+    monkeypatch.setattr("kvtide.store.load.sparse.GAP_BYTES", 0)
     return Prefix(tiny_model, prompt)
 
 

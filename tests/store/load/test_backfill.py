@@ -8,7 +8,7 @@ import pytest
 from tests.store.load.sources import AnyOf, MadeSource, made_objects, parsed
 
 from kvtide.clock import SystemClock
-from kvtide.store.load.backfill import Backfill, BackfillLimits, PartialLoad
+from kvtide.store.load.backfill import BYTES_MAX, Backfill, PartialLoad
 from kvtide.types import ObjectId
 from kvtide.wire.receiver import Receiver
 
@@ -41,9 +41,9 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
-def keeper_of(stack: ExitStack, *sources: MadeSource, limits: BackfillLimits | None = None) -> tuple[Backfill, Store]:
+def keeper_of(stack: ExitStack, *sources: MadeSource, bytes_max: int = BYTES_MAX) -> tuple[Backfill, Store]:
     store = Store()
-    keeper = Backfill(AnyOf(*sources), store.put, SystemClock(), limits)
+    keeper = Backfill(AnyOf(*sources), store.put, SystemClock(), bytes_max)
     stack.callback(keeper.check)
     stack.callback(keeper.close)
     return keeper, store
@@ -100,8 +100,8 @@ def test_load_has_the_link_alone(stack: ExitStack) -> None:
 
 
 def test_what_waits_is_bounded(stack: ExitStack) -> None:
-    keeper, store = keeper_of(stack, MadeSource(OBJECTS), limits=BackfillLimits(loads_max=1))
-    small, _ = keeper_of(stack, MadeSource(OBJECTS), limits=BackfillLimits(bytes_max=OBJECT_BYTES - 1))
+    keeper, store = keeper_of(stack, MadeSource(OBJECTS), bytes_max=OBJECT_BYTES)
+    small, _ = keeper_of(stack, MadeSource(OBJECTS), bytes_max=OBJECT_BYTES - 1)
     with keeper.paused():
         assert keeper.offer(left_of(OBJECTS))
         assert not keeper.offer(left_of(OBJECTS))
@@ -120,8 +120,3 @@ def test_closing_ends_a_read_and_takes_no_more(stack: ExitStack) -> None:
     assert store.objects == {}
     assert not [thread for thread in set(threading.enumerate()) - others if thread.name == "kvtide-keep"]
     keeper.close()
-
-
-def test_bounds_that_can_not_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        BackfillLimits(loads_max=0)

@@ -29,8 +29,6 @@ def test_steps_are_ranges_of_each_block_of_a_chunk() -> None:
         (ObjectRange(0, body + 5000, body + 10_000),),
     )
     assert [piece.block for piece in job.pieces[1][2]] == [1, 2, 3]
-    faster = job.asked(PrefillSpeed(5.0), 9.0).request
-    assert (faster.prefill, faster.deadline_s, faster.chunks) == (PrefillSpeed(5.0), 9.0, job.request.chunks)
 
 
 def test_levels_are_whole_bodies_of_other_objects() -> None:

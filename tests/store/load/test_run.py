@@ -251,9 +251,3 @@ def test_errors_of_the_engine_reach_the_caller_and_end_the_load() -> None:
     with pytest.raises(AssertionError, match="asked to compute"):
         load(job, TwoEnded(), MadeSource(OBJECTS, bytes_per_s=1e4))
     wait_until(lambda: not any(each.name.startswith("kvtide-fetch") for each in threading.enumerate()), "its threads")
-
-
-@pytest.mark.parametrize("bad", [{"requests_max": 0}, {"read_s_max": 0.0}, {"retry_s": -1.0}])
-def test_bounds_that_can_not_be_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        FetchLimits(**bad)  # type: ignore[arg-type]

@@ -16,20 +16,15 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.codec import Codec, CodecRegistry
 from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
-from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.importance import packing_orders
-from kvtide.index import LruPolicy, RadixIndex
-from kvtide.plan import JudgeRecord
-from kvtide.store import Cache
 from kvtide.store.load import sparse
-from kvtide.store.load.sparse import FrontsWanted, PackedFront, PackedPart, SparseLoad
+from kvtide.store.load.sparse import PackedFront, PackedPart, SparseLoad
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.tier.base import WrappedTier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import pack_object, parse_object
 from kvtide_lab.bench.shaped import ShapedProxy
@@ -193,7 +188,9 @@ def test_the_rest_of_a_block_comes_by_one_read_and_is_exact() -> None:
     load.close()
 
 
-def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_by_one_each() -> None:
+def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_by_one_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with (
         running_server(tiers=("memory://",)) as server,
         ShapedProxy((server.address.host, server.address.port), lambda s: 1e9 * s) as relay,
@@ -204,7 +201,8 @@ def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_by_one_each
             data = memoryview(bytearray(info.size))
             memory.get_into(info.id, data)
             assert tier.put_from(info.id, data)
-        load = SparseLoad(tier, gap_bytes=0)
+        monkeypatch.setattr(sparse, "GAP_BYTES", 0)
+        load = SparseLoad(tier)
         assert load.open(METAS, REGISTRY) == 3
         wanted = {layer: np.array([0, 2]) for layer in range(LAYOUT.layers)}
         reads, requests = load.reads, relay.requests
@@ -216,25 +214,11 @@ def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_by_one_each
         tier.close()
 
 
-def test_a_far_link_has_no_more_read_of_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many ranges are one request there: another one costs its head, not the link's delay."""
-    monkeypatch.setattr(sparse, "GAP_BYTES", 0)
-    clock = SystemClock()
-    index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 100)
-    with Cache(TierStack([a_tier()]), index, CODEC, REGISTRY, clock, Limits(), 1.0) as cache:
-        cache.judge.restore(JudgeRecord(1e9, 0.1))
-        how = sparse.Sparse(lambda position, bits: None)
-        assert cache.load(METAS, how).blocks == 3 and how.opened is not None
-        before = how.opened.read_bytes
-        loaded = how.opened.fetch(0, np.array([0, 2]))
-        assert how.opened.read_bytes - before == loaded.bits.nbytes
-        how.close()
-
-
-def test_sections_are_read_together_unless_more_than_a_gap_lies_between() -> None:
+def test_sections_are_read_together_unless_more_than_a_gap_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = a_tier()
     for gap_bytes, reads in ((0, 2), (1 << 20, 1)):
-        load = SparseLoad(tier, gap_bytes=gap_bytes)
+        monkeypatch.setattr(sparse, "GAP_BYTES", gap_bytes)
+        load = SparseLoad(tier)
         load.open(METAS, REGISTRY)
         before = load.reads
         assert len(load.fetch(0, np.array([0, 2])).tokens) == (12 if gap_bytes else 8)  # What lies between is used.
@@ -253,7 +237,7 @@ class Waited(WrappedTier):
 def test_reads_of_fronts_end_at_the_deadline() -> None:
     metas, tier = stored_chain(3)
     began_s = time.monotonic()
-    assert SparseLoad(Waited(tier)).open(metas, REGISTRY, wanted=FrontsWanted(began_s + 0.2)) == 0
+    assert SparseLoad(Waited(tier)).open(metas, REGISTRY, deadline_s=began_s + 0.2) == 0
     assert time.monotonic() - began_s < 30.0
 
 

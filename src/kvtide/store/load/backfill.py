@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.clock import Clock
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+BYTES_MAX = 512 << 20
+# One range.
+READ_S_MAX = 30.0
+CLOSE_S_MAX = 5.0
 # Stores a whole object, and tells whether somebody took it; called in the keeper's thread.
 Put = Callable[[ObjectId, bytes], bool]
 
@@ -40,22 +43,6 @@ class PartialLoad(NamedTuple):
         return sum(receiver.stored.object_bytes for receiver in self.receivers)
 
 
-@dataclass(frozen=True, slots=True)
-class BackfillLimits:
-    """Bounds. ValueError for one that is not positive."""
-
-    # Of loads that wait to be completed, and their objects' bytes.
-    loads_max: int = 4
-    bytes_max: int = 512 << 20
-    # One range.
-    read_s_max: float = 30.0
-    close_s_max: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not min(self.loads_max, self.bytes_max, self.read_s_max, self.close_s_max) > 0:
-            raise ValueError(f"bounds must be positive, got {self}")
-
-
 class BackfillStats(NamedTuple):
     """Objects kept and not, and the bytes that were fetched for it."""
 
@@ -65,16 +52,19 @@ class BackfillStats(NamedTuple):
 
 
 class Backfill:
-    """Owns a thread from the first offer until `close`. Safe to use from several threads."""
+    """Owns a thread from the first offer until `close`. Safe to use from several threads.
 
-    def __init__(self, source: RangeSource, put: Put, clock: Clock, limits: BackfillLimits | None = None) -> None:
+    bytes_max: of the objects of loads that wait to be completed.
+    """
+
+    def __init__(self, source: RangeSource, put: Put, clock: Clock, bytes_max: int = BYTES_MAX) -> None:
         self._source = source
         self._put = put
         self._clock = clock
-        self._limits = limits or BackfillLimits()
+        self._bytes_max = bytes_max
         self._changed = threading.Condition()
         self._waiting: deque[PartialLoad] = deque()
-        self._held_bytes = self._loads = 0
+        self._loads = 0
         self._is_closing = False
         self._thread: threading.Thread | None = None
         self._kept = self._dropped = self._received_bytes = 0
@@ -82,13 +72,10 @@ class Backfill:
     def offer(self, left: PartialLoad) -> bool:
         """Complete a load's objects later; the receivers are the keeper's from now on. False if there is no room."""
         with self._changed:
-            size = left.object_bytes
-            is_full = len(self._waiting) >= self._limits.loads_max or self._held_bytes + size > self._limits.bytes_max
-            if self._is_closing or is_full:
+            if self._is_closing or sum(each.object_bytes for each in [*self._waiting, left]) > self._bytes_max:
                 self._dropped += len(left.blocks)
                 return False
             self._waiting.append(left)
-            self._held_bytes += size
             if self._thread is None:
                 self._thread = threading.Thread(target=self._keep_until_closed, name="kvtide-keep", daemon=True)
                 self._thread.start()
@@ -110,15 +97,15 @@ class Backfill:
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing waits to be completed. False if that took longer than `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._held_bytes, timeout_s)
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     def close(self) -> None:
-        """Stop, for at most `close_s_max`; what waits is dropped. Idempotent."""
+        """Stop, for at most CLOSE_S_MAX; what waits is dropped. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(self._limits.close_s_max)
+            self._thread.join(CLOSE_S_MAX)
 
     def stats(self) -> BackfillStats:
         """Return the counters."""
@@ -139,7 +126,6 @@ class Backfill:
                     self._dropped += not is_kept
             with self._changed:
                 self._waiting.popleft()
-                self._held_bytes -= left.object_bytes
                 self._changed.notify_all()
 
     def _keep(self, left: PartialLoad, block: int) -> bool:
@@ -170,7 +156,7 @@ class Backfill:
                 return False
             before = position
             try:
-                with until(self._clock.monotonic_s() + self._limits.read_s_max):
+                with until(self._clock.monotonic_s() + READ_S_MAX):
                     self._source.read_range(receiver.stored.meta.id, position, stop, take)
             except TierUnavailable as error:
                 _log.debug("%s", error)
@@ -186,7 +172,6 @@ class Backfill:
             return not self._is_closing
 
     def check(self) -> None:
-        """Assert every invariant; for tests."""
+        """AssertionError if more waits than may."""
         with self._changed:
-            assert self._held_bytes == sum(left.object_bytes for left in self._waiting) <= self._limits.bytes_max
-            assert len(self._waiting) <= self._limits.loads_max
+            assert sum(left.object_bytes for left in self._waiting) <= self._bytes_max

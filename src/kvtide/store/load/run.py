@@ -70,10 +70,6 @@ class FetchJob:
     objects: tuple[StoredObject, ...]
     pieces: tuple[tuple[tuple[ObjectRange, ...], ...], ...]
 
-    def asked(self, prefill: PrefillSpeed, deadline_s: float) -> FetchJob:
-        """Return the same with another deadline, for an engine of another speed."""
-        return replace(self, request=replace(self.request, prefill=prefill, deadline_s=deadline_s))
-
 
 def layered_job(
     objects: Sequence[StoredObject],
@@ -90,10 +86,10 @@ def layered_job(
     ValueError for spans that are not whole blocks or a loss too few or too many; CorruptPayload for objects that are
     not a run of blocks with the same refinements.
     """
-    steps = [_steps(stored, len(kl)) for stored in objects]
+    steps = [_steps(block, stored, len(kl)) for block, stored in enumerate(objects)]
     if not steps or any(len(each) != len(steps[0]) for each in steps):
         raise CorruptPayload(f"expected objects with the same refinements, got {[len(each) for each in steps]}")
-    job = _job(objects, steps, len(objects), spans, kl, is_layered=True, wish=wish)
+    job = _job(objects, steps, spans, kl, is_layered=True, wish=wish)
     return job if by_block is None else replace(job, request=_by_place(job.request, by_block))
 
 
@@ -138,18 +134,15 @@ def level_job(
         [_body(number * blocks + block, stored) for number, stored in enumerate(stored_levels)]
         for block, stored_levels in enumerate(zip(*levels, strict=True))
     ]
-    return _job(every, steps, blocks, spans, kl, is_layered=False, wish=wish)
+    return _job(every, steps, spans, kl, is_layered=False, wish=wish)
 
 
-def _steps(stored: StoredObject, steps: int) -> list[ObjectRange]:
-    """Return the bytes of each refinement: sections stand in that order. The blocks' numbers are filled in later."""
+def _steps(block: int, stored: StoredObject, steps: int) -> list[ObjectRange]:
+    """Return the bytes of each refinement: sections stand in that order."""
     if steps == 1:
-        return [_body(0, stored)]
-    pieces = []
-    for _, run in groupby(stored.entries, key=lambda entry: entry.id.refinement):
-        entries = list(run)
-        pieces.append(ObjectRange(0, entries[0].offset, entries[-1].offset + entries[-1].size))
-    return pieces
+        return [_body(block, stored)]
+    runs = [list(run) for _, run in groupby(stored.entries, key=lambda entry: entry.id.refinement)]
+    return [ObjectRange(block, run[0].offset, run[-1].offset + run[-1].size) for run in runs]
 
 
 def _body(number: int, stored: StoredObject) -> ObjectRange:
@@ -159,31 +152,26 @@ def _body(number: int, stored: StoredObject) -> ObjectRange:
 def _job(
     objects: Sequence[StoredObject],
     steps: Sequence[Sequence[ObjectRange]],
-    blocks: int,
     spans: _Spans,
     kl: Sequence[float],
     is_layered: bool,
     wish: LoadRequest,
 ) -> FetchJob:
+    """steps: the bytes of each block's steps; the first objects are the blocks, in order."""
     if len(kl) != len(steps[0]):
         raise ValueError(f"expected a loss for each of {len(steps[0])} steps, got {len(kl)}")
+    blocks, tokens = len(steps), objects[0].meta.layout.tokens
     starts = [stored.meta.start for stored in objects[:blocks]]
-    tokens = objects[0].meta.layout.tokens
     if starts != [starts[0] + tokens * i for i in range(blocks)]:
         raise CorruptPayload(f"expected blocks of {tokens} tokens one behind the other, got blocks at {starts}")
     chunks, pieces = [], []
     for start, stop in spans:
         if start % tokens or stop % tokens or not 0 <= start < stop <= blocks * tokens:
             raise ValueError(f"a chunk is whole blocks of {tokens} tokens, got [{start}, {stop}) of {blocks} blocks")
-        span = range(start // tokens, stop // tokens)
-        of_steps = []
-        for step in range(len(kl)):
-            found = [steps[block][step] for block in span]
-            numbered = [piece._replace(block=block) for block, piece in zip(span, found, strict=True)]
-            of_steps.append(tuple(numbered if is_layered else found))
+        of_steps = tuple(zip(*steps[start // tokens : stop // tokens], strict=True))
         sizes = tuple(max(1, sum(piece.stop - piece.start for piece in each)) for each in of_steps)
         chunks.append(Chunk(start, stop, sizes, tuple(kl)))
-        pieces.append(tuple(of_steps))
+        pieces.append(of_steps)
     request = Request(tuple(chunks), is_layered, wish.prefill, wish.deadline_s, wish.kl_goal)
     if request.tokens != blocks * tokens:
         raise ValueError(f"the chunks end at token {request.tokens}, the blocks at {blocks * tokens}")
@@ -204,9 +192,8 @@ class Engine(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """Bounds of one load. ValueError for one that is not positive."""
+class FetchLimits(NamedTuple):
+    """Bounds of one load."""
 
     # Ranges in flight at most; as many are used as the link's bandwidth-delay product needs.
     requests_max: int = 4
@@ -214,10 +201,6 @@ class FetchLimits:
     read_s_max: float = 30.0
     # Between two tries.
     retry_s: float = 0.05
-
-    def __post_init__(self) -> None:
-        if not (self.requests_max > 0 and self.read_s_max > 0 and self.retry_s > 0):
-            raise ValueError(f"bounds must be positive, got {self}")
 
 
 class FetchReport(NamedTuple):
@@ -237,24 +220,18 @@ class FetchReport(NamedTuple):
     damaged: frozenset[int] = frozenset()
 
 
+@dataclass(slots=True, eq=False)
 class _Flight:
-    """One fetch under way: whether it is still wanted, and what it still has to bring. asked_s: by the clock."""
+    """One fetch of `size` bytes under way: what it still has to bring, and whether that is still wanted.
 
-    def __init__(self, fetch: Fetch, size: int, asked_s: float) -> None:
-        self.fetch = fetch
-        self.asked_s = asked_s
-        self.left_bytes = size
-        self.is_wanted = True
-        self._size = size
+    asked_s: by the clock.
+    """
 
-    @property
-    def came_bytes(self) -> int:
-        """Return what has come of it."""
-        return self._size - self.left_bytes
-
-    def coming_s(self, clock_s: float, latency_s: float) -> float | None:
-        """Return when it will be here at its pace so far, by the clock; None while its first byte is not overdue."""
-        return expected_s(clock_s, self.asked_s, self._size, self.left_bytes, latency_s)
+    fetch: Fetch
+    size: int
+    asked_s: float
+    left_bytes: int
+    is_wanted: bool = True
 
 
 class FetchRun:
@@ -330,7 +307,9 @@ class FetchRun:
         soonest_s = math.inf
         wanted = [flight for flight in self._flights if flight.is_wanted]
         for flight in wanted:
-            coming_s = flight.coming_s(self._started_s + now_s, self._link.latency_s)
+            coming_s = expected_s(
+                self._started_s + now_s, flight.asked_s, flight.size, flight.left_bytes, self._link.latency_s
+            )
             if coming_s is None:
                 return None
             soonest_s = min(soonest_s, coming_s - self._started_s)
@@ -358,7 +337,7 @@ class FetchRun:
             pieces = self._job.pieces[flight.fetch.chunk][flight.fetch.step]
             is_whole = all(self._bring(piece, flight, deadline_s) for piece in pieces)
             with self._changed:
-                self._link.estimator.add(flight.came_bytes, flight.asked_s, self._clock.monotonic_s())
+                self._link.estimator.add(flight.size - flight.left_bytes, flight.asked_s, self._clock.monotonic_s())
                 self._flights.discard(flight)
                 self._touch()
                 if is_whole:
@@ -381,7 +360,7 @@ class FetchRun:
                         self._reasons[self._reason] += 1
                         self._progress = self._progress.asking(fetch)
                         size = self._job.request.chunks[fetch.chunk].sizes[fetch.step]
-                        flight = _Flight(fetch, size, self._clock.monotonic_s())
+                        flight = _Flight(fetch, size, self._clock.monotonic_s(), size)
                         self._flights.add(flight)
                         return flight
                 self._changed.wait(self._limits.retry_s)
@@ -393,17 +372,27 @@ class FetchRun:
 
     def _bring(self, piece: ObjectRange, flight: _Flight, deadline_s: float) -> bool:
         """Read a piece to its end, after a fault from where it stopped."""
-        position = piece.start
+        object_id, position, asked_s = self._job.objects[piece.block].meta.id, piece.start, math.inf
+
+        def take(part: memoryview) -> bool:
+            nonlocal position, asked_s
+            with self._changed:
+                if part:
+                    self._link.latency_s = min(self._link.latency_s, self._clock.monotonic_s() - asked_s)
+                    # Further parts say nothing of the latency.
+                    asked_s = -math.inf
+                is_wanted = self._take(piece.block, position, part, flight)
+                position += len(part)
+                return is_wanted and self._clock.monotonic_s() < deadline_s
+
         while position < piece.stop:
-            taker = _Taker(self, piece.block, position, flight, self._clock.monotonic_s(), deadline_s)
-            object_id = self._job.objects[piece.block].meta.id
+            asked_s = self._clock.monotonic_s()
             try:
                 with until(deadline_s):
-                    is_there = self._source.read_range(object_id, position, piece.stop, taker.take)
+                    is_there = self._source.read_range(object_id, position, piece.stop, take)
                 fault = f"{object_id} is not all there"
             except TierUnavailable as error:
                 is_there, fault = True, str(error)
-            position = taker.position
             if position < piece.stop and not self._may_go_on(flight, is_there, fault, deadline_s):
                 return False
         return flight.is_wanted
@@ -419,24 +408,19 @@ class FetchRun:
             self._changed.wait_for(lambda: self._is_over, self._limits.retry_s)
             return is_there and not self._is_over
 
-    def take(
-        self, block: int, position: int, part: memoryview, flight: _Flight, asked_s: float | None, deadline_s: float
-    ) -> bool:
+    def _take(self, block: int, position: int, part: memoryview, flight: _Flight) -> bool:
         """Hand bytes to their receiver; False when the flight is no longer wanted."""
-        with self._changed:
-            if part and asked_s is not None:
-                self._link.latency_s = min(self._link.latency_s, self._clock.monotonic_s() - asked_s)
-            self._received_bytes += len(part)
-            flight.left_bytes -= len(part)
-            self._touch()
-            if part and flight.is_wanted:
-                try:
-                    self._receivers[block].offer_bytes(position, part)
-                except CorruptPayload:
-                    self._damaged.add(block)
-            if self._has_room():
-                self._changed.notify_all()
-            return flight.is_wanted and not self._is_over and self._clock.monotonic_s() < deadline_s
+        self._received_bytes += len(part)
+        flight.left_bytes -= len(part)
+        self._touch()
+        if part and flight.is_wanted:
+            try:
+                self._receivers[block].offer_bytes(position, part)
+            except CorruptPayload:
+                self._damaged.add(block)
+        if self._has_room():
+            self._changed.notify_all()
+        return flight.is_wanted and not self._is_over
 
     def _arrive(self, fetch: Fetch) -> None:
         """Count a fetch whose bytes are all here, if their checksums hold."""
@@ -526,24 +510,3 @@ class FetchRun:
             for flight in self._flights:
                 flight.is_wanted = False
             self._changed.notify_all()
-
-
-class _Taker:
-    """Follows the position of one read."""
-
-    def __init__(
-        self, run_: FetchRun, block: int, position: int, flight: _Flight, asked_s: float, deadline_s: float
-    ) -> None:
-        self._run = run_
-        self._block = block
-        self._flight = flight
-        self._asked_s: float | None = asked_s
-        self._deadline_s = deadline_s
-        self.position = position
-
-    def take(self, part: memoryview) -> bool:
-        goes_on = self._run.take(self._block, self.position, part, self._flight, self._asked_s, self._deadline_s)
-        if part:
-            self._asked_s = None
-        self.position += len(part)
-        return goes_on

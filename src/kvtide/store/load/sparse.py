@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase, PackedCodec, chunk_bits, put_chunk
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.importance import chunks_of
-from kvtide.store.load.access import BlockSink, LoadAccess, LoadReport, MissReason
+from kvtide.store.load.access import BlockSink, LoadAccess, LoadReport, MissReason, ahead
 from kvtide.tier.base import RangeRead, Tier
 from kvtide.tier.breaker import until
 from kvtide.tier.buffers import recycled_buffer
@@ -34,20 +33,14 @@ from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_tab
 
 __all__ = ["ChunkBits", "Sparse", "SparseLoad"]
 
+# Two sections are one read if no more lies between them than a disk reads in the time of a seek; what lies there is
+# used too. On a link another range costs its head alone: all of a block are one request, however far it is.
+GAP_BYTES = 16 << 10
+
 
 def stop_of(entry: SectionEntry) -> int:
     """Return where a section ends in its object."""
     return entry.offset + entry.size
-
-
-class FrontsWanted(NamedTuple):
-    """The fronts that count: read until then by the monotonic clock, no coarser."""
-
-    deadline_s: float = math.inf
-    quality_max: float = math.inf
-
-
-ALL_FRONTS = FrontsWanted()
 
 
 class PackedPart(NamedTuple):
@@ -59,14 +52,14 @@ class PackedPart(NamedTuple):
     position_of: dict[SectionId, int]
     ahead_chunks: int
 
-    def runs(self, chunks: Sequence[tuple[int, int]], gap_bytes: int) -> list[Sequence[SectionEntry]]:
+    def runs(self, chunks: Sequence[tuple[int, int]]) -> list[Sequence[SectionEntry]]:
         """Return the sections to read for chunks (layer, number), by read. CorruptPayload if the object has not all."""
         names = [SectionId(SectionKind.DELTA, 1 + number, layer, layer + 1) for layer, number in chunks]
         entries, runs = self.stored.entries, list[tuple[int, int]]()
         if not all(name in self.position_of for name in names):
             raise CorruptPayload(f"{self.meta.id}: some of the chunks {chunks} are not in the object")
         for position in sorted(self.position_of[name] for name in names):
-            if runs and entries[position].offset - stop_of(entries[runs[-1][1]]) <= gap_bytes:
+            if runs and entries[position].offset - stop_of(entries[runs[-1][1]]) <= GAP_BYTES:
                 runs[-1] = (runs[-1][0], position)
             else:
                 runs.append((position, position))
@@ -84,15 +77,9 @@ class PackedFront(NamedTuple):
 
 
 _log = logging.getLogger(__name__)
+_Found = TypeVar("_Found")
 
-# Reading and decoding a base take about as long on a disk of 200 MB/s and two cores: neither is to wait for the other.
-_DECODE_THREADS = 2
 _READ_THREADS = 2
-# Two sections are one read if no more lies between them than a disk reads in the time of a seek; what lies there is
-# used too. On a link another range costs its head alone: all of a block are one request, however far it is.
-GAP_BYTES = 16 << 10
-# Blocks that are read before the first of them is decoded.
-_OPENING_MAX = 12
 
 
 class ChunkBits(NamedTuple):
@@ -105,19 +92,14 @@ class ChunkBits(NamedTuple):
 class SparseLoad:
     """The leading blocks of a prefix that are stored as `packed-1`. One caller; threads of its own until `close`.
 
-    on_corrupt: told of objects that are not what was stored. gap_bytes: read with what lies on both sides, rather
-    than by two requests.
+    on_corrupt: told of objects that are not what was stored.
     """
 
     def __init__(
-        self,
-        tier: Tier,
-        on_corrupt: Callable[[ObjectId, CorruptPayload], object] | None = None,
-        gap_bytes: int = GAP_BYTES,
+        self, tier: Tier, on_corrupt: Callable[[ObjectId, CorruptPayload], object] = lambda object_id, error: None
     ) -> None:
         self._tier = tier
-        self._gap_bytes = gap_bytes
-        self._on_corrupt = on_corrupt or (lambda object_id, error: None)
+        self._on_corrupt = on_corrupt
         self._parts: list[PackedPart] = []
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -133,7 +115,8 @@ class SparseLoad:
         registry: CodecRegistry,
         sink: BlockSink | None = None,
         tokens_ahead: int = 0,
-        wanted: FrontsWanted = ALL_FRONTS,
+        deadline_s: float = math.inf,
+        quality_max: float = math.inf,
     ) -> int:
         """Load the fronts of the leading blocks; return how many there are. `sink` has got their rough values.
 
@@ -143,27 +126,34 @@ class SparseLoad:
         head, base and these chunks lie one after the other, and come by one read a block once the first has told how
         much that is.
         """
-        # They read chunks later on: those of one layer come before those of the next.
-        readers = self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvtide-select")
-        # Decoded ones are let go.
-        fronts: deque[Future[PackedFront | None]] = deque(maxlen=_OPENING_MAX + 1)
-        opening: list[Future[PackedPart | None]] = []
-        with ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="kvtide-decode") as pool:
-            for position, meta in enumerate(metas):
-                fronts.append(readers.submit(self._read_front, meta, registry, tokens_ahead, wanted))
-                into = partial(sink or _nowhere, position)
-                opening.append(pool.submit(self._try_block, meta, fronts[-1], into))
-                if position >= _OPENING_MAX and opening[position - _OPENING_MAX].result() is None:
-                    break
-            for future in opening:
-                found = future.result()
-                if found is None:
-                    for front in fronts:
-                        front.cancel()
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    break
-                self._parts.append(found)
+
+        def read(meta: BlockMeta) -> PackedFront | None:
+            # The deadline of whoever waits is a thread's own.
+            with until(deadline_s):
+                return self._tried(meta.id, partial(self._front, meta, registry, tokens_ahead, quality_max))
+
+        def decode(position: int, front: PackedFront | None) -> PackedPart | None:
+            into = partial(sink or _nowhere, position)
+            return None if front is None else self._tried(front.part.meta.id, partial(self._decode, front, into))
+
+        # For chunks: those of one layer come before those of the next.
+        self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvtide-select")
+        # On a disk of 200 MB/s and two cores reading a base takes as long as decoding it: neither waits for the other.
+        for part in ahead(lambda item: decode(*item), enumerate(ahead(read, metas))):
+            if part is None:
+                break
+            self._parts.append(part)
         return len(self._parts)
+
+    def _tried(self, object_id: ObjectId, action: Callable[[], _Found | None]) -> _Found | None:
+        """Run an action on a block; None if that can't be loaded in part."""
+        try:
+            return action()
+        except CorruptPayload as error:
+            self._on_corrupt(object_id, error)
+        except TierUnavailable as error:
+            _log.debug("a block is not loaded in part: %s", error)
+        return None
 
     def read_from(self, tier: Tier) -> None:
         """Read chunks there from now on, and count again."""
@@ -182,27 +172,8 @@ class SparseLoad:
         ]
         return np.concatenate(starts).astype(np.int64)
 
-    def _try_block(
-        self, meta: BlockMeta, front: Future[PackedFront | None], sink: Callable[[BlockBits], None]
-    ) -> PackedPart | None:
-        try:
-            found = front.result()
-            return self._decode(found, sink) if found is not None else None
-        except CorruptPayload as error:
-            self._on_corrupt(meta.id, error)
-        except TierUnavailable as error:
-            _log.debug("a block is not loaded in part: %s", error)
-        return None
-
-    def _read_front(
-        self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int, wanted: FrontsWanted
-    ) -> PackedFront | None:
-        # The deadline of whoever waits is a thread's own.
-        with until(wanted.deadline_s):
-            return self._front(meta, registry, tokens_ahead, wanted)
-
     def _front(
-        self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int, wanted: FrontsWanted
+        self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int, quality_max: float
     ) -> PackedFront | None:
         data = self._read(meta, 0, self._front_bytes)
         if not data:
@@ -213,21 +184,21 @@ class SparseLoad:
         stored = parse_header(bytes(data[:head_stop]), meta.id)
         stored.check_place(meta)
         codec = registry.get(stored.codec_id, stored.profile)
-        if not isinstance(codec, PackedCodec) or not codec.has_base or stored.quality > wanted.quality_max:
+        if not isinstance(codec, PackedCodec) or not codec.has_base or stored.quality > quality_max:
             return None
         bases = [entry for entry in stored.entries if entry.id.refinement == 0]
         data = self._read_on(meta, data, stop_of(bases[-1]))
         sections = [entry.cut(data, 0, meta.id) for entry in bases]
         base = codec.layout_of(meta, sections)
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
-        ahead = tokens_ahead // base.chunk_tokens if base.is_ordered else 0
-        ahead = min(ahead, len(chunks_of(meta.layout.tokens, base.chunk_tokens)))
-        leading = [entry for entry in stored.entries if 0 < entry.id.refinement <= ahead]
+        leading_max = len(chunks_of(meta.layout.tokens, base.chunk_tokens)) if base.is_ordered else 0
+        leading_chunks = min(tokens_ahead // base.chunk_tokens, leading_max)
+        leading = [entry for entry in stored.entries if 0 < entry.id.refinement <= leading_chunks]
         stop = stop_of((leading or bases)[-1])
         data = self._read_on(meta, data, stop)
         # Half of the fronts are longer, and take a second read of what they lack.
         self._front_bytes = stop
-        return PackedFront(PackedPart(meta, stored, base, position_of, ahead), codec, sections, leading, data)
+        return PackedFront(PackedPart(meta, stored, base, position_of, leading_chunks), codec, sections, leading, data)
 
     def _read_on(self, meta: BlockMeta, data: memoryview, stop: int) -> memoryview:
         """Return an object's first bytes up to `stop`, of which some were read."""
@@ -267,9 +238,14 @@ class SparseLoad:
         return len(self._parts)
 
     @property
+    def layout(self) -> BlockLayout:
+        """Return the blocks' layout."""
+        return self._parts[0].meta.layout
+
+    @property
     def tokens(self) -> int:
         """Return the tokens of the blocks that are open."""
-        return sum(part.meta.layout.tokens for part in self._parts)
+        return self.blocks * self.layout.tokens if self._parts else 0
 
     @property
     def chunk_tokens(self) -> int:
@@ -279,12 +255,7 @@ class SparseLoad:
     @property
     def chunks_per_block(self) -> int:
         """Return the chunks of a block in a layer."""
-        return -(-self._parts[0].meta.layout.tokens // self.chunk_tokens)
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Return the blocks' layout."""
-        return self._parts[0].meta.layout
+        return -(-self.layout.tokens // self.chunk_tokens)
 
     @property
     def whole_bytes(self) -> int:
@@ -335,7 +306,7 @@ class SparseLoad:
         """Load chunks (layer, number) of one block; return what could be had, by layer."""
         part, by_layer = self._parts[block], dict[int, list[ChunkBits]]()
         try:
-            runs = part.runs(wanted, self._gap_bytes)
+            runs = part.runs(wanted)
             parts = self._read_ranges(part.meta, [(run[0].offset, stop_of(run[-1])) for run in runs])
         except CorruptPayload as error:
             self._damaged(part, error)
@@ -401,11 +372,11 @@ class Sparse:
         """Open what is stored so of the leading blocks; nothing where any of them waits to be stored, whole."""
         if any(access.queued(meta.id) is not None for meta in metas):
             return LoadReport(0, 0, None)
-        opened = SparseLoad(access.tiers, access.corrupt, GAP_BYTES)
-        wanted = FrontsWanted(access.clock.monotonic_s() + deadline_s, access.quality_max)
+        opened = SparseLoad(access.tiers, access.corrupt)
+        until_s = access.clock.monotonic_s() + deadline_s
         blocks = 0
         try:
-            blocks = opened.open(metas, access.registry, self._sink, self._tokens_ahead, wanted)
+            blocks = opened.open(metas, access.registry, self._sink, self._tokens_ahead, until_s, access.quality_max)
         finally:
             if not blocks:
                 opened.close()

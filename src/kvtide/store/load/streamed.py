@@ -110,7 +110,10 @@ class SpeculativePrefill:
                         return
                     self._done = self._under_way if is_computed else self._done
         except BaseException:
-            self._abandon()
+            with self._lock:
+                self._is_over = True
+                if self._load is not None:
+                    self._load.run.stop()
             raise
 
     @property
@@ -119,7 +122,7 @@ class SpeculativePrefill:
 
     def _is_wanted(self) -> bool:
         load = self._load
-        return load is None or not load.is_ready()
+        return load is None or not load.run.is_ready()
 
     def _begin_pass(self, is_awaited: bool) -> bool:
         with self._lock:
@@ -142,12 +145,6 @@ class SpeculativePrefill:
             return longest
         in_time = pass_reach(self._request.prefill, self._done, left_s) - self._done
         return min(longest, in_time) if self._request.kl_goal else max(longest, in_time)
-
-    def _abandon(self) -> None:
-        with self._lock:
-            self._is_over = True
-            if self._load is not None:
-                self._load.stop()
 
 
 _log = logging.getLogger(__name__)
@@ -205,12 +202,12 @@ class Streamed:
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         """chunk_tokens: what a policy for levels picks one for."""
-        self._engine = engine
-        self._request = request
-        self._policy = policy or (TwoEnded() if computes else Layered())
-        self._computes = computes
-        self._limits = limits or FetchLimits()
-        self._chunk_tokens = chunk_tokens
+        self.engine = engine
+        self.request = request
+        self.policy = policy or (TwoEnded() if computes else Layered())
+        self.computes = computes
+        self.limits = limits or FetchLimits()
+        self.chunk_tokens = chunk_tokens
         self.report: StreamedReport | None = None
 
     def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
@@ -225,7 +222,7 @@ class Streamed:
         with access.backfill.paused():
             self.report = report = _Stream(access, self, metas, deadline_s).run()
         _count(access, metas, report)
-        if self._computes or len(report.loaded) == len(metas):
+        if self.computes or len(report.loaded) == len(metas):
             return LoadReport(len(report.loaded), report.received_bytes, None)
         is_late = report.ready_s >= deadline_s
         reason = MissReason.DEADLINE if is_late else MissReason.ABSENT
@@ -239,7 +236,7 @@ class Streamed:
 
         report = Whole(keep).load(access, metas, deadline_s)
         for position in range(report.blocks):
-            self._engine.append(position, found[position])
+            self.engine.append(position, found[position])
         tokens, now_s = report.blocks * metas[0].layout.tokens, access.clock.monotonic_s()
         self.report = StreamedReport(tokens, 0, 0.0, now_s - started_s, None, tokens, range(report.blocks))
         return report
@@ -260,35 +257,29 @@ class _Stream:
     """One load: its heads are read in a thread while the engine begins to compute."""
 
     def __init__(self, access: LoadAccess, how: Streamed, metas: Sequence[BlockMeta], deadline_s: float) -> None:
-        self._access = access
-        self._engine, self._policy, self._limits = how._engine, how._policy, how._limits
-        self._computes, self._request = how._computes, how._request
-        # Who waits longer for refinements waits as long for bases.
-        asked_s = 0.0 if math.isinf(how._request.deadline_s) else how._request.deadline_s
-        self._give_up_s = access.clock.monotonic_s() + max(deadline_s, asked_s)
-        self._heads_s_max = min(deadline_s, how._limits.read_s_max)
-        self._metas = metas
-        self._tokens = metas[0].layout.tokens
+        self._access, self._how, self._metas = access, how, metas
         self._started_s = access.clock.monotonic_s()
-        self._is_by_level = is_by_level(self._policy)
-        self._chunk_tokens = how._chunk_tokens
+        # Who waits longer for refinements waits as long for bases.
+        asked_s = 0.0 if math.isinf(how.request.deadline_s) else how.request.deadline_s
+        self._give_up_s = self._started_s + max(deadline_s, asked_s)
+        self._heads_until_s = self._started_s + min(deadline_s, how.limits.read_s_max)
+        self._tokens = metas[0].layout.tokens
+        self._is_by_level = is_by_level(how.policy)
 
     def run(self) -> StreamedReport:
-        total, clock = len(self._metas) * self._tokens, self._access.clock
-        lead = SpeculativePrefill(total, self._tokens, self._request, clock)
-        if self._computes and not self._is_by_level:
+        total, how = len(self._metas) * self._tokens, self._how
+        lead = SpeculativePrefill(total, self._tokens, how.request, self._access.clock)
+        if how.computes and not self._is_by_level:
             pool = ThreadPoolExecutor(1, thread_name_prefix="kvtide-heads")
             opened = pool.submit(self._open, lead)
             # Heads that come too late are read to no purpose, for their own bound at most.
             pool.shutdown(wait=False)
-            lead.compute(self._engine, lambda: not opened.done())
+            lead.compute(how.engine, lambda: not opened.done())
             if opened.done():
                 opened.result()
         else:
             self._open(lead)
-        start, done = lead.start, lead.tokens
-        if start is None or start.decision is None:
-            return StreamedReport(done, done, 0.0, self._since(), None)
+        start, done = lead.start or StreamStart(None, 0, None), lead.tokens
         if start.load is None:
             return StreamedReport(done, done, 0.0, self._since(), start.decision, start.stored_tokens)
         return self._finish(start.load, start, lead.is_begun_computed)
@@ -296,16 +287,19 @@ class _Stream:
     def _since(self) -> float:
         return self._access.clock.monotonic_s() - self._started_s
 
+    def _heads(self, metas: Sequence[BlockMeta]) -> list[StoredObject]:
+        ids = [meta.id for meta in metas]
+        return read_heads(self._access.tiers, ids, self._heads_until_s, self._how.limits.requests_max)
+
     def _open(self, lead: SpeculativePrefill) -> None:
         """Read the heads, decide, and begin to fetch beside whatever the engine is computing then."""
-        access, link = self._access, self._access.judge.link
-        deadline_s = self._started_s + self._heads_s_max
-        heads = read_heads(access.tiers, [meta.id for meta in self._metas], deadline_s, self._limits.requests_max)
+        access, how, link = self._access, self._how, self._access.judge.link
+        heads = self._heads(self._metas)
         if heads:
             # At least two round trips, one after the other.
             link.latency_s = min(link.latency_s, self._since() / 2)
         stored, codec = self._usable(heads)
-        coarser = self._coarser(len(stored), deadline_s)
+        coarser = self._coarser(len(stored))
 
         def found(done: int, under_way: int) -> StreamStart:
             if codec is None or len(stored) * self._tokens <= done or len(stored) * self._tokens < under_way:
@@ -313,20 +307,19 @@ class _Stream:
             job, computed, begun = self._job([*coarser, stored], codec, done, under_way)
             decision = access.judge.decide(job.request, codec.codec_id)
             # The rule for levels says itself when computing fits.
-            if decision.way is Way.RECOMPUTE and self._computes and not self._is_by_level:
+            if decision.way is Way.RECOMPUTE and how.computes and not self._is_by_level:
                 return StreamStart(decision, job.request.tokens, None)
-            load = StreamedLoad(access, job, self._policy, self._limits, computed, begun, self._give_up_s)
+            load = StreamedLoad(access, job, how, computed, begun, self._give_up_s)
             return StreamStart(decision, job.request.tokens, load)
 
         lead.open(found)
 
-    def _coarser(self, blocks: int, deadline_s: float) -> list[list[StoredObject]]:
+    def _coarser(self, blocks: int) -> list[list[StoredObject]]:
         """Return the blocks as they are stored in coarser levels, the coarsest first; those that all have."""
         found = []
         for number in range(self._access.coarser_levels if self._is_by_level and blocks else 0, 0, -1):
             metas = [level_meta(meta, number) for meta in self._metas[:blocks]]
-            ids = [meta.id for meta in metas]
-            heads = read_heads(self._access.tiers, ids, deadline_s, self._limits.requests_max)
+            heads = self._heads(metas)
             if sum(self._is_here(head, meta) for head, meta in zip(heads, metas, strict=False)) == blocks:
                 found.append(heads)
         return found
@@ -359,15 +352,15 @@ class _Stream:
         self, levels: Sequence[Sequence[StoredObject]], codec: Codec, done: int, under_way: int
     ) -> tuple[FetchJob, Sequence[int], Sequence[int]]:
         """Return the job, and which of its chunks are computed and being computed: none lies across an end of those."""
-        request, stored = self._request, levels[-1]
+        request, stored = self._how.request, levels[-1]
         total = len(stored) * self._tokens
         decode_s = self._access.judge.decode_token_s(codec.codec_id) * total
         left_s = max(0.0, request.deadline_s - self._since() - decode_s)
-        if 0 < left_s < math.inf and not request.kl_goal and self._computes:
+        if 0 < left_s < math.inf and not request.kl_goal and self._how.computes:
             chunk_tokens = max(self._tokens, CHUNK_TOKENS // self._tokens * self._tokens)
             spans = cut_for_meeting(total, self._tokens, request.prefill, left_s, chunk_tokens)
         elif self._is_by_level:
-            spans = cut(total, self._chunk_tokens // self._tokens * self._tokens or self._tokens)
+            spans = cut(total, self._how.chunk_tokens // self._tokens * self._tokens or self._tokens)
         else:
             # They meet as early as they can, wherever that is.
             spans = cut(total, self._tokens)
@@ -386,22 +379,21 @@ class _Stream:
         return layered_job(stored, spans, losses, request, by_block), computed, begun
 
     def _finish(self, load: StreamedLoad, start: StreamStart, is_begun_computed: bool) -> StreamedReport:
-        fetch = load.finish(self._engine, is_begun_computed)
-        request = load.job.request
+        fetch = load.finish(is_begun_computed)
+        request, progress = load.job.request, fetch.progress
         self._access.judge.note_decode(load.job.objects[0].codec_id, len(load.appended) * self._tokens, load.append_s)
         if load.appended and not self._is_by_level:
             self._access.backfill.offer(PartialLoad(load.receivers, load.appended))
-        computed, here = sum(request.chunks[chunk].tokens for chunk in fetch.progress.computed), fetch.progress.here
         return StreamedReport(
             load.tokens,
-            computed,
+            sum(request.chunks[chunk].tokens for chunk in progress.computed),
             fetch.kl,
             self._since(),
             start.decision,
             start.stored_tokens,
             tuple(load.appended),
             fetch,
-            all(steps == request.steps for chunk, steps in enumerate(here) if chunk not in fetch.progress.computed),
+            all(steps == request.steps for chunk, steps in enumerate(progress.here) if chunk not in progress.computed),
         )
 
 
@@ -415,61 +407,60 @@ class StreamedLoad:
         self,
         access: LoadAccess,
         job: FetchJob,
-        policy: StreamPolicy,
-        limits: FetchLimits,
-        computed: Sequence[int] = (),
-        begun: Sequence[int] = (),
-        give_up_s: float = math.inf,
+        how: Streamed,
+        computed: Sequence[int],
+        begun: Sequence[int],
+        give_up_s: float,
     ) -> None:
-        """computed, begun: chunks that the engine has, and those after them that it is computing.
-
-        give_up_s: when nothing more is fetched, by the clock.
-        """
+        """computed, begun, give_up_s: see `FetchRun`."""
         self.job = job
         if (size := sum(stored.object_bytes for stored in job.objects)) > RECEIVE_BYTES_MAX:
             raise ValueError(f"a streamed load brings at most {RECEIVE_BYTES_MAX} bytes, got objects of {size}")
         self.receivers = [Receiver(stored) for stored in job.objects]
         # What the engine has, from the start on; the blocks of it that were appended, and what that took.
-        self.tokens = max((job.request.chunks[chunk].stop for chunk in computed), default=0)
+        self.tokens = self._stop_of(computed)
         self.appended: list[int] = []
         self.append_s = 0.0
-        self._access = access
-        self._begun = begun
+        self._access, self._engine, self._begun = access, how.engine, begun
         link, clock = access.judge.link, access.clock
-        self._run = FetchRun(job, self.receivers, policy, access.tiers, link, clock, limits, computed, begun, give_up_s)
-        self._run.start()
+        self.run = FetchRun(
+            job, self.receivers, how.policy, access.tiers, link, clock, how.limits, computed, begun, give_up_s
+        )
+        self.run.start()
 
-    def is_ready(self) -> bool:
-        """Tell whether the engine should start now, so that what it computes is for nothing."""
-        return self._run.is_ready()
+    def _stop_of(self, chunks: Sequence[int]) -> int:
+        return max((self.job.request.chunks[chunk].stop for chunk in chunks), default=0)
 
-    def stop(self) -> None:
-        """End it with what is there, and nothing appended."""
-        self._run.stop()
-
-    def finish(self, engine: StreamEngine, is_begun_computed: bool = False) -> FetchReport:
+    def finish(self, is_begun_computed: bool) -> FetchReport:
         """Have the engine compute its part, then append all that is usable.
 
         Damaged blocks end it early, they raise nothing. is_begun_computed: whether the engine has what it had begun.
         """
-        behind = _Behind(self, engine)
         if is_begun_computed:
-            self._run.add_computed(self._begun)
-            self.tokens = max((self.job.request.chunks[chunk].stop for chunk in self._begun), default=self.tokens)
-        report = self._run.until_ready(behind)
-        self.append_until(engine, self.job.request.tokens)
+            self.run.add_computed(self._begun)
+            self.tokens = self._stop_of(self._begun) or self.tokens
+        report = self.run.until_ready(self)
+        self._append_until(self.job.request.tokens)
         for block in sorted(report.damaged):
             self._access.corrupt(self.job.objects[block].meta.id, CorruptPayload("a section came damaged"))
         return report
 
-    def append_until(self, engine: StreamEngine, stop: int) -> None:
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        """Append what is loaded up to a chunk, and have the engine compute that."""
+        self._append_until(start)
+        if self.tokens != start or not self._engine.compute(start, stop, is_wanted):
+            return False
+        self.tokens = stop
+        return True
+
+    def _append_until(self, stop: int) -> None:
         """Append the loaded blocks up to token `stop`, or to the first that is not usable."""
         tokens, started_s = self.job.objects[0].meta.layout.tokens, self._access.clock.monotonic_s()
         blocks = range(self.tokens // tokens, stop // tokens)
         for block, bits in zip(blocks, ahead(self._decode, blocks), strict=True):
             if bits is None:
                 break
-            engine.append(block, bits)
+            self._engine.append(block, bits)
             self.appended.append(block)
             self.tokens += tokens
         self.append_s += self._access.clock.monotonic_s() - started_s
@@ -493,18 +484,3 @@ class StreamedLoad:
                 continue
             return bits
         return None
-
-
-class _Behind:
-    """The engine, given what is loaded before each chunk that it computes."""
-
-    def __init__(self, load: StreamedLoad, engine: StreamEngine) -> None:
-        self._load = load
-        self._engine = engine
-
-    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
-        self._load.append_until(self._engine, start)
-        if self._load.tokens != start or not self._engine.compute(start, stop, is_wanted):
-            return False
-        self._load.tokens = stop
-        return True
