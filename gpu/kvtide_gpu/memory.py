@@ -198,17 +198,16 @@ class DeviceTier(FramedTier[_DeviceFrames]):
         """Copy the object's bytes from `offset` on into `buffer`."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
-        held = self._hold(object_id)
-        if held is None:
-            return None
-        try:
-            pieces = held.frames.pieces(held.resident, buffer, offset)
-            held.frames.room.read(pieces)
-            return sum(len(piece.host) for piece in pieces)
-        except DeviceFault as error:
-            raise TierUnavailable(f"{object_id} can't be read from the device: {error}") from error
-        finally:
-            self._let_go(held)
+        with self._held(object_id) as held:
+            if held is None:
+                return None
+            resident, frames = held
+            try:
+                pieces = frames.pieces(resident, buffer, offset)
+                frames.room.read(pieces)
+                return sum(len(piece.host) for piece in pieces)
+            except DeviceFault as error:
+                raise TierUnavailable(f"{object_id} can't be read from the device: {error}") from error
 
     def _write(self, frames: _DeviceFrames, resident: Resident, buffer: Buffer) -> None:
         try:

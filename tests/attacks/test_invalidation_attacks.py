@@ -168,32 +168,6 @@ def test_a_read_that_began_afterwards_does_not_share_one_from_before(server: Run
     engine.stack.close()
 
 
-def test_what_waited_to_be_written_back_is_dropped(server: RunningServer, tmp_path: Path) -> None:
-    disk = Held(DiskTier(tmp_path / "own", 8 << 20, CLOCK, lambda key: False), "put")
-    engine = Engine([memory(), disk], [], [server.url], write_back=[disk])
-    other = object_id(2)
-
-    def act() -> None:
-        # The first is under way when the namespace is invalidated, the second waits behind it.
-        engine.stack.put_from(other, packed(1, other))
-        engine.stack.put_from(ONE, OLD)
-        assert engine.stack.flush(WAIT_S)
-
-    def then() -> None:
-        wait_until(lambda: engine.stack._writer._held_bytes >= 2 * len(OLD), "both to be queued")
-        invalidate(server)
-        refreshing = threading.Thread(target=engine.invalidations.refresh)
-        refreshing.start()
-        disk.let_go.set()
-        refreshing.join(WAIT_S)
-        assert not refreshing.is_alive()
-
-    engine.meanwhile(disk, act, then)
-    assert engine.read() is None
-    assert not engine.stack.contains(other)
-    engine.stack.close()
-
-
 def test_what_was_evicted_before_does_not_come_back_by_the_server(server: RunningServer) -> None:
     held = Held(http_tier(server.url, CLOCK), "put")
     engine = Engine([memory()], [held], [server.url], demote_to=[held])

@@ -80,7 +80,6 @@ a deadline and a quality for each request | generate(kvtide_start_within_s=0.2, 
     OURS
 advice of each request | generate(kvtide_hint={"session": "a1", "is_last": True, "retain_s": 600, "priority": 1})
     docs/operations.md: Advice of clients | @tiny | OURS
-the end of a session, said afterwards | cache.end_session("a1") | docs/operations.md: Advice of clients | @tiny | OURS
 compute what would come too late | policy="two-ended" | @stream | @link | CACHEGEN
 read only the base on a slow link | policy="layered" | @stream | @link | OURS
 levels of one context together | codec="cachegen:1-4" | @stream | @link | CACHEGEN

@@ -69,7 +69,6 @@ def advised(model: Any, store: str, *hints: Any) -> tuple[int, int]:
             answers.append(cached.generate(PROMPT, max_new_tokens=1, kvtide_hint=hint))
             assert cached.flush(20)
         assert all(torch.equal(each, answers[0]) for each in answers)
-        assert not cached.cache.end_session("unknown")
         stats = cached.cache.stats()
         return stats.hints_heard, stats.hints_ignored
 
@@ -79,16 +78,6 @@ def test_advice_is_heard_where_a_policy_takes_it_and_fails_nothing(tiny_model: A
     hints = ({"session": "a1", "is_last": True}, {"retain_s": "soon"}, "nonsense", {"retain_s": 600, "priority": 1})
     assert advised(tiny_model, "memory://?policy=mix", *hints) == (4, 2)
     assert advised(tiny_model, "memory://?policy=lru", *hints) == (4, 4)
-
-
-@door("the end of a session, said afterwards")
-def test_session_ends_once(tiny_model: Any) -> None:
-    with attach(tiny_model, "memory://?policy=mix", block_tokens=BLOCK) as cached:
-        cached.generate(PROMPT, max_new_tokens=1)
-        assert cached.flush(20)
-        cached.generate(PROMPT, max_new_tokens=1, kvtide_hint={"session": "a1"})
-        assert [cached.cache.end_session("a1") for _ in range(2)] == [True, False]
-        assert cached.cache.stats().hints_heard == 2
 
 
 @door("lossless codec")

@@ -3,13 +3,14 @@ from __future__ import annotations
 import threading
 import tracemalloc
 from collections.abc import Sequence
+from itertools import pairwise, zip_longest
 
 import pytest
 
 from kvtide.clock import ManualClock
-from kvtide.index import ListedBlock, RadixIndex, RestoreReport
+from kvtide.index import RadixIndex
 from kvtide.testing import chain, namespace
-from kvtide.types import BlockKey, Namespace
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import policy_named
 
 NS = namespace()
@@ -203,23 +204,15 @@ def test_bad_bounds_are_refused() -> None:
         index_of(-1)
 
 
-def test_index_is_rebuilt_from_records_in_any_order() -> None:
-    first, second = chain(*range(6)), chain(0, 1, 9, 10)
-    records = [
-        ListedBlock(NS, key, ([BlockKey(NS), *keys])[position])
-        for keys in (first, second)
-        for position, key in enumerate(keys)
-    ]
+def test_index_is_rebuilt_from_parents_first_and_passes_over_who_has_none() -> None:
+    first, second, lost = chain(*range(6)), chain(0, 1, 9, 10), chain(77, 66)
+    edges = [pairwise([BlockKey(NS), *keys]) for keys in (first, second)]
+    blocks = {key: parent for rank in zip_longest(*edges) for parent, key in filter(None, rank)}
     index = index_of()
-    assert index.restore([*reversed(records), ListedBlock(NS, chain(77)[0], chain(66)[0])]) == RestoreReport(8, 1)
-    assert index.match(first) == 6
-    assert index.match(second) == 4
+    found = [(ObjectId(NS, key), parent) for key, parent in [*blocks.items(), (lost[1], lost[0]), (lost[0], lost[0])]]
+    assert index.restore(found) == 8
+    assert (index.match(first), index.match(second), index.match(lost)) == (6, 4, 0)
     index.check()
-
-
-def test_records_in_a_circle_are_orphans() -> None:
-    a, b = chain(1)[0], chain(2)[0]
-    assert index_of().restore([ListedBlock(NS, a, b), ListedBlock(NS, b, a)]) == RestoreReport(0, 2)
 
 
 def test_block_takes_bounded_memory() -> None:

@@ -111,7 +111,7 @@ def test_a_forked_child_misses_at_once_and_writes_nothing(
         assert found == (MissReason.CLOSED, 0, 0, True)
 
     # While another thread holds the locks that the child inherits.
-    with cache.guarded.counts._lock, cache._counts._lock, cache.access.coarse._lock:
+    with cache.guarded.counts._lock, cache._counts._lock:
         in_child(child)
     assert sorted((path, path.stat().st_size) for path in tmp_path.rglob("*")) == before
     assert cache.load(metas[:2], Whole(lambda position, bits: None)).blocks == 2

@@ -13,7 +13,6 @@ from tests.servers import running_server
 from tests.stores import stored_records
 
 from kvtide.cli.explain import MatchVerdict, explain_prompt
-from kvtide.store.load import MissReason
 from kvtide.wire import parse_header
 from kvtide_lab.bench.services import valkey_server
 
@@ -59,17 +58,6 @@ def test_a_finer_block_serves_who_asks_for_less_and_is_not_replaced(
     before = codecs_in(tmp_path)
     assert hits(tiny_model, tmp_path, "tide:5e-2", prompt) == 96
     assert codecs_in(tmp_path) == before == {"cachegen-2"}
-
-
-def test_what_was_too_coarse_is_not_read_again_and_again(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    hits(tiny_model, tmp_path, "cachegen:4", prompt)
-    with attached_lossy(tiny_model, tmp_path, "cachegen:1") as cached:
-        cached.cache.store = lambda blocks: 0  # type: ignore[method-assign]
-        cached.generate(prompt, **GREEDY)
-        assert cached.cache.stats().misses == {MissReason.COARSE.value: 1}
-        assert cached.hit_tokens(prompt) == 0
-        cached.generate(prompt, **GREEDY)
-        assert cached.cache.stats().misses == {MissReason.COARSE.value: 1}
 
 
 def test_two_qualities_live_beside_each_other(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:

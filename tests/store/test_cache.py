@@ -415,12 +415,8 @@ def test_restart_passes_over_blocks_whose_parent_is_gone(
     fill(cache, metas)
     cache.tiers.delete(metas[1].id, "test")
     restarted = open_cache(tmp_path)
-    assert restarted.index.match(ids_keys(metas)) == 1
+    assert restarted.index.match([meta.id.key for meta in metas]) == 1
     assert restarted.index.check() is None
-
-
-def ids_keys(metas: list[BlockMeta]) -> list[BlockKey]:
-    return [meta.id.key for meta in metas]
 
 
 def test_judge_s_record_waits_for_no_silent_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

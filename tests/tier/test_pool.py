@@ -189,7 +189,7 @@ def test_advice_is_told_to_each_server_that_looks_blocks_of_the_prompt_up(pool: 
     stack = TierStack([tier])
     stack.open()
     assert stack.note_request([object_id(number) for number in range(OBJECTS)], Hint(is_last=True))
-    assert stack.flush(20)
+    assert stack._adviser.wait(20)
     assert sorted(hints_heard(server) for server in pool.servers.values()) == [0, 1, 1, 1]
     stack.close()
 

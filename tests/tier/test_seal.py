@@ -81,7 +81,7 @@ def test_advice_reaches_the_server_below_a_seal(ring: Keyring) -> None:
     with running_server(tiers=("memory://",), limits=_small()) as server:
         stack = TierStack([SealedTier(open_tier(server.url, Limits(), SystemClock(), lambda key: False), ring)])
         stack.open()
-        assert stack.note_request([object_id(1)], Hint(is_last=True)) and stack.flush(20)
+        assert stack.note_request([object_id(1)], Hint(is_last=True)) and stack._adviser.wait(20)
         assert hints_heard(server) == 1
         stack.close()
     assert not SealedTier(memory(), ring).takes_advice

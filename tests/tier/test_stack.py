@@ -63,11 +63,11 @@ class TestStackOfMemoryAndDisk(TierSuite):
     test_bytes_stay_under_the_cap = None  # type: ignore[assignment]
 
 
-class TestStackWithWriteBack(TierSuite):
+class TestStackThatTellsATierLast(TierSuite):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         remote = NamedMemory("remote", TIER_BYTES)
-        stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], write_back=[remote])
+        stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], written_last=[remote])
         stack.open()
         yield stack
         stack.close()
@@ -179,7 +179,7 @@ def test_ten_requests_for_one_block_cause_one_read() -> None:
     threads = [threading.Thread(target=request, args=(5000 - index,)) for index in range(10)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: [len(each) for each in stack._flight._followers.values()] == [9], "all to ask")
+    wait_until(lambda: [each.followers for each in stack._flight._under_way.values()] == [9], "all to ask")
     gate.is_open.set()
     for thread in threads:
         thread.join()
@@ -314,29 +314,6 @@ def test_slow_tier_delays_only_its_own_readers() -> None:
     stack.close()
 
 
-def test_write_back_tier_follows_and_is_whole_after_flush() -> None:
-    gate = Gate()
-    remote = Slow(NamedMemory("remote", TIER_BYTES), gate, latency_s=1.0)
-    stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], write_back=[remote])
-    stack.open()
-    # No store waits for the tier that lets nobody in.
-    assert all(stack.put_from(object_id(number), object_bytes(number)) for number in range(4))
-    assert not stack.flush(0.0)
-    gate.is_open.set()
-    assert stack.flush(20)
-    assert [read_all(remote, number) for number in range(4)] == [object_bytes(number) for number in range(4)]
-    stack.close()
-
-
-def test_too_much_waiting_for_write_back_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.tier.stack.tier.WRITE_BACK_BYTES_MAX", 10)
-    remote = NamedMemory("remote", TIER_BYTES)
-    stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], write_back=[remote])
-    stack.open()
-    stack.put_from(object_id(1), object_bytes(1))
-    assert remote.contains(object_id(1))
-
-
 def test_device_memory_and_disk_each_admit_by_rank() -> None:
     ranking = ScoreRanking(lambda each: 1.0)
     device, memory = NamedMemory("device", PAGE, ranking), NamedMemory("memory", 2 * PAGE, ranking)
@@ -363,7 +340,7 @@ def test_tier_that_fails_never_hides_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("is_foreign", [True, False])
-def test_bad_write_back_is_refused(is_foreign: bool) -> None:
+def test_tier_that_is_written_last_is_one_of_several(is_foreign: bool) -> None:
     memory = NamedMemory("memory", PAGE)
-    with pytest.raises(ValueError, match="write_back"):
-        TierStack([memory], write_back=[NamedMemory("memory", PAGE) if is_foreign else memory])
+    with pytest.raises(ValueError, match="written_last"):
+        TierStack([memory], written_last=[NamedMemory("memory", PAGE) if is_foreign else memory])

@@ -9,7 +9,6 @@ from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.index import ListedBlock
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.disk import DiskTier
@@ -182,14 +181,14 @@ def test_journal_keeps_its_bound_and_the_newest_lines(tmp_path: Path) -> None:
     assert journal.reason(object_id(0)) is None
 
 
-def test_records_come_with_parents_and_are_no_use(tmp_path: Path, clock: ManualClock, layout: BlockLayout) -> None:
+def test_parents_come_first_and_are_no_use(tmp_path: Path, clock: ManualClock, layout: BlockLayout) -> None:
     tier = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
     tier.open()
-    meta = BlockMeta(object_id(1), object_id(0).key, 16, layout, "test")
-    sections = [Section(SectionId(SectionKind.DATA, step, 0, 1), b"x") for step in range(200)]
-    tier.put_from(meta.id, pack_object(meta, "raw-1", sections))
-    tier.put_from(object_id(2), b"not an object")
+    metas = [BlockMeta(object_id(number), object_id(number - 1).key, 16 * number, layout, "test") for number in (2, 1)]
+    for meta in metas:
+        tier.put_from(meta.id, pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), b"x")]))
+    tier.put_from(object_id(3), b"not an object")
     before = {info.id: info.last_use_s for info in tier.objects()}
-    assert list(tier.records()) == [ListedBlock(*meta.id, object_id(0).key)]
+    assert list(tier.parents()) == [(meta.id, meta.parent) for meta in reversed(metas)]
     assert {info.id: info.last_use_s for info in tier.objects()} == before
     assert tier.stats().hits == 0

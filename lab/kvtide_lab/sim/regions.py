@@ -100,7 +100,6 @@ def _run(seed: int, requests: int, shared: float, sync_bytes_s: float) -> Region
                 found += 1
             else:
                 region.store.put_from(object_id, bench_object(object_id, bytes(64)))
-                region.store.flush(10.0)
             clock.advance(_REQUEST_S)
             since_dump_s += _REQUEST_S
             if since_dump_s >= DUMP_S:
@@ -141,7 +140,7 @@ def _region(centre: Counting, path: Path, sync_bytes_s: float, clock: ManualCloc
     local, manifest = _memory(_BLOCKS * 2, clock), Manifest(path)
     central = CentralTier(centre, manifest)
     inner = TierStack([local])
-    store = TierStack([inner, central], write_back=[central])
+    store = TierStack([inner, central], written_last=[central])
     store.open()
     manifest.open()
     names = Names(lambda tenant, namespace: 0)

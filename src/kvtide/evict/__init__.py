@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtide.clock import Clock
-from kvtide.evict.hint import Advice, Hint, Sessions
+from kvtide.evict.hint import Advice, Hint
 from kvtide.evict.ranking import (
     EvictionOrder,
     RankedOrder,
@@ -21,7 +21,6 @@ __all__ = [
     "Ranking",
     "RecencyRanking",
     "ScoreRanking",
-    "Sessions",
     "States",
     "order_named",
 ]

@@ -109,8 +109,3 @@ class Sessions(Generic[_End]):
             if len(self._ends) > TENANTS_MAX:
                 self._ends.popitem(last=False)
             return before
-
-    def take(self, session: str) -> list[_End]:
-        """Forget a session; return where it ended, of each tenant that has one by this name."""
-        with self._lock:
-            return [ends.pop(session) for ends in self._ends.values() if session in ends]

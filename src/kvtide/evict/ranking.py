@@ -114,9 +114,6 @@ class ScoreRanking(Ranking):
 class EvictionOrder:
     """Ranks what one tier holds. Called under the tier's lock, but for `note_request`, which comes from any thread."""
 
-    # Whether `note_request` matters; by default reads tell all that there is to know.
-    hears_requests = False
-
     def note_request(
         self,
         namespace: Namespace,

@@ -1,17 +1,15 @@
 """The index: which blocks are known and which are in use. It knows keys and sizes, never bytes."""
 
 from kvtide.index.policy import USUAL_SIZE, EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
-from kvtide.index.radix import TIERS_MAX, ListedBlock, RadixIndex, RestoreReport
+from kvtide.index.radix import TIERS_MAX, RadixIndex
 
 __all__ = [
     "TIERS_MAX",
     "USUAL_SIZE",
     "EvictionPolicy",
     "HeapPolicy",
-    "ListedBlock",
     "LruPolicy",
     "RadixIndex",
-    "RestoreReport",
     "Run",
     "Use",
 ]

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.index.policy import USUAL_SIZE, EvictionPolicy, Run, Use
-from kvtide.types import BlockKey, Namespace
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 # A block's tiers are the bits of one byte.
 TIERS_MAX = 8
@@ -205,21 +205,6 @@ def mark_tier(run: Run, first: int, bit: int) -> None:
     """Note that the blocks of a run from `first` on are in the tier of that bit too."""
     if run.tiers.count(bit, first) < len(run.tiers) - first:
         run.tiers[first:] = run.tiers[first:].translate(_WITH_BIT[bit])
-
-
-class ListedBlock(NamedTuple):
-    """One block as a tier lists it: enough to hang it into the tree."""
-
-    namespace: Namespace
-    key: BlockKey
-    parent: BlockKey
-
-
-class RestoreReport(NamedTuple):
-    """The result of a rebuild: blocks that hang together from their namespace on, and those that don't."""
-
-    blocks: int
-    orphans: int
 
 
 class IndexStats(NamedTuple):
@@ -482,25 +467,22 @@ class RadixIndex:
             self._offer(run)
         return removed
 
-    def restore(self, records: Iterable[ListedBlock], tier: int = 0) -> RestoreReport:
-        """Make known what a tier lists, in any order; blocks whose parent is not listed are passed over."""
-        children: defaultdict[tuple[Namespace, BlockKey], set[BlockKey]] = defaultdict(set)
-        for namespace, key, parent in records:
-            children[namespace, parent].add(key)
-        restored, listed = 0, sum(map(len, children.values()))
-        pending = [edge for edge in children if bytes(edge[0]) == edge[1]]
-        while pending:
-            namespace, parent = pending.pop()
-            for key in children.pop((namespace, parent)):
-                # A chain is as long as its blocks have one child each.
-                chain = [key]
-                while len(children.get((namespace, chain[-1]), ())) == 1:
-                    chain += children.pop((namespace, chain[-1]))
-                self.insert(namespace, chain, parent, tier)
-                restored += len(chain)
-                if (namespace, chain[-1]) in children:
-                    pending.append((namespace, chain[-1]))
-        return RestoreReport(restored, listed - restored)
+    def restore(self, blocks: Iterable[tuple[ObjectId, BlockKey]], tier: int = 0) -> int:
+        """Make known what a tier holds, with the parent of each, and parents first; return how many blocks that are.
+
+        Blocks whose parent is not there are passed over.
+        """
+        chains, ends = list[tuple[Namespace, BlockKey, list[BlockKey]]](), dict[BlockKey, list[BlockKey]]()
+        for (namespace, key), parent in blocks:
+            chain = ends.pop(parent, None)
+            if chain is None:
+                chain = list[BlockKey]()
+                chains.append((namespace, parent, chain))
+            chain.append(key)
+            ends[key] = chain
+        for namespace, parent, chain in chains:
+            self.insert(namespace, chain, parent, tier)
+        return sum(self.is_held(key) for *_, chain in chains for key in chain)
 
     def pin(self, keys: Sequence[BlockKey]) -> None:
         """Protect blocks from eviction, once more for each call; they need not be known yet."""

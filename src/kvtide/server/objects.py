@@ -109,7 +109,7 @@ class Lending:
 
     async def _lent_at_once(self, exchange: Exchange, tier: Tier, stored: ObjectId) -> LentObject | None:
         """Lend what needs no waiting for a disk; memory once its owner's share has room."""
-        lent, owner = tier.lend_at_once(stored), exchange.owner
+        lent, owner = tier.lend(stored, can_wait=False), exchange.owner
         if lent is None or lent.file is not None or exchange.head.method == "HEAD":
             return lent
         size = lent.size
@@ -120,7 +120,7 @@ class Lending:
                     await self._memory.take(owner, size)
             except TimeoutError:
                 raise RequestRefused(429, "readers hold all the memory they may", retry_after_s=1.0) from None
-            lent = tier.lend_at_once(stored)
+            lent = tier.lend(stored, can_wait=False)
             if lent is None or lent.size != size:
                 # It was evicted or replaced meanwhile.
                 _release(lent)

@@ -546,7 +546,7 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
         local, http_tier(central, clock), manifest, names, settings.sync_bytes_s_max, size_max, clock
     )
     return Backing(
-        TierStack([local, behind], write_back=[behind]),
+        TierStack([local, behind], written_last=[behind]),
         records,
         names,
         local,

@@ -64,7 +64,7 @@ class Service:
         self.quotas = Quotas(lambda: self.live.settings.quotas, clock.wall_s)
         self.uploads = Uploads(lambda: self.live.limits, clock.monotonic_s)
         # A region's own tiers are a stack in this one: quotas count those.
-        backing.local.observe(self.quotas)
+        backing.local.observe(self.quotas.placed, self.quotas.removed)
         self.metrics = Metrics(CollectorRegistry())
         self._sources = SourceCollector(self.scheduler, self.quotas, self.metrics.label)
         self.metrics.registry.register(self._sources)

@@ -18,15 +18,15 @@ from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LevelledCodec
 from kvtide.config import Limits
-from kvtide.evict import Advice, Hint, Ranking, Sessions, States
+from kvtide.evict import Advice, Hint, Ranking, States
 from kvtide.group import Hit, Parts, hit_of
-from kvtide.index import LruPolicy, RadixIndex, RestoreReport
+from kvtide.index import LruPolicy, RadixIndex
 from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
 from kvtide.plan import Judge
 from kvtide.store.load import BlockSource, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.notes import read_judge, write_judge
 from kvtide.store.profile_follower import ProfileFollower
-from kvtide.store.storing import QUEUE_TIER, Admission, PendingBlock, PlaceNotes, Placer, QueuedBlock, Storer
+from kvtide.store.storing import QUEUE_TIER, PendingBlock, Placer, QueuedBlock, Storer
 from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
 from kvtide.tier.faults import FaultGuard
@@ -94,8 +94,6 @@ class Cache:
         self.guarded = FaultGuard()
         self._storer: Storer | None = None
         self._pid = 0
-        # The last block of the latest request of each session that hints have named.
-        self._sessions = Sessions[ObjectId]()
         # What engines decide about the tokens of prompts; told to the tiers in the background.
         self.decisions = DecisionCounter()
         # What it knows of link, decoding and prefill; engines tell it what they compute.
@@ -120,12 +118,12 @@ class Cache:
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
         assert len(self.tiers.tier_names) <= QUEUE_TIER
-        self.tiers.observe(PlaceNotes(self.index))
+        self.tiers.observe(
+            lambda object_id, tier, size: self.index.place(object_id.key, tier),
+            lambda object_id, tier: self.index.remove(object_id.key, tier),
+        )
         self.guarded("open", self.tiers.open, None)
-        started_s = self._clock.monotonic_s()
-        report = self.guarded("list", self._restore, RestoreReport(0, 0))
-        took_s = self._clock.monotonic_s() - started_s
-        _log.info("index rebuilt from %d stored blocks in %.3f s, %d orphans", report.blocks, took_s, report.orphans)
+        self.guarded("list", self._restore, None)
         self.access.workers.open()
         self._storer = Storer(self._placer.store, self._placer.do_chores, self._limits.store_queue_bytes_max)
         self._storer.open()
@@ -154,9 +152,10 @@ class Cache:
             with until(self._clock.monotonic_s() + JUDGE_S_MAX):
                 write_judge(self.tiers, self.judge.record())
 
-    def _restore(self) -> RestoreReport:
-        reports = [self.index.restore(records, tier) for tier, records in self.tiers.records_by_tier()]
-        return RestoreReport(sum(each.blocks for each in reports), sum(each.orphans for each in reports))
+    def _restore(self) -> None:
+        started_s = self._clock.monotonic_s()
+        blocks = sum(self.index.restore(found, tier) for tier, found in self.tiers.parents_by_tier())
+        _log.info("index rebuilt from %d stored blocks in %.3f s", blocks, self._clock.monotonic_s() - started_s)
 
     def close(self) -> None:
         """Store what is queued, for at most `limits.close_s_max`, then stop. Idempotent; nothing in a forked child."""
@@ -194,13 +193,6 @@ class Cache:
         if self.is_open:
             self.guarded("advise", partial(self._note_request, ids, hint), None)
 
-    def end_session(self, session: str) -> bool:
-        """Say that a session has ended after its latest request. False if no hint has named it lately."""
-        ends = self._sessions.take(session)
-        for end in ends:
-            self.advise([end], Hint(session, is_last=True))
-        return bool(ends)
-
     def prefetch(self, metas: Sequence[BlockMeta]) -> int:
         """Have blocks that are in slower tiers brought to the faster ones; return how many leading ones are queued."""
         size_max = max((object_bytes_max(meta.layout) for meta in metas), default=0)
@@ -209,8 +201,6 @@ class Cache:
 
     def _note_request(self, ids: Sequence[ObjectId], said: Advice | None, states: States = ()) -> None:
         hint = None if said is None else Hint.parse(said)
-        if hint is not None and hint.session is not None and not hint.is_last and ids:
-            self._sessions.note(ids[-1].namespace, hint.session, ids[-1])
         is_taken = self.tiers.note_request(ids, hint, states)
         if said is not None:
             self._counts.add("hints")
@@ -223,7 +213,7 @@ class Cache:
         for tier in self.tiers.run_places(ids[known:]):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
             known += 1
-        return self.access.coarse.first_of(ids[:known]) if self.quality else known
+        return known
 
     def match_parts(self, groups: Sequence[Parts], hint: Advice | None = None) -> Hit:
         """Return how many leading blocks of a model of several groups seem restorable; they only seem, as in `match`.
@@ -288,8 +278,6 @@ class Cache:
         give_up_s = self._limits.load_s_max if deadline_s is None else deadline_s
         load = partial(self._load, metas, strategy, give_up_s)
         report = self.guarded("load", load, LoadReport(0, 0, MissReason.FAULT))
-        if report.reason is MissReason.COARSE:
-            self.access.coarse.note(metas[report.blocks].id)
         self.access.count(report)
         return report
 
@@ -307,22 +295,16 @@ class Cache:
     def _queue(self, blocks: Sequence[PendingBlock]) -> int:
         storer = self._storer
         for count, block in enumerate(blocks):
-            meta = block.meta
-            admission = storer.reserve(meta) if storer is not None else Admission.REFUSED
-            if storer is not None and admission is Admission.RESERVED:
-                try:
-                    source = block.capture()
-                    # Before the storing thread may be done with it.
-                    self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, QUEUE_TIER)
-                except BaseException:
-                    storer.release(meta)
-                    raise
-                queued = QueuedBlock(meta, source, block.is_exact, block.orders, block.group)
-                admission = Admission.QUEUED if storer.append(queued) else Admission.REFUSED
-            if admission is Admission.REFUSED:
+            if storer is None or not storer.add(block.meta, partial(self._captured, block)):
                 self._counts.add("dropped", len(blocks) - count)
                 return count
         return len(blocks)
+
+    def _captured(self, block: PendingBlock) -> QueuedBlock:
+        meta, source = block.meta, block.capture()
+        # Before the storing thread may be done with it.
+        self.index.insert(meta.id.namespace, [meta.id.key], meta.parent, QUEUE_TIER)
+        return QueuedBlock(meta, source, block.is_exact, block.orders, block.group)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was queued is stored. False if that took longer than `timeout_s`."""

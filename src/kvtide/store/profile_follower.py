@@ -28,11 +28,10 @@ RENEW_S = 600.0
 # The start waits no longer for a store that is slow; the storing thread then goes on where it ended.
 START_S_MAX = 2.0
 LOOK_S_MAX = 20.0
-# Profiles that are kept, and digests that were looked for.
+# Profiles that are kept.
 FOUND_MAX = 16
 # Decoding takes less than encoding, so that this costs the storing thread some two percent.
 CHECK_EVERY = 32
-ASKED_MAX = 1024
 
 
 class ProfileFollower:
@@ -72,7 +71,7 @@ class ProfileFollower:
         self._is_told = False
         # Those that were found, and their sizes. Using them keeps them in the store as long as their blocks.
         self._found: dict[bytes, tuple[Profile, int]] = {}
-        self._asked_s: dict[bytes, float] = {}
+        self._next_unknown_s = 0.0
 
     def _with(self, profiles: Sequence[Profile]) -> tuple[Codec, ...]:
         assert self._awaiting is not None
@@ -144,7 +143,8 @@ class ProfileFollower:
         """Look if it is time, for at most `s_max` seconds. Raises nothing."""
         now_s = self._clock.monotonic_s()
         is_due = bool(self._name) and now_s >= self._next_s
-        if not (is_due or self._registry.unknown) or not self._looking.acquire(blocking=False):
+        is_unknown = bool(self._registry.unknown) and now_s >= self._next_unknown_s
+        if not (is_due or is_unknown) or not self._looking.acquire(blocking=False):
             return
         try:
             with until(now_s + s_max):
@@ -152,7 +152,9 @@ class ProfileFollower:
                 if is_due and self._awaiting is not None:
                     self._next_s = now_s + LOOK_S
                     self._guard("look for a profile", partial(self._look, store, self._awaiting), None)
-                self._guard("look for an old profile", partial(self._look_for_unknown, store, now_s), None)
+                if is_unknown:
+                    self._next_unknown_s = now_s + LOOK_S
+                    self._guard("look for an old profile", partial(self._look_for_unknown, store), None)
         finally:
             self._looking.release()
 
@@ -202,15 +204,11 @@ class ProfileFollower:
                 return profiles
         return []
 
-    def _look_for_unknown(self, store: ProfileStore, now_s: float) -> None:
+    def _look_for_unknown(self, store: ProfileStore) -> None:
         for digest in list(self._registry.unknown):
-            if now_s - self._asked_s.get(digest, -LOOK_S) >= LOOK_S:
-                self._asked_s[digest] = now_s
-                self._read(store, digest)
+            self._read(store, digest)
         # The next object that names one brings it back.
         self._registry.unknown.clear()
-        while len(self._asked_s) > ASKED_MAX:
-            del self._asked_s[next(iter(self._asked_s))]
 
     def _read(self, store: ProfileStore, digest: bytes) -> Profile | None:
         is_new = digest not in self._found and len(self._found) < FOUND_MAX

@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.block import BlockMeta
 from kvtide.codec import Codec, LevelledCodec, LosslessCodec, OrderingCodec
 from kvtide.config import Limits, step_back
-from kvtide.index import TIERS_MAX, RadixIndex
+from kvtide.index import TIERS_MAX
 from kvtide.store.load import BlockSource, LoadAccess, level_meta
 from kvtide.store.profile_follower import ProfileFollower
 from kvtide.types import ObjectId
@@ -24,21 +23,6 @@ from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 
 if TYPE_CHECKING:
     from kvtide.importance import Orders
-
-
-class PlaceNotes:
-    """Keeps the index up to date about where objects are."""
-
-    def __init__(self, index: RadixIndex) -> None:
-        self._index = index
-
-    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
-        """An object of so many bytes was stored in a tier."""
-        self._index.place(object_id.key, tier)
-
-    def removed(self, object_id: ObjectId, tier: int) -> None:
-        """An object is no longer in a tier."""
-        self._index.remove(object_id.key, tier)
 
 
 # Beside a thread that computes on the same core, the storing thread gets a tenth: enough to let go of locks soon.
@@ -74,19 +58,10 @@ class QueuedBlock(NamedTuple):
     group: int = 0
 
 
-class Admission(Enum):
-    """The answer of `Storer.reserve` about a block."""
-
-    RESERVED = "there is room, which is now taken"
-    QUEUED = "it waits already"
-    REFUSED = "no room, no thread, or closing"
-
-
 class Storer:
     """Has one block after another stored, in a thread of its own that gives way to others.
 
-    reserve(meta)       its bytes count from here on
-    append(block)       look-ups find it from here on
+    add(meta, capture)  its bytes count from here on, and look-ups find it from when `capture` returns
     store(block)        until this returns
     """
 
@@ -97,7 +72,7 @@ class Storer:
         self._bytes_max = bytes_max
         self._changed = threading.Condition()
         self._queue: deque[QueuedBlock] = deque()
-        # All that count, by id; None before they are appended.
+        # All that count, by id; None until they are captured.
         self._waiting: dict[ObjectId, QueuedBlock | None] = {}
         self._queued_bytes = 0
         self._is_closing = False
@@ -132,38 +107,37 @@ class Storer:
             self.thread.join(END_S_MAX)
         return dropped
 
-    def reserve(self, meta: BlockMeta) -> Admission:
-        """Take room for a block. After RESERVED comes `append` or `release`."""
+    def add(self, meta: BlockMeta, capture: Callable[[], QueuedBlock]) -> bool:
+        """Queue what `capture` returns, which is called once there is room. True if the block waits, or did already.
+
+        False if there is no room or no thread, or closing began.
+        """
         with self._changed:
             if meta.id in self._waiting:
-                return Admission.QUEUED
+                return True
             has_room = self._queued_bytes + meta.layout.raw_bytes <= self._bytes_max
             if self._is_closing or not has_room or not (self.thread or self._has_thread()):
-                return Admission.REFUSED
+                return False
             self._waiting[meta.id] = None
             self._queued_bytes += meta.layout.raw_bytes
-            return Admission.RESERVED
-
-    def release(self, meta: BlockMeta) -> None:
-        """Give reserved room back."""
-        with self._changed:
-            self._release(meta)
+        block: QueuedBlock | None = None
+        try:
+            block = capture()
+        finally:
+            with self._changed:
+                is_queued = block is not None and not self._is_closing
+                if block is None or not is_queued:
+                    self._release(meta)
+                else:
+                    self._waiting[meta.id] = block
+                    self._queue.append(block)
+                    self._changed.notify_all()
+        return is_queued
 
     def _release(self, meta: BlockMeta) -> None:
         del self._waiting[meta.id]
         self._queued_bytes -= meta.layout.raw_bytes
         self._changed.notify_all()
-
-    def append(self, block: QueuedBlock) -> bool:
-        """Queue a block that room was reserved for. False if closing began meanwhile; the room is then given back."""
-        with self._changed:
-            if self._is_closing:
-                self._release(block.meta)
-                return False
-            self._waiting[block.meta.id] = block
-            self._queue.append(block)
-            self._changed.notify_all()
-            return True
 
     def find(self, object_id: ObjectId) -> QueuedBlock | None:
         """Return a block that is queued or being stored."""
@@ -257,8 +231,6 @@ class Placer:
         if here is None or here > self._access.quality_max:
             packed, put = pack(), self._tiers.put_from if here is None else self._tiers.replace
             is_stored = packed is not None and put(meta.id, packed)
-            if self._access.quality:
-                self._access.coarse.forget(meta.id)
             if packed is None or not is_stored:
                 self._counts.add("dropped")
                 return False

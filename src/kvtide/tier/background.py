@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -17,8 +17,6 @@ from kvtide.types import ObjectId
 
 CLOSE_S_MAX = 30.0
 DEMOTE_BYTES_MAX = 256 << 20
-PREFETCH_THREADS = 2
-PREFETCH_MAX = 64
 
 
 class Background:
@@ -116,45 +114,6 @@ class Demoter:
     def _send(self, object_id: ObjectId, data: bytearray) -> None:
         self._put(object_id, data)
         self.demoted += 1
-
-
-class Prefetcher:
-    """A queue of at most PREFETCH_MAX objects, and the threads that bring them."""
-
-    def __init__(self, bring: Callable[[ObjectId, int], None]) -> None:
-        self._bring = bring
-        self._background = Background(PREFETCH_THREADS, "kvtide-prefetch")
-        self.open, self.close, self.wait = self._background.open, self._background.close, self._background.wait
-        self._lock = threading.Lock()
-        self.queued: set[ObjectId] = set()
-
-    def discard(self, object_id: ObjectId) -> None:
-        """Forget an object that somebody reads now."""
-        with self._lock:
-            self.queued.discard(object_id)
-
-    def queue(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
-        """Queue objects of at most `size_max` bytes, in order; return how many there was room for."""
-        count = 0
-        for object_id in object_ids:
-            with self._lock:
-                if len(self.queued) >= PREFETCH_MAX:
-                    return count
-                if object_id in self.queued:
-                    continue
-                self.queued.add(object_id)
-                if not self._background.submit(partial(self._run, object_id, size_max)):
-                    self.queued.discard(object_id)
-                    return count
-            count += 1
-        return count
-
-    def _run(self, object_id: ObjectId, size_max: int) -> None:
-        with self._lock:
-            if object_id not in self.queued:
-                return
-            self.queued.discard(object_id)
-        self._bring(object_id, size_max)
 
 
 class Repeater:

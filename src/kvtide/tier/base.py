@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable, WrongServer
 from kvtide.evict import EvictionOrder, Hint, States
-from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
@@ -90,7 +89,7 @@ class Tier:
     # Many look-ups take hardly longer than one: `count_leading`.
     is_batched = False
     can_lend = False
-    # `note_request` matters to the order in which objects leave.
+    # `note_request` may matter to the order in which objects leave.
     hears_requests = False
     can_replace = False
     takes_advice = False
@@ -186,16 +185,15 @@ class Tier:
         """
         return False
 
-    def lend(self, object_id: ObjectId) -> LentObject | None:
-        """Lend an object; None if it is not here, or the tier can't. A use of the object, as `get_into` is."""
+    def lend(self, object_id: ObjectId, can_wait: bool = True) -> LentObject | None:
+        """Lend an object; None if it is not here, or the tier can't. A use of the object, as `get_into` is.
+
+        can_wait: for a disk. Without it None says nothing about the object, and counts nothing.
+        """
         return None
 
-    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
-        """Lend an object if that needs no waiting for a disk; None says nothing about others, and counts nothing."""
-        return None
-
-    def records(self) -> Iterator[ListedBlock]:
-        """Yield every object that outlives the process with its parent, in no particular order. Not a use."""
+    def parents(self) -> Iterator[tuple[ObjectId, BlockKey]]:
+        """Yield every object that outlives the process with its parent, parents first. Not a use."""
         return iter(())
 
     def report_to(self, on_removed: OnRemoved) -> None:
@@ -230,19 +228,6 @@ class DeviceMemory(Protocol):
 
     def tier(self, bytes_max: int, clock: Clock, is_pinned: IsPinned, order: EvictionOrder) -> Tier:
         """Return a tier of so many bytes in it, not yet opened."""
-
-
-class Observer(Protocol):
-    """Hears where objects are; tiers are numbered as they stand in the stack, the fastest 0.
-
-    Called from any thread, possibly under a tier's locks: it must not call the stack.
-    """
-
-    def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
-        """An object of so many bytes was stored in a tier."""
-
-    def removed(self, object_id: ObjectId, tier: int) -> None:
-        """An object is no longer in a tier."""
 
 
 class Removals:

@@ -166,8 +166,6 @@ class PolicyOrder(EvictionOrder):
     Room is bytes: where objects of different namespaces differ in size, worth is told by the byte.
     """
 
-    hears_requests = True
-
     def __init__(self, policy_of: PolicyOf, clock: Clock, bytes_max: int, blocks_max: int | None = None) -> None:
         """blocks_max: how many objects fit, for policies that plan with it; by default as their sizes say."""
         self._policy_of = policy_of

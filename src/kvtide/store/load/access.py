@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
-import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,14 +25,12 @@ from kvtide.errors import CorruptPayload
 from kvtide.index import RadixIndex
 from kvtide.outcomes import Choice, DecisionCounter, Why
 from kvtide.plan import Judge, Way
+from kvtide.store.load.backfill import Backfill
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.faults import Counts, FaultGuard
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId, Section
 from kvtide.wire import StoredObject, object_bytes_max
-
-if TYPE_CHECKING:
-    from kvtide.store.load.backfill import Backfill
 
 _log = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
@@ -43,9 +39,6 @@ _Result = TypeVar("_Result")
 AHEAD_THREADS = 2
 # Curves are float32, and headers round up.
 QUALITY_SLACK = 2e-3
-# A block that was found too coarse is not looked up again for so long, unless this process stores it.
-COARSE_S = 60.0
-COARSE_MAX = 1 << 14
 
 # Returns the block's bits: the same at every call, from any thread. It keeps at most the block's raw bytes alive.
 BlockSource = Callable[[], BlockBits]
@@ -153,36 +146,6 @@ class LoadWorkers:
         self._scratch.append(scratch)
 
 
-class CoarseBlocks:
-    """Blocks that were found too coarse lately; at most COARSE_MAX. Safe to use from several threads."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._found_s: OrderedDict[ObjectId, float] = OrderedDict()
-
-    def note(self, object_id: ObjectId) -> None:
-        """Note that a block was found too coarse now."""
-        with self._lock:
-            self._found_s[object_id] = self._clock.monotonic_s()
-            self._found_s.move_to_end(object_id)
-            if len(self._found_s) > COARSE_MAX:
-                self._found_s.popitem(last=False)
-
-    def forget(self, object_id: ObjectId) -> None:
-        """Note that a block was stored again."""
-        with self._lock:
-            self._found_s.pop(object_id, None)
-
-    def first_of(self, ids: Sequence[ObjectId]) -> int:
-        """Return how many leading blocks come before the first that was found too coarse lately."""
-        if not self._found_s:
-            return len(ids)
-        oldest_s = self._clock.monotonic_s() - COARSE_S
-        coarse = (i for i, each in enumerate(ids) if self._found_s.get(each, -math.inf) > oldest_s)
-        return next(coarse, len(ids))
-
-
 @dataclass(slots=True)
 class LoadAccess:
     """Tiers, index, codecs and the judge, and what is noted of each load. Thread-safe.
@@ -204,38 +167,23 @@ class LoadAccess:
     workers: LoadWorkers
     coarser_levels: int = 0
     quality_max: float = field(init=False)
-    coarse: CoarseBlocks = field(init=False)
     counts: Counts = field(init=False, default_factory=Counts)
-    _backfill: Backfill | None = field(init=False, default=None)
-    _making: threading.Lock = field(init=False, default_factory=threading.Lock)
+    # Completes, for faster tiers, what streamed loads have left unfinished.
+    backfill: Backfill = field(init=False)
 
     def __post_init__(self) -> None:
         self.quality_max = self.quality * (1 + QUALITY_SLACK)
-        self.coarse = CoarseBlocks(self.clock)
-
-    @property
-    def backfill(self) -> Backfill:
-        """The one that completes, for faster tiers, what streamed loads have left unfinished; the first makes it."""
-        from kvtide.store.load.backfill import Backfill
-
-        with self._making:
-            if self._backfill is None:
-                self._backfill = Backfill(self.tiers, self.tiers.keep_above, self.clock)
-            return self._backfill
+        self.backfill = Backfill(self.tiers, self.tiers.keep_above, self.clock)
 
     def close(self) -> None:
         """Stop the threads that load and complete. Idempotent."""
-        with self._making:
-            backfill = self._backfill
-        if backfill is not None:
-            backfill.close()
+        self.backfill.close()
         self.workers.close()
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
         self.workers.check()
-        if self._backfill is not None:
-            self._backfill.check()
+        self.backfill.check()
 
     @contextmanager
     def pinned(self, metas: Sequence[BlockMeta]) -> Iterator[None]:

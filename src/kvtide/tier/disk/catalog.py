@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from kvtide.evict import EvictionOrder, Hint, States
@@ -21,8 +21,6 @@ from kvtide.wire import ObjectLabel
 # A segment goes when this share of its bytes was given up; the rest moves where there is room.
 _GIVEN_UP_SHARE = 0.5
 REFUSED_MAX = 4096
-# Where an object is: its segment and its bytes there.
-PlaceOf = Callable[[ObjectId], tuple[int, int] | None]
 
 
 class Catalog:
@@ -70,11 +68,6 @@ class Catalog:
         with self._lock:
             copies = self._by_id.get(object_id)
             return copies[-1] if copies else None
-
-    def place_of(self, object_id: ObjectId) -> tuple[int, int] | None:
-        """Return the segment of an object's newest copy, and its bytes there."""
-        entry = self.find(object_id)
-        return None if entry is None else (entry.header.segment, entry.header.size)
 
     def copies(self, object_id: ObjectId) -> list[CatalogEntry]:
         """Return every copy of the object."""
@@ -231,17 +224,28 @@ class GivenUp:
             if self._given_up.pop(object_id, None) is None:
                 self._order.leave(object_id)
 
-    def segments(self, sizes: dict[int, int], place_of: PlaceOf, may_go: Callable[[ObjectId], bool]) -> list[int]:
+    def segments(
+        self,
+        sizes: dict[int, int],
+        find: Callable[[ObjectId], CatalogEntry | None],
+        may_go: Callable[[ObjectId], bool],
+    ) -> list[int]:
         """Give up objects until a segment is due; return the segments that have any, those with most first.
 
         sizes: the bytes of each segment that may go.
         """
-        # Never while this lock is held: the catalog, which knows the places, calls here under its own.
         given_up = Counter[int]()
+
+        def count(object_id: ObjectId) -> None:
+            # Never while the lock is held: the catalog, which finds it, calls here under its own.
+            entry = find(object_id)
+            if entry is not None and entry.header.segment in sizes:
+                given_up[entry.header.segment] += record_bytes(entry.header.size)
+
         with self._lock:
             before = list(self._given_up)
         for object_id in before:
-            _count(given_up, place_of(object_id), sizes)
+            count(object_id)
         leaving = self._order.victims(may_go)
         try:
             while not any(count >= _GIVEN_UP_SHARE * sizes[number] for number, count in given_up.items()):
@@ -250,29 +254,8 @@ class GivenUp:
                     if gone is None:
                         break
                     self._given_up[gone] = self._entered[gone]
-                _count(given_up, place_of(gone), sizes)
+                count(gone)
         finally:
             with self._lock:
                 leaving.close()
         return sorted(given_up, key=lambda number: -given_up[number] / sizes[number])
-
-
-def _count(given_up: Counter[int], place: tuple[int, int] | None, sizes: Collection[int]) -> None:
-    if place is not None and place[0] in sizes:
-        given_up[place[0]] += record_bytes(place[1])
-
-
-def bytes_of(entries: list[CatalogEntry]) -> int:
-    """Return the bytes that entries take with their headers."""
-    return sum(record_bytes(entry.header.size) for entry in entries)
-
-
-def fitting(entries: list[CatalogEntry], room: int) -> list[CatalogEntry]:
-    """Return the leading entries whose records fit into `room` bytes."""
-    kept = []
-    for entry in entries:
-        room -= record_bytes(entry.header.size)
-        if room < 0:
-            break
-        kept.append(entry)
-    return kept

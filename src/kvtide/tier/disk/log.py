@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from kvtide.clock import Clock
@@ -20,7 +21,7 @@ from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder
 from kvtide.tier.base import Buffer, IsPinned, LentObject, Offer
 from kvtide.tier.buffers import ALIGN_BYTES, Recycler, aligned_buffer
-from kvtide.tier.disk.catalog import Catalog, GivenUp, Lineage, bytes_of, fitting
+from kvtide.tier.disk.catalog import Catalog, GivenUp, Lineage
 from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
 from kvtide.tier.disk.segment import (
     STAGING_BYTES,
@@ -82,8 +83,9 @@ class SegmentLog:
         self._is_writable = False
         self._write_lock = threading.RLock()
         self._writer: SegmentWriter | None = None
-        self._staging = Recycler(_STAGING_BYTES_MAX)
-        self._reader = RecordReader(files, self._directory.opened, self._staging)
+        # Of the writer; readers have their own.
+        self._staging = aligned_buffer(STAGING_BYTES)
+        self._reader = RecordReader(files, self._directory.opened, Recycler(_STAGING_BYTES_MAX))
         self._is_open = False
 
     def open(self) -> None:
@@ -181,7 +183,7 @@ class SegmentLog:
         number = writer.header.number
         header = RecordHeader(object_id, label, number, writer.sequence, writer.tail, len(body), now_ms)
         try:
-            seal = writer.append(header, body, self._staging.take(STAGING_BYTES))
+            seal = writer.append(header, body, self._staging)
         except OSError:
             # What stands after the tail now is unknown: nothing may follow it.
             self._retire_writer()
@@ -284,18 +286,19 @@ class SegmentLog:
             segment = self._directory.segments.get(number)
             if segment is None or segment.is_mine:
                 continue
-            entries = self.catalog.in_segment(number)
-            held = [self._is_held(ancestors, each.header.id) for each in entries]
-            pinned = [entry for entry, is_held in zip(entries, held, strict=True) if is_held]
-            rest = [entry for entry, is_held in zip(entries, held, strict=True) if not is_held]
+            pinned, rest = list[CatalogEntry](), list[CatalogEntry]()
+            for entry in self.catalog.in_segment(number):
+                (pinned if self._is_held(ancestors, entry.header.id) else rest).append(entry)
             hot = [entry for entry in rest if self._is_hot(entry)]
-            if bytes_of(pinned) > room:
+            if _bytes_of(pinned) > room:
                 continue
-            if self.given_up is None and not is_forced and 2 * bytes_of(hot) > segment.size:
+            if self.given_up is None and not is_forced and 2 * _bytes_of(hot) > segment.size:
                 for entry in hot:
                     entry.uses = 0
                 continue
-            keep = fitting(pinned + sorted(hot, key=lambda entry: -entry.uses), room)
+            wanted = pinned + sorted(hot, key=lambda entry: -entry.uses)
+            taken = accumulate(record_bytes(entry.header.size) for entry in wanted)
+            keep = [entry for entry, size in zip(wanted, taken, strict=True) if size <= room]
             if self._remove_segment(number, writer, keep):
                 return True
         return False
@@ -307,7 +310,7 @@ class SegmentLog:
             return numbers
         sizes = {number: found.size for number, found in self._directory.segments.items() if not found.is_mine}
         held = partial(self._is_held, ancestors)
-        ranked = self.given_up.segments(sizes, self.catalog.place_of, lambda object_id: not held(object_id))
+        ranked = self.given_up.segments(sizes, self.catalog.find, lambda object_id: not held(object_id))
         return [*ranked, *(number for number in numbers if number not in ranked)]
 
     def _is_held(self, ancestors: frozenset[BlockKey], object_id: ObjectId) -> bool:
@@ -384,3 +387,8 @@ class SegmentLog:
             segment = self._directory.segments.get(number)
             if segment and not segment.is_mine and not self.catalog.in_segment(number):
                 self._remove_segment(number, None, [])
+
+
+def _bytes_of(entries: list[CatalogEntry]) -> int:
+    """Return the bytes that entries take with their headers."""
+    return sum(record_bytes(entry.header.size) for entry in entries)

@@ -290,7 +290,7 @@ class SegmentWriter:
         self.files.write_full(self.direct, [_padded(staging, page)], self.tail)
         self.tail += record_bytes(header.size)
         self.sequence += 1
-        return header_seal(page)
+        return page[_CHECKED_BYTES:_HEADER_BYTES]
 
     def close(self) -> bool:
         """Give back the space after the last record, and the lock. A segment without records is removed.
@@ -468,7 +468,7 @@ class OpenSegments:
         return opened
 
     def drop(self, number: int) -> None:
-        """Open this segment anew at its next use."""
+        """Open this segment again at its next use."""
         with self._lock:
             self._held.pop(number, None)
 

@@ -7,7 +7,6 @@ the consumer's to check, so that no byte is hashed twice.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +14,8 @@ from pathlib import Path
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict import EvictionOrder, Hint, States
-from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved, Tier
+from kvtide.tier.base import Buffer, CountingTier, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved
 from kvtide.tier.disk.directory import JOURNAL_BYTES_MAX, RemovalJournal, side_file_bytes_max
 from kvtide.tier.disk.log import SegmentLog
 from kvtide.tier.disk.segment import CatalogEntry, RecordState, stamp_ms
@@ -31,7 +29,7 @@ _log = logging.getLogger(__name__)
 READ_TRIES_MAX = 3
 
 
-class DiskTier(Tier):
+class DiskTier(CountingTier):
     """A store directory of at most `bytes_max` on the disk; whole segments are evicted, oldest first."""
 
     name = "disk"
@@ -47,6 +45,7 @@ class DiskTier(Tier):
         order: EvictionOrder | None = None,
     ) -> None:
         """order: what ranks objects; without one the oldest segment goes, and what was used in it since may stay."""
+        super().__init__()
         if bytes_max <= 0:
             raise ValueError(f"bytes_max of the disk tier must be positive, got {bytes_max}")
         self.root = root
@@ -54,13 +53,11 @@ class DiskTier(Tier):
         self._clock = clock
         self._journal = RemovalJournal(root / "removed.log", min(JOURNAL_BYTES_MAX, side_file_bytes_max(bytes_max)))
         self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files(), order)
-        self.hears_requests = order is not None and order.hears_requests
-        self._lock = threading.Lock()
-        self._hits = self._misses = self._evictions = self._faults = 0
+        self.hears_requests = order is not None
+        self._evictions = 0
         self._on_removed: OnRemoved = lambda object_ids: None
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
-        """Tell the order, if there is one, what a prompt asks for."""
         order, keys = self._log.given_up, [each.key for each in object_ids]
         return order is not None and order.note_request(object_ids[0].namespace, keys, hint, states)
 
@@ -68,7 +65,6 @@ class DiskTier(Tier):
         self._log.offer = offer
 
     def report_to(self, on_removed: OnRemoved) -> None:
-        """Tell of evictions and deletions by this process."""
         self._on_removed = on_removed
 
     def open(self) -> None:
@@ -97,7 +93,6 @@ class DiskTier(Tier):
             _log.debug("closed %s without a checkpoint: %s", self.root, error)
 
     def contains(self, object_id: ObjectId) -> bool:
-        """Tell whether the object is in the log, as far as can be told without reading it."""
         with self._serving("look up"):
             return self._log.contains(object_id)
 
@@ -113,23 +108,16 @@ class DiskTier(Tier):
                     return size
         return None
 
-    def lend(self, object_id: ObjectId) -> LentObject | None:
+    def lend(self, object_id: ObjectId, can_wait: bool = True) -> LentObject | None:
         """Lend the object's place in its segment, to be sent from the page cache. It ends early if it is evicted."""
         with self._serving("read"):
-            for entry in self._copies(object_id):
+            for entry in self._copies(object_id) if can_wait else ():
                 state, lent = self._log.lend(entry)
                 if self._is_live(entry, state):
                     return lent
-        return None
-
-    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
-        """Lend the object's place if we know it and its header is in the page cache."""
-        entry = self._log.catalog.find(object_id)
-        if entry is None:
-            return None
-        with self._serving("read"):
-            state, lent = self._log.lend(entry, can_wait=False)
-        return lent if lent is not None and self._is_live(entry, state) else None
+            known = None if can_wait else self._log.catalog.find(object_id)
+            lent = None if known is None else self._log.lend(known, can_wait=False)[1]
+            return lent if known is not None and lent is not None and self._is_live(known, RecordState.LIVE) else None
 
     def _copies(self, object_id: ObjectId) -> Iterator[CatalogEntry]:
         """Yield places of the object until one was good, READ_TRIES_MAX at most; then count a miss."""
@@ -154,7 +142,6 @@ class DiskTier(Tier):
         return True
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Append the object to the log, evicting the oldest segments if there is no room."""
         size = len(buffer)
         if size > self._bytes_max:
             raise TierFull(f"{object_id} has {size} bytes, the disk tier may hold {self._bytes_max}")
@@ -164,13 +151,11 @@ class DiskTier(Tier):
         return True
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Tier.replace`."""
         with self._serving("write"):
             return self._log.replace(object_id, buffer)
 
     def _note_evicted(self, object_ids: list[ObjectId]) -> None:
-        with self._lock:
-            self._evictions += len(object_ids)
+        self._evictions += len(object_ids)
         self._note_removals(object_ids, "evicted")
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
@@ -210,23 +195,20 @@ class DiskTier(Tier):
         for entry in self._log.catalog.newest():
             yield ObjectInfo(entry.header.id, entry.header.size, entry.last_use_ms / 1000)
 
-    def records(self) -> Iterator[ListedBlock]:
-        """Yield every object with its parent, from the records' headers; what was no object when it came is left out.
-
-        Nothing is read: headers were when their segments were scanned.
-        """
+    def parents(self) -> Iterator[tuple[ObjectId, BlockKey]]:
         with self._serving("list"):
             self._log.refresh()
-        for entry in self._log.catalog.newest():
+        for entry in sorted(self._log.catalog.newest(), key=lambda entry: entry.header.label.start):
+            # What was no object when it came has no label.
             if entry.header.label != ObjectLabel():
-                yield ListedBlock(*entry.header.id, BlockKey(entry.header.label.parent))
+                yield entry.header.id, BlockKey(entry.header.label.parent)
 
     def stats(self) -> TierStats:
         """Return the counters; bytes are those of the objects, without headers and reserved space."""
         with self._serving("list"):
             self._log.refresh()
         catalog = self._log.catalog
-        counts = (self._hits, self._misses, self._evictions, self._faults)
+        counts = (self._hits, self._misses, self._evictions, self._faults.total)
         return TierStats(self.name, len(catalog), catalog.used_bytes, self._bytes_max, *counts)
 
     def check(self) -> None:
@@ -238,6 +220,6 @@ class DiskTier(Tier):
         try:
             yield
         except OSError as error:
-            with self._lock:
-                self._faults += 1
-            raise TierUnavailable(f"can't {verb} in store directory {self.root}: {error}") from error
+            fault = TierUnavailable(f"can't {verb} in store directory {self.root}: {error}")
+            self._faults.note(fault)
+            raise fault from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict import EvictionOrder, Hint, RankedOrder, States
-from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved, Removals, Tier
+from kvtide.tier.base import Buffer, CountingTier, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved
 from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer, copy_bytes, touch
 from kvtide.types import BlockKey, ObjectId, TierStats
 from kvtide.wire import HEADER_BYTES, ObjectLabel
@@ -131,20 +130,13 @@ class Resident:
     is_dropped: bool = False
 
 
-class Held(NamedTuple, Generic[FramesT]):
-    """An object that somebody reads, and the frames that it lies in."""
-
-    resident: Resident
-    frames: FramesT
-
-
-class FramedTier(Tier, ABC, Generic[FramesT]):
+class FramedTier(CountingTier, ABC, Generic[FramesT]):
     """Keeps copies of objects in at most `bytes_max`; they leave in an order of this tier's, by default by last use.
 
     Objects take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`.
     """
 
-    is_own = can_replace = True
+    is_own = can_replace = hears_requests = True
 
     def __init__(
         self,
@@ -154,6 +146,7 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
         order: EvictionOrder | None = None,
         frame_bytes: int | None = None,
     ) -> None:
+        super().__init__()
         if bytes_max <= 0:
             raise ValueError(f"bytes_max of the {self.name} tier must be positive, got {bytes_max}")
         if frame_bytes is not None and (frame_bytes <= 0 or frame_bytes % ALIGN_BYTES):
@@ -163,15 +156,11 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
         self._clock = clock
         self._is_pinned = is_pinned
         self.order = RankedOrder() if order is None else order
-        self.hears_requests = self.order.hears_requests
-        self._lock = threading.Lock()
         self._frames: FramesT | None = None
         self._residents: dict[ObjectId, Resident] = {}
         # Dropped, but somebody reads them; and being written, so not yet to be found.
         self._unlisted: list[Resident] = []
-        self._removed = Removals()
-        self._used_bytes = 0
-        self._hits = self._misses = self._evictions = 0
+        self._used_bytes = self._evictions = 0
         self._on_removed: OnRemoved = lambda object_ids: None
         self._offer: Offer = lambda object_id, size, fill: None
 
@@ -221,21 +210,25 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
         with self._lock:
             return object_id in self._residents
 
-    def _hold(self, object_id: ObjectId) -> Held[FramesT] | None:
-        """Keep an object's frames for a reader, who lets go of them; a use of it. None if it is not here."""
+    @contextmanager
+    def _held(self, object_id: ObjectId) -> Iterator[tuple[Resident, FramesT] | None]:
+        """Keep an object and its frames for a reader meanwhile; a use of it. None if it is not here."""
         with self._lock:
             resident, frames = self._residents.get(object_id), self._frames
-            if resident is None or frames is None:
-                self._misses += 1
-                return None
-            self._hits += 1
-            resident.leases += 1
-            resident.last_use_s = self._clock.wall_s()
-            self.order.note_use(object_id)
-            return Held(resident, frames)
+            held = None if resident is None or frames is None else (resident, frames)
+            self._hits += held is not None
+            self._misses += held is None
+            if resident is not None:
+                resident.leases += 1
+                resident.last_use_s = self._clock.wall_s()
+                self.order.note_use(object_id)
+        try:
+            yield held
+        finally:
+            if held is not None:
+                self._let_go(*held)
 
-    def _let_go(self, held: Held[FramesT]) -> None:
-        resident, frames = held
+    def _let_go(self, resident: Resident, frames: FramesT) -> None:
         with self._lock:
             resident.leases -= 1
             if resident.is_dropped and resident.leases == 0 and frames is self._frames:
@@ -284,7 +277,6 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
         return True
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Put another form of the object in its place; see `Tier.replace`."""
         return self.delete(object_id, "replaced") and self.put_from(object_id, buffer)
 
     def _may_go(self, object_id: ObjectId) -> bool:
@@ -333,7 +325,7 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
         else:
             frames.give_back(resident.runs)
         self._on_removed([object_id])
-        self._removed.note(object_id, reason)
+        self._removals.note(object_id, reason)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         with self._lock:
@@ -341,9 +333,6 @@ class FramedTier(Tier, ABC, Generic[FramesT]):
                 return False
             self._drop(self._frames, object_id, reason)
             return True
-
-    def removed_reason(self, object_id: ObjectId) -> str | None:
-        return self._removed.reason(object_id)
 
     def objects(self) -> Iterator[ObjectInfo]:
         with self._lock:
@@ -411,25 +400,20 @@ class MemoryTier(FramedTier[Arena]):
 
         It is not reused meanwhile, even if the object is removed or evicted. Read it only.
         """
-        held = self._hold(object_id)
-        if held is None:
-            yield None
-            return
-        try:
-            yield [view.toreadonly() for view in held.frames.views(held.resident.runs, held.resident.size)]
-        finally:
-            self._let_go(held)
+        with self._held(object_id) as held:
+            yield None if held is None else [view.toreadonly() for view in held[1].views(held[0].runs, held[0].size)]
 
-    def lend(self, object_id: ObjectId) -> LentObject | None:
-        """Lend the object's memory until it is released."""
+    def lend(self, object_id: ObjectId, can_wait: bool = True) -> LentObject | None:
+        if not can_wait and object_id not in self._residents:
+            return None
         with ExitStack() as lease:
             views = lease.enter_context(self.lease(object_id))
             if views is None:
                 return None
-            return LentObject(sum(map(len, views)), _joined(views, HEADER_BYTES), views, None, lease.pop_all().close)
-
-    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
-        return self.lend(object_id) if object_id in self._residents else None
+            head = bytearray()
+            for view in views:
+                head += view[: HEADER_BYTES - len(head)]
+            return LentObject(sum(map(len, views)), bytes(head), views, None, lease.pop_all().close)
 
     def _write(self, frames: Arena, resident: Resident, buffer: Buffer) -> None:
         rest = memoryview(buffer)
@@ -442,13 +426,3 @@ class MemoryTier(FramedTier[Arena]):
             copy_bytes(buffer[: len(view)], view)
             buffer = buffer[len(view) :]
         return True
-
-
-def _joined(views: Sequence[memoryview], size: int) -> bytes:
-    parts = []
-    for view in views:
-        if size <= 0:
-            break
-        parts.append(bytes(view[:size]))
-        size -= len(view)
-    return b"".join(parts)

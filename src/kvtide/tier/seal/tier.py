@@ -28,13 +28,12 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict import Hint, States
-from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
 from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, RangeRead, Take, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import HEAD_BYTES, KEY_BYTES, SEALED_CODEC, Keyring, SealingKey
 from kvtide.tier.source import read_ranges
-from kvtide.types import NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
+from kvtide.types import BlockKey, NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
 from kvtide.wire import pack_around, parse_header
 
 _log = logging.getLogger(__name__)
@@ -304,8 +303,8 @@ class SealedTier(WrappedTier):
     def objects(self) -> Iterator[ObjectInfo]:
         return (info._replace(size=_plain_bytes(info.size)) for info in self.tier.objects())
 
-    def records(self) -> Iterator[ListedBlock]:
-        return self.tier.records()
+    def parents(self) -> Iterator[tuple[ObjectId, BlockKey]]:
+        return self.tier.parents()
 
     def stats(self) -> TierStats:
         """Return the wrapped tier's counters, bytes as they lie there; what could not be opened is no hit."""

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvtide.evict import Hint, Ranking, RecencyRanking, States
-from kvtide.index import ListedBlock
 from kvtide.outcomes import Decided
-from kvtide.tier.background import Background, Demoter, Prefetcher
-from kvtide.tier.base import Buffer, LentObject, ObjectInfo, Observer, RangeRead, Take, Tier
+from kvtide.tier.background import Background, Demoter
+from kvtide.tier.base import Buffer, LentObject, ObjectInfo, RangeRead, Take, Tier
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.faults import TIER_FAULTS, FaultGuard
 from kvtide.tier.source import read_range_of_any, read_ranges
 from kvtide.tier.stack.generations import Generations
-from kvtide.types import DIGEST_BYTES, NamedId, Namespace, ObjectId, TierStats
+from kvtide.types import DIGEST_BYTES, BlockKey, NamedId, Namespace, ObjectId, TierStats
 
 if TYPE_CHECKING:
     from kvtide.tier.stack.invalidation import Invalidations
@@ -38,12 +37,18 @@ _log = logging.getLogger(__name__)
 LOOK_UPS_MAX = 256
 # The first reading of an object is on somebody's critical path, and most objects are never read again.
 USES_BEFORE_PROMOTION = 2
-# What waits to be written to tiers that are written in the background, counted once for each of them.
-WRITE_BACK_BYTES_MAX = 256 << 20
+# Names in advice that waits to be passed on.
+ADVICE_BYTES_MAX = 16 << 20
 CLOSE_S_MAX = 30.0
+PREFETCH_THREADS = 2
+PREFETCH_MAX = 64
 # A follower reads for itself if the leader takes longer.
 FOLLOW_S_MAX = 30.0
 
+# Told of an object that was stored in a tier, the tier's number from the fastest on, and the object's bytes.
+_OnPlaced = Callable[[ObjectId, int, int], object]
+# Told of an object that is no longer in a tier of this number.
+_OnRemoved = Callable[[ObjectId, int], object]
 # What a reader returns: how many bytes are in the buffer, None for a miss.
 Read = Callable[[], int | None]
 
@@ -54,12 +59,15 @@ def wants_latest(object_id: ObjectId) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Follower:
-    buffer: memoryview
+class _Reading:
+    """A read under way. Once `done`, and unless it has failed, `answer` is None for a miss, or all that came."""
+
     done: threading.Event = field(default_factory=threading.Event)
-    has_left: bool = False
-    was_served: bool = False
-    size: int | None = None
+    followers: int = 0
+    has_answer: bool = False
+    answer: bytes | None = None
+    # There may be more than the reader had room for.
+    is_cut: bool = False
 
 
 class SingleFlight:
@@ -67,58 +75,43 @@ class SingleFlight:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._followers: dict[tuple[ObjectId, int, bool, int], list[_Follower]] = {}
+        self._under_way: dict[tuple[ObjectId, int, bool, int], _Reading] = {}
 
     def read(self, object_id: ObjectId, buffer: memoryview, offset: int, read: Read) -> int | None:
         """Run `read`, which fills `buffer`, or wait for another caller's that brings these bytes too.
 
-        A read that fails fails for its caller alone; followers then read for themselves.
+        A read that fails fails for its caller alone; those who waited then read for themselves.
         """
         # A read of an earlier generation is no answer for a later one, nor one of any copy for the latest.
         generation = object_id.name.generation if isinstance(object_id, NamedId) else 0
         name = (object_id, generation, wants_latest(object_id), offset)
+        mine = _Reading()
         with self._lock:
-            followers = self._followers.get(name)
-            if followers is None:
-                followers = self._followers[name] = []
-                follower = None
-            else:
-                follower = _Follower(buffer)
-                followers.append(follower)
-        if follower is not None:
-            return self._follow(follower, read)
-        came: int | None = None
-        is_read = False
+            leading = self._under_way.setdefault(name, mine)
+            leading.followers += leading is not mine
+        if leading is not mine:
+            return _follow(leading, buffer, read)
         try:
-            came = read()
-            is_read = True
+            size = read()
+            mine.has_answer = True
         finally:
             with self._lock:
-                del self._followers[name]
-                for each in followers:
-                    if is_read and not each.has_left:
-                        _serve(each, buffer, came)
-                    each.done.set()
-        return came
-
-    def _follow(self, follower: _Follower, read: Read) -> int | None:
-        follower.done.wait(FOLLOW_S_MAX)
-        with self._lock:
-            follower.has_left = True
-        return follower.size if follower.was_served else read()
+                del self._under_way[name]
+            if mine.has_answer and mine.followers and size is not None:
+                mine.answer, mine.is_cut = bytes(buffer[:size]), size == len(buffer)
+            mine.done.set()
+        return size
 
 
-def _serve(follower: _Follower, buffer: memoryview, came: int | None) -> None:
-    if came is None:
-        follower.was_served = True
-        return
-    wanted = len(follower.buffer)
-    if came == len(buffer) and wanted > came:
-        # The object may be longer than the leader's buffer.
-        return
-    follower.size = min(wanted, came)
-    copy_bytes(follower.buffer[: follower.size], buffer[: follower.size])
-    follower.was_served = True
+def _follow(leading: _Reading, buffer: memoryview, read: Read) -> int | None:
+    if not leading.done.wait(FOLLOW_S_MAX) or not leading.has_answer:
+        return read()
+    answer = leading.answer
+    if answer is None or (leading.is_cut and len(buffer) > len(answer)):
+        return None if answer is None else read()
+    size = min(len(buffer), len(answer))
+    copy_bytes(buffer[:size], answer[:size])
+    return size
 
 
 @dataclass(slots=True, eq=False)
@@ -134,26 +127,26 @@ class TierStack(Tier):
     """A tier made of tiers. One that fails to open is left out, the others serve.
 
     `ranking` is told of every use; give the same one to the tiers that admit and evict by it. Of the tiers, those in
-    `write_back` are written by a background thread after `put_from` has returned; those in `demote_to` get only what
-    the slowest of the others that can tell evicts. `invalidations` are followed while the stack is open.
+    `written_last` stand last and are told of each object, and of replaced ones as of new ones; those in `demote_to` get
+    only what the slowest of the others that can tell evicts. `invalidations` are followed while the stack is open.
     """
 
     name = "stack"
-    can_lend = can_replace = True
+    can_lend = can_replace = hears_requests = True
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         ranking: Ranking | None = None,
-        write_back: Sequence[Tier] = (),
+        written_last: Sequence[Tier] = (),
         demote_to: Sequence[Tier] = (),
         invalidations: Invalidations | None = None,
     ) -> None:
         if not tiers:
             raise ValueError("a stack needs at least one tier, got none")
-        late = [*write_back, *demote_to]
+        late = [*written_last, *demote_to]
         if not all(tier in tiers for tier in late) or all(tier in late for tier in tiers):
-            raise ValueError(f"write_back and demote_to are some of the tiers, never all, got {len(late)}")
+            raise ValueError(f"written_last and demote_to are some of the tiers, never all, got {len(late)}")
         # `memory`, `http-1`, `http-2` for one of memory and two servers.
         names = [tier.name for tier in tiers]
         self.tier_names = [
@@ -165,20 +158,22 @@ class TierStack(Tier):
         # Of those that are written at once: it has everything.
         self._slowest: _Place | None = None
         self._ranking = ranking or RecencyRanking()
-        self.hears_requests = any(tier.hears_requests for tier in tiers)
-        self._write_back = list(write_back)
         self._late = late
+        self._written_last = list(written_last)
         self._demote_to = list(demote_to)
         self._invalidations = invalidations
         self._generations = invalidations.generations if invalidations is not None else Generations(())
         self.is_valid = self._generations.is_valid
-        self._observer: Observer | None = None
+        self._on_placed: _OnPlaced = lambda object_id, number, size: None
+        self._on_removed: _OnRemoved = lambda object_id, number: None
         # A tier's fault becomes a miss of that tier.
         self.guard = FaultGuard(TIER_FAULTS)
         self.demoter = Demoter(self._demote_evicted)
         self._flight = SingleFlight()
-        self._prefetcher = Prefetcher(self._bring_ahead)
-        self._writer = Background(1, "kvtide-write-back", WRITE_BACK_BYTES_MAX)
+        self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch", PREFETCH_MAX)
+        # Those that nobody has begun to read since.
+        self._ahead: set[ObjectId] = set()
+        self._adviser = Background(1, "kvtide-advise", ADVICE_BYTES_MAX)
 
     def named(self, object_id: ObjectId, is_latest: bool = False) -> ObjectId:
         """Return the id with its namespace's present generation, if invalidations are followed."""
@@ -192,21 +187,23 @@ class TierStack(Tier):
         """Return the tiers that serve, by name."""
         return {place.label: place.tier for place in self._open}
 
-    def observe(self, observer: Observer) -> None:
-        """Tell it from now on where objects are. Call it before `open`."""
-        self._observer = observer
+    def observe(self, on_placed: _OnPlaced, on_removed: _OnRemoved) -> None:
+        """Tell where objects are from now on, possibly under a tier's locks: neither may call the stack.
+
+        Call it before `open`.
+        """
+        self._on_placed, self._on_removed = on_placed, on_removed
         for place in self._places:
             place.tier.report_to(partial(self._note_removed, place.number))
 
     def _note_removed(self, number: int, object_ids: Sequence[ObjectId]) -> None:
-        if self._observer is not None:
-            for object_id in object_ids:
-                self._observer.removed(object_id, number)
+        for object_id in object_ids:
+            self._on_removed(object_id, number)
 
     def open(self) -> None:
         """Open every tier. One that can't be opened is logged and left out; with none left, everything is a miss."""
         self._prefetcher.open()
-        self._writer.open()
+        self._adviser.open()
         for place in self._places:
             try:
                 place.tier.open()
@@ -230,24 +227,20 @@ class TierStack(Tier):
                 self._put_all([place], object_id, data)
 
     def close(self) -> None:
-        """Write what waits to be written, for at most CLOSE_S_MAX, and close every tier. Idempotent.
+        """Send on what was evicted, for at most CLOSE_S_MAX, and close every tier. Idempotent.
 
         Work that a tier does not come back from is left behind after as long again for each kind.
         """
         if self._invalidations is not None:
             self._invalidations.close()
-        self.flush(CLOSE_S_MAX)
         self.demoter.close(CLOSE_S_MAX)
-        for workers in (self._prefetcher, self._writer):
+        for workers in (self._prefetcher, self._adviser):
             workers.close()
             workers.wait(CLOSE_S_MAX)
         for place in self._places:
             place.tier.close()
         self._open = []
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until the tiers that are written in the background have everything. False if that took too long."""
-        return self._writer.wait(timeout_s)
+        self._ahead.clear()
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Tell tiers in whose order prefixes count that a prompt asks for these objects, its blocks in order.
@@ -261,9 +254,9 @@ class TierStack(Tier):
             tier = place.tier
             if tier.hears_requests:
                 is_taken |= tier.note_request(named, hint, states)
-            if hint is not None and tier.takes_advice and self._writer.reserve(DIGEST_BYTES * len(named)):
+            if hint is not None and tier.takes_advice and self._adviser.reserve(DIGEST_BYTES * len(named)):
                 advise = partial(self.guard, "advise", partial(tier.advise, named, hint), None, place.label)
-                is_taken |= self._writer.submit(advise, DIGEST_BYTES * len(named))
+                is_taken |= self._adviser.submit(advise, DIGEST_BYTES * len(named))
         return is_taken
 
     def _has(self, place: _Place, object_id: ObjectId) -> bool:
@@ -321,8 +314,7 @@ class TierStack(Tier):
         if present is None:
             return None
         uses = self._ranking.note_use(present) if offset == 0 else 0
-        if self._prefetcher.queued:
-            self._prefetcher.discard(present)
+        self._ahead.discard(present)
         places = self._allowed(present)
         for place in places[:1]:
             read_first = partial(place.tier.get_into, present, buffer, offset)
@@ -374,17 +366,11 @@ class TierStack(Tier):
                 return size
         return None
 
-    def lend(self, object_id: ObjectId) -> LentObject | None:
+    def lend(self, object_id: ObjectId, can_wait: bool = True) -> LentObject | None:
         """Lend the object from the first tier that has it and lends; what is used again is copied up afterwards."""
-        return self._lend(object_id, lambda tier: tier.lend(object_id))
-
-    def lend_at_once(self, object_id: ObjectId) -> LentObject | None:
-        """Lend the object from the first tier that has it and need not wait."""
-        return self._lend(object_id, lambda tier: tier.lend_at_once(object_id))
-
-    def _lend(self, object_id: ObjectId, lend: Callable[[Tier], LentObject | None]) -> LentObject | None:
         for position, place in enumerate(self._open):
-            lent = self.guard("read", partial(lend, place.tier), None, place.label) if place.tier.can_lend else None
+            lend = partial(place.tier.lend, object_id, can_wait)
+            lent = self.guard("read", lend, None, place.label) if place.tier.can_lend else None
             if lent is not None:
                 if self._ranking.note_use(object_id) >= USES_BEFORE_PROMOTION and position:
                     self.prefetch([object_id], lent.size)
@@ -392,20 +378,18 @@ class TierStack(Tier):
         return None
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Store in the slowest tier that is written at once, and in faster ones that admit it. True if one has it.
-
-        Tiers that are written in the background follow; if too many bytes wait for them, the caller waits too.
-        """
+        """Store in the slowest tier that has everything, and in faster ones that admit it. True if a tier has it."""
         object_id = self.named(object_id)
         self._ranking.note_use(object_id)
         is_stored = False
         for place in self._open:
-            if place.tier in self._write_back:
-                is_stored |= self._put_later(place, object_id, buffer)
-            elif place is self._slowest or (
-                place.tier not in self._late and place.tier.would_admit(object_id, len(buffer))
+            tier = place.tier
+            if (
+                tier in self._written_last
+                or place is self._slowest
+                or (tier not in self._late and tier.would_admit(object_id, len(buffer)))
             ):
-                is_stored |= self._put(place, object_id, buffer, partial(place.tier.put_from, object_id, buffer))
+                is_stored |= self._put(place, object_id, buffer, partial(tier.put_from, object_id, buffer))
         return is_stored
 
     def _put_all(self, places: Sequence[_Place], object_id: ObjectId, buffer: Buffer) -> bool:
@@ -419,15 +403,9 @@ class TierStack(Tier):
         follows = self._invalidations is not None
         with self._generations.landing(object_id, place.tier) if follows else nullcontext(True) as may_land:
             is_stored = may_land and self.guard("write", write, False, place.label)
-        if is_stored and self._observer is not None:
-            self._observer.placed(object_id, place.number, len(buffer))
+        if is_stored:
+            self._on_placed(object_id, place.number, len(buffer))
         return is_stored
-
-    def _put_later(self, place: _Place, object_id: ObjectId, buffer: Buffer) -> bool:
-        size, put = len(buffer), partial(self._put_all, [place], object_id)
-        # A copy: the bytes are the caller's again when this returns.
-        is_left = self._writer.reserve(size) and self._writer.submit(partial(put, bytes(buffer)), size)
-        return not is_left and put(buffer)
 
     def prefetch(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
         """Bring the next objects of a matched run into the faster tiers in the background, in order.
@@ -435,11 +413,21 @@ class TierStack(Tier):
         Returns how many were queued: the bound is PREFETCH_MAX. Objects larger than `size_max` are not brought, nor
         are those that no faster tier would admit, or that somebody has begun to read meanwhile.
         """
-        return self._prefetcher.queue(object_ids, size_max) if len(self._open) > 1 else 0
+        count = 0
+        for object_id in object_ids if len(self._open) > 1 else ():
+            if object_id in self._ahead:
+                continue
+            if not self._prefetcher.reserve(1):
+                break
+            self._ahead.add(object_id)
+            count += self._prefetcher.submit(partial(self._bring_ahead, object_id, size_max), 1)
+        return count
 
     def _bring_ahead(self, object_id: ObjectId, size_max: int) -> None:
-        if _admitting(self._open[:-1], object_id, size_max):
-            self.promote(object_id, size_max)
+        if object_id in self._ahead:
+            self._ahead.discard(object_id)
+            if _admitting(self._open[:-1], object_id, size_max):
+                self.promote(object_id, size_max)
 
     def promote(self, object_id: ObjectId, size_max: int) -> bool:
         """Copy an object of at most `size_max` bytes up as far as it is admitted. True if the fastest tier has it."""
@@ -457,17 +445,14 @@ class TierStack(Tier):
         ]
 
     def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did.
-
-        Those that can't and are written in the background are told of it as of a new one.
-        """
+        """Replace an object in every tier that can, slowest first: none brings the old one back. True if one did."""
         object_id, is_replaced = self.named(object_id), False
         for place in reversed(self._open):
             if place.tier.can_replace:
                 is_replaced |= self._put(place, object_id, buffer, partial(place.tier.replace, object_id, buffer))
         for place in self._open:
-            if place.tier in self._write_back and not place.tier.can_replace:
-                self._put_later(place, object_id, buffer)
+            if place.tier in self._written_last and not place.tier.can_replace:
+                self._put_all([place], object_id, buffer)
         return is_replaced
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
@@ -490,10 +475,10 @@ class TierStack(Tier):
                         seen.add(info.id)
                     yield info
 
-    def records_by_tier(self) -> Iterator[tuple[int, Iterator[ListedBlock]]]:
+    def parents_by_tier(self) -> Iterator[tuple[int, Iterator[tuple[ObjectId, BlockKey]]]]:
         """Yield the tiers, by number, with what each keeps over a restart."""
         for place in self._open:
-            yield place.number, place.tier.records()
+            yield place.number, place.tier.parents()
 
     def tier_stats(self, names: Collection[str] | None = None) -> list[TierStats]:
         """Return each open tier's counters, with the faults that this stack saw; of these names alone, if given.
