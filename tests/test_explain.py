@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,19 +33,22 @@ def stored(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> Cache:
     return cache
 
 
-def test_whole_prompt_is_found(stored: Cache) -> None:
-    found = explain_prompt(stored.tiers, namespace(), PROMPT, 16)
-    assert (found.hit_tokens, found.verdict, found.first_missing) == (64, MatchVerdict.ALL_FULL_BLOCKS, None)
-
-
-def test_short_prompt_is_named(stored: Cache) -> None:
-    assert explain_prompt(stored.tiers, namespace(), range(5), 16).verdict is MatchVerdict.SHORTER_THAN_BLOCK
-
-
-def test_unknown_prompt_was_never_stored(stored: Cache, layout: BlockLayout) -> None:
-    found = explain_prompt(stored.tiers, namespace(), [*range(32), *range(100, 132)], 16)
-    assert (found.hit_blocks, found.verdict) == (2, MatchVerdict.NEVER_STORED)
-    assert found.first_missing is not None
+@pytest.mark.parametrize(
+    ("prompt", "model", "hit_blocks", "verdict"),
+    [
+        (PROMPT, None, 4, MatchVerdict.ALL_FULL_BLOCKS),
+        (range(5), None, 0, MatchVerdict.SHORTER_THAN_BLOCK),
+        ([*range(32), *range(100, 132)], None, 2, MatchVerdict.NEVER_STORED),
+        (PROMPT, "another model", 0, MatchVerdict.OTHER_NAMESPACE),
+    ],
+)
+def test_verdict_is_named(
+    stored: Cache, prompt: Sequence[int], model: str | None, hit_blocks: int, verdict: MatchVerdict
+) -> None:
+    found = explain_prompt(stored.tiers, namespace(model) if model else namespace(), prompt, 16)
+    assert (found.hit_blocks, found.hit_tokens, found.verdict) == (hit_blocks, 16 * hit_blocks, verdict)
+    assert found.elsewhere == ((namespace(),) if model else ())
+    assert (found.first_missing is None) == (verdict in (MatchVerdict.ALL_FULL_BLOCKS, MatchVerdict.SHORTER_THAN_BLOCK))
 
 
 @pytest.mark.parametrize(("reason", "verdict"), [("evicted", MatchVerdict.EVICTED), ("corrupt", MatchVerdict.CORRUPT)])
@@ -62,11 +65,6 @@ def test_corrupt_block_is_named_and_left(stored: Cache, tmp_path: Path) -> None:
         record.write_body(b"garbage" * 100)
     assert explain_prompt(stored.tiers, namespace(), PROMPT, 16).verdict is MatchVerdict.CORRUPT_NOW
     assert len(stored_records(tmp_path)) == 4
-
-
-def test_other_namespace_is_named(stored: Cache) -> None:
-    found = explain_prompt(stored.tiers, namespace("another model"), PROMPT, 16)
-    assert (found.hit_blocks, found.verdict, found.elsewhere) == (0, MatchVerdict.OTHER_NAMESPACE, (namespace(),))
 
 
 def test_profile_that_is_not_here_is_named(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:

@@ -105,8 +105,10 @@ def test_explain_counts_coarse_blocks_as_missing(store: Path, tokens: Path) -> N
 
 @door("what is installed")
 def test_doctor_looks_at_this_machine(store: Path) -> None:
-    rows = kvtide("doctor", "--store", store)["rows"]
-    assert any(str(store) in str(row) for row in rows) and len(rows) > 5
+    result = kvtide("doctor", "--store", store)
+    assert result.keys() >= {"machine", "cpu", "commit", "command"} and str(store) in str(result["rows"])
+    findings = {row["subject"]: row["status"] for row in result["rows"]}
+    assert findings["native core"] == findings["torch"] == findings["store"] == "ok"
 
 
 @door("from where on loading pays")
