@@ -10,7 +10,6 @@ import hashlib
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -35,7 +34,7 @@ class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
 
 
-class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Origin(msgspec.Struct, frozen=True):
     kind: str
     model: str
     layers: int
@@ -43,20 +42,15 @@ class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     texts: int
     tokens: int
+
+
+class _Description(_Origin, frozen=True, forbid_unknown_fields=True):
     arrays: tuple[_ArrayEntry, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(_Origin, frozen=True):
     """Arrays by name, for one model shape. Made of whole bytes: equal contents give equal digests."""
 
-    kind: str
-    model: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    texts: int
-    tokens: int
     arrays: Mapping[str, NDArray[Any]]
     digest: bytes
 
@@ -75,7 +69,7 @@ class Profile:
 
     def with_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Profile:
         """Return a profile with these arrays added or replaced; its digest is another."""
-        return self.parse(replace(self, arrays={**self.arrays, **arrays}).to_bytes())
+        return self.parse(msgspec.structs.replace(self, arrays={**self.arrays, **arrays}).to_bytes())
 
     @property
     def group(self) -> str:
@@ -97,9 +91,7 @@ class Profile:
         """Return the file."""
         arrays = sorted(self.arrays.items())
         entries = tuple(_ArrayEntry(name, each.dtype.str[1:], each.shape) for name, each in arrays)
-        shape = (self.layers, self.kv_heads, self.head_dim)
-        description = _Description(self.kind, self.model, *shape, self.texts, self.tokens, entries)
-        text = msgspec.json.encode(description)
+        text = msgspec.json.encode(_Description(*msgspec.structs.astuple(self)[:-2], entries))
         parts = [_PREFIX.pack(_MAGIC, _VERSION, 0, len(text)), text, *(each.tobytes() for _, each in arrays)]
         body = b"".join(parts)
         return body + hashlib.sha256(body).digest()
@@ -120,8 +112,7 @@ class Profile:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptPayload(f"the profile's description does not parse: {error}") from error
         arrays = _read_arrays(memoryview(body)[_PREFIX.size + description_bytes :], found.arrays)
-        shape = (found.layers, found.kv_heads, found.head_dim)
-        return cls(found.kind, found.model, *shape, found.texts, found.tokens, arrays, digest)
+        return cls(*msgspec.structs.astuple(found)[:-1], arrays, digest)
 
 
 def _read_arrays(data: memoryview, entries: tuple[_ArrayEntry, ...]) -> dict[str, NDArray[Any]]:

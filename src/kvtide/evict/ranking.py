@@ -115,11 +115,7 @@ class EvictionOrder:
     """Ranks what one tier holds. Called under the tier's lock, but for `note_request`, which comes from any thread."""
 
     def note_request(
-        self,
-        namespace: Namespace,
-        keys: Sequence[BlockKey],
-        hint: Hint | None = None,
-        states: States = (),
+        self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None, states: States = ()
     ) -> bool:
         """Note that a prompt asks for these blocks, all of its full ones from the first on. True if it takes advice.
 

@@ -201,12 +201,6 @@ def _bit_of(tier: int) -> int:
     return 1 << tier
 
 
-def mark_tier(run: Run, first: int, bit: int) -> None:
-    """Note that the blocks of a run from `first` on are in the tier of that bit too."""
-    if run.tiers.count(bit, first) < len(run.tiers) - first:
-        run.tiers[first:] = run.tiers[first:].translate(_WITH_BIT[bit])
-
-
 class IndexStats(NamedTuple):
     """Counts of blocks that an index holds, remembers and protects now."""
 
@@ -336,7 +330,9 @@ class RadixIndex:
                 # What was evicted is in no tier any more.
                 run.tiers[run.held :] = bytes((tier_bit,)) * (len(run.keys) - run.held)
                 self._hold(run)
-            mark_tier(run, max(0, depth - run.start), tier_bit)
+            first = max(0, depth - run.start)
+            if run.tiers.count(tier_bit, first) < len(run.tiers) - first:
+                run.tiers[first:] = run.tiers[first:].translate(_WITH_BIT[tier_bit])
         self._offer(path[-1])
 
     def _hold(self, run: Run) -> None:

@@ -203,11 +203,7 @@ class PolicyOrder(EvictionOrder):
         return RadixIndex(self._clock, lambda _: policy, blocks_max)
 
     def note_request(
-        self,
-        namespace: Namespace,
-        keys: Sequence[BlockKey],
-        hint: Hint | None = None,
-        states: States = (),
+        self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None, states: States = ()
     ) -> bool:
         """Note a use of a prefix; the end of a session whose latest request it was is none."""
         with self._lock:
