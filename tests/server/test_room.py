@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-
-from kvtide.server.settings import ServerLimits, ServerSettings, check_memory, memory_bytes
 
 
 def started(soft: int, hard: int) -> tuple[int, str]:
@@ -36,20 +30,3 @@ def test_too_few_descriptors_are_one_warning_that_says_what_to_do() -> None:
     assert found == 1024
     assert log.count("connections_max is 4096, descriptors are for 768") == 1
     assert "LimitNOFILE" in log
-
-
-@pytest.mark.parametrize(("tiers", "is_too_much"), [(("memory://",), True), (("disk:///x",), False)])
-def test_limits_above_the_memory_are_said(
-    tiers: tuple[str, ...], is_too_much: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        check_memory(ServerSettings(tiers=tiers, limits=ServerLimits(memory_bytes_max=4 << 30)), 2 << 30)
-    assert ("lower memory_bytes_max" in caplog.text) is is_too_much
-
-
-def test_control_group_bounds_the_memory(tmp_path: Path) -> None:
-    there = memory_bytes(tmp_path)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory_bytes(tmp_path) == there
-    (tmp_path / "memory.max").write_text("1048576\n")
-    assert memory_bytes(tmp_path) == 1 << 20

@@ -117,4 +117,4 @@ def test_deadline_is_read_or_refused() -> None:
 
 def test_look_up_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(RequestRefused):
-        protocol.LookUps.parse(b'{"keys": ["\xfc"]}')
+        protocol.ExistsQuestion.parse(b'{"keys": ["\xfc"]}')

@@ -61,10 +61,7 @@ class DemoJob(msgspec.Struct, frozen=True):
 
 
 class DemoRun(msgspec.Struct, frozen=True):
-    """Measurements of one run. `was_warm`: the store had blocks of this prompt, and a cold run left the cache out.
-
-    `loaded_tokens`, `kl_law`: of a streamed prefix, what was not computed and what the codec's law says that costs.
-    """
+    """Measurements of one run. `was_warm`: the store had blocks of this prompt, and a cold run left the cache out."""
 
     prompt_tokens: int
     hit_tokens: int
@@ -291,10 +288,7 @@ def _link_table(result: LinkResult) -> Group:
 def _runs() -> Iterator[Callable[[str, DemoJob], DemoRun]]:
     """Do jobs by name, one after the other, each in a process of its own and with a bar."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "kvtide.cli.demo_run"]
-    with (
-        progress_bars() as show,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as runs,
-    ):
+    with progress_bars() as show, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as runs:
         jobs, answers = runs.stdin, runs.stdout
         assert jobs is not None and answers is not None
 

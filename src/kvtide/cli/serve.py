@@ -18,19 +18,11 @@ import typer
 from kvtide.cli.report import JsonOption, say
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server import (
-    Service,
-    backing_for,
-    new_token,
-    token_digest,
-    write_logs,
-)
+from kvtide.server import Service, backing_for, new_token, token_digest, write_logs
 from kvtide.server.settings import (
     DEFAULT_LISTEN,
     ListenAddress,
     ServerSettings,
-    check_memory,
-    memory_bytes,
     parse_address,
     read_settings,
     take_descriptors,
@@ -96,7 +88,6 @@ def _serve(
 ) -> None:
     """Open everything, serve until a signal, and close everything. ValueError for what can't be had."""
     take_descriptors(settings.limits)
-    check_memory(settings, memory_bytes())
     clock = SystemClock()
     backing = backing_for(settings, clock)
     member = _member(settings, pool, name) if pool is not None else None

@@ -41,8 +41,7 @@ READ_S_MAX = 5.0
 PREFILLS = (500.0, 5000.0, 50000.0)
 
 StoreOption = Annotated[
-    str,
-    typer.Option("--store", help="A path, disk://, http(s)://, pool://, valkey:// or s3:// URL, with options."),
+    str, typer.Option("--store", help="A path, disk://, http(s)://, pool://, valkey:// or s3:// URL, with options.")
 ]
 HeadsOption = Annotated[
     int, typer.Option("--limit", min=0, help="Objects whose headers are read, newest first; 0: all.")
@@ -113,10 +112,7 @@ def read_header(tier: Tier, object_id: ObjectId) -> StoredObject | None:
 
 
 def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:
-    """Read an object and verify all of it. None if it is absent; CorruptPayload if it is not what its key says.
-
-    Its namespace may be another: servers store a tenant's objects under a hash of the tenant and the namespace.
-    """
+    """Read and verify an object. None if absent; CorruptPayload if it is another key's (namespaces may be hashed)."""
     header = read_header(tier, object_id)
     if header is None:
         return None

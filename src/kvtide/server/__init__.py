@@ -6,11 +6,4 @@ from kvtide.server.logs import write_logs
 from kvtide.server.regions import backing_for
 from kvtide.server.service import Service
 
-__all__ = [
-    "Service",
-    "backing_for",
-    "listener_on",
-    "new_token",
-    "token_digest",
-    "write_logs",
-]
+__all__ = ["Service", "backing_for", "listener_on", "new_token", "token_digest", "write_logs"]

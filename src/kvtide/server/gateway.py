@@ -197,20 +197,20 @@ class Gateway:
             exchange.caller.require(Scope.READ)
             await exchange.reply_json(await self._walked(exchange, self._listing.tenant(exchange.caller)))
 
-    async def _asked(self, exchange: Exchange) -> protocol.LookUps:
+    async def _asked(self, exchange: Exchange) -> protocol.ExistsQuestion:
         """Return the keys in the request's body."""
         size, most = exchange.head.content_length, protocol.EXISTS_BYTES_MAX
         if size is None or size > most:
             raise RequestRefused(411 if size is None else 413, f"expected at most {most} bytes of JSON")
         body, give_back = await receive(exchange, self._shared, size)
         try:
-            return protocol.LookUps.parse(body)
+            return protocol.ExistsQuestion.parse(body)
         finally:
             give_back()
 
     async def _prefetch(self, exchange: Exchange, route: protocol.PrefetchRoute) -> None:
         """Have objects brought to faster tiers. Its keys cost as much as requests for each."""
-        keys, _ = await self._asked(exchange)
+        keys = (await self._asked(exchange)).block_keys()
         self._reception.charge(exchange, len(keys))
         tenant, size_max = exchange.caller.tenant, self._shared.live.limits.object_bytes_max
         ask = partial(self._listing.prefetch, tenant, route.namespace, keys, size_max)
@@ -218,7 +218,8 @@ class Gateway:
 
     async def _exists(self, exchange: Exchange, route: protocol.ExistsRoute) -> None:
         """Answer a batched look-up. Its keys cost as much as requests for each, and no more of them go at a time."""
-        keys, leading_only = await self._asked(exchange)
+        question = await self._asked(exchange)
+        keys, leading_only = question.block_keys(), question.leading_only
         await self._objects.catch_up(exchange)
         tenant, advice = exchange.caller.tenant, protocol.hint(exchange.head.headers)
         if advice is not None:

@@ -56,10 +56,7 @@ class AccessLog:
         self._left_out = dict.fromkeys(self._rates, 0)
 
     def note(self, exchange: Exchange, route: Route) -> None:
-        """Write the lines of a request that has ended, as docs/operations.md has them.
-
-        Status 0: the connection ended before an answer began, or within a body.
-        """
+        """Write the lines of a request that has ended. Status 0: before an answer began, or within a body."""
         who = {
             "time_s": round(self._clock.wall_s(), 3),
             "client": exchange.client,

@@ -72,10 +72,7 @@ class Lending:
         return self._memory.is_waited_for(owner)
 
     async def lend(self, exchange: Exchange, tier: Tier, stored: ObjectId) -> LentObject | None:
-        """Lend an object, to be released once; None if it is not here, or damaged and therefore removed.
-
-        RequestRefused: 429 if the owner's readers hold all that they may, 503 if every buffer is in use.
-        """
+        """Lend an object, to be released once; None if absent or damaged. RequestRefused (429, 503) without room."""
         # A thread takes ten times as long as what it would do here.
         lent = await self._lent_at_once(exchange, tier, stored)
         if lent is None:
@@ -89,10 +86,7 @@ class Lending:
         return lent
 
     async def bring(self, exchange: Exchange, latest: Latest, stored: ObjectId) -> None:
-        """Copy an object here from whoever has the latest, if anybody has, through a buffer of the tenant's share.
-
-        RequestRefused: as `lend`, and 503 if somebody can't be asked.
-        """
+        """Copy an object here from whoever has the latest. RequestRefused: as `lend`, 503 if nobody knows."""
         tenant = exchange.caller.tenant
 
         def brought() -> None:
@@ -385,10 +379,7 @@ class ObjectRequests:
             raise RequestRefused(422, str(error)) from error
 
     def _store(self, tenant: str, claimed: ObjectId, stored: NamedId, body: memoryview) -> bool:
-        """Verify a body and store it, in the place of a coarser one too. False if one as good was here already.
-
-        CorruptPayload if it is not the object that it claims to be, RequestRefused (507) if there is no room.
-        """
+        """Verify and store a body. False if one as good was here. CorruptPayload, RequestRefused (507)."""
         is_here = self._local.contains(stored)
         if is_here and object_quality(body) >= stored_quality(self._local, stored):
             return False

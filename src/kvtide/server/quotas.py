@@ -17,7 +17,7 @@ from kvtide.errors import RequestRefused
 from kvtide.server.auth import generation_namespace, tenant_namespace
 from kvtide.tier.base import Tier
 from kvtide.tier.stack import TierStack
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
 
 # The quota of every tenant that has none of its own.
@@ -62,10 +62,7 @@ class _Entry(NamedTuple):
 
 
 class Quotas:
-    """Counts what tiers hold for each tenant, as an observer of their stack. Thread-safe.
-
-    `quotas` gives those that hold now; without any at the start, nothing is counted.
-    """
+    """Counts what tiers hold for each tenant, if there were `quotas()` at the start. Observes a stack. Thread-safe."""
 
     def __init__(self, quotas: Callable[[], Mapping[str, Quota]], wall_s: Callable[[], float]) -> None:
         self.quotas = quotas
@@ -73,8 +70,7 @@ class Quotas:
         self.is_counting = bool(quotas())
         self._lock = threading.Lock()
         self._tenants: OrderedDict[Namespace, str] = OrderedDict()
-        self._entries: dict[Namespace, dict[BlockKey, _Entry]] = {}
-        self._counted = 0
+        self._entries: dict[ObjectId, _Entry] = {}
         self._held: dict[str, Stored] = {}
         # What is on its way in.
         self._coming: dict[str, Stored] = {}
@@ -104,7 +100,7 @@ class Quotas:
             for name, wanted, most in (
                 ("bytes_max", held.bytes + coming.bytes + size, quota.bytes_max),
                 ("objects_max", held.objects + coming.objects + 1, quota.objects_max),
-                ("objects counted by this server", self._counted + 1, COUNTED_MAX),
+                ("objects counted by this server", len(self._entries) + 1, COUNTED_MAX),
             ):
                 if most is not None and wanted > most:
                     raise RequestRefused(507, f"the tenant's quota {name} is {most}, {wanted} were needed")
@@ -121,33 +117,25 @@ class Quotas:
 
     def _count(self, object_id: ObjectId, tier: int, size: int, stored_s: float) -> None:
         with self._lock:
-            known = self._entries.get(object_id.namespace, {}).get(object_id.key)
+            known = self._entries.get(object_id)
             if known is not None:
-                self._entries[object_id.namespace][object_id.key] = known._replace(tiers=known.tiers | 1 << tier)
+                self._entries[object_id] = known._replace(tiers=known.tiers | 1 << tier)
                 return
             tenant = self._tenants.get(object_id.namespace)
-            if tenant is None or self._counted >= COUNTED_MAX:
-                return
-            entry = _Entry(tenant, size, stored_s, 1 << tier)
-            self._entries.setdefault(object_id.namespace, {})[object_id.key] = entry
-            self._counted += 1
-            _add(self._held, tenant, 1, size)
+            if tenant is not None and len(self._entries) < COUNTED_MAX:
+                self._entries[ObjectId(*object_id)] = _Entry(tenant, size, stored_s, 1 << tier)
+                _add(self._held, tenant, 1, size)
 
     def removed(self, object_id: ObjectId, tier: int) -> None:
         """Take an object off that a tier has no longer, if it was the last that had it."""
         with self._lock:
-            keys = self._entries.get(object_id.namespace, {})
-            entry = keys.get(object_id.key)
+            entry = self._entries.get(object_id)
             if entry is None:
                 return
-            left = entry.tiers & ~(1 << tier)
-            if left:
-                keys[object_id.key] = entry._replace(tiers=left)
+            if left := entry.tiers & ~(1 << tier):
+                self._entries[object_id] = entry._replace(tiers=left)
                 return
-            del keys[object_id.key]
-            if not keys:
-                del self._entries[object_id.namespace]
-            self._counted -= 1
+            del self._entries[object_id]
             _add(self._held, entry.tenant, -1, -entry.size)
 
     def recount(self, stack: TierStack, tenants: Sequence[str], generation: Callable[[str, Namespace], int]) -> None:
@@ -167,14 +155,14 @@ class Quotas:
 
     def is_expired(self, object_id: ObjectId) -> bool:
         """Tell whether an object is older than its tenant's quota lets it be."""
-        entry = self._entries.get(object_id.namespace, {}).get(object_id.key) if self.is_counting else None
+        entry = self._entries.get(object_id) if self.is_counting else None
         ttl_s = self._quota(entry.tenant).ttl_s if entry is not None else None
         return entry is not None and ttl_s is not None and self._wall_s() - entry.stored_s > ttl_s
 
     def expired(self) -> list[ObjectId]:
         """Return the objects that are."""
         with self._lock:
-            ids = [ObjectId(namespace, key) for namespace, keys in self._entries.items() for key in keys]
+            ids = list(self._entries)
         return [object_id for object_id in ids if self.is_expired(object_id)]
 
     def stored(self) -> list[Stored]:
@@ -185,11 +173,10 @@ class Quotas:
     def check(self) -> None:
         """AssertionError if the accounting is off. Call it while nothing is stored."""
         with self._lock:
-            entries = [entry for keys in self._entries.values() for entry in keys.values()]
-            assert len(entries) == self._counted <= COUNTED_MAX
+            assert len(self._entries) <= COUNTED_MAX
             assert not self._coming
             for tenant, held in self._held.items():
-                own = [entry.size for entry in entries if entry.tenant == tenant]
+                own = [entry.size for entry in self._entries.values() if entry.tenant == tenant]
                 assert held == Stored(tenant, len(own), sum(own))
 
 

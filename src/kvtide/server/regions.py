@@ -115,10 +115,7 @@ class Manifest:
         return len(self._pending)
 
     def add(self, object_id: NamedId) -> None:
-        """Note an object and its namespace's name; one that waits or is being sent goes once more as it is then.
-
-        The oldest is dropped if too many wait.
-        """
+        """Note an object and its name; what is being sent goes once more. The oldest goes if too many wait."""
         with self._lock:
             is_waiting = object_id in self._pending
             self._sequence += 1
@@ -347,10 +344,7 @@ class Synchroniser:
         return max(0.0, least_s - (self._clock.monotonic_s() - started_s))
 
     def step(self) -> int | None:
-        """Send the next object; return how many bytes that took, None if nothing waits.
-
-        One that is not wanted there costs none. TierUnavailable if the centre does not answer or take it.
-        """
+        """Send the next object; return the bytes that took, None if none waits. TierUnavailable if it isn't taken."""
         object_id = self.manifest.next()
         if object_id is None:
             return None
@@ -431,10 +425,7 @@ class Latest:
             source.close()
 
     def bring(self, object_id: ObjectId, take: Callable[[int], memoryview] = aligned_buffer) -> bool:
-        """Copy an object into our store from whoever has it, through memory that `take` gives. False if nobody has.
-
-        RequestRefused (503) if it was not found and somebody could not be asked: then nobody knows.
-        """
+        """Copy an object into our store from whoever has it. False if nobody has, RequestRefused (503) if unknown."""
         workers, problem = self._workers, None
         if workers is None:
             raise RequestRefused(503, "the server is ending", retry_after_s=1.0)

@@ -37,10 +37,7 @@ class Owner(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Send:
-    """One body to send. The scheduler changes it; others read it.
-
-    `turn` orders the sends of an owner: its arrival, and after each slice the next free number, so that they rotate.
-    """
+    """One body to send. Others only read it. `turn`: its arrival, then after each slice the next free number."""
 
     owner: Owner
     client: str
@@ -81,10 +78,7 @@ class Slice:
 
 
 class Flow:
-    """One owner's sends that wait. Lives from its first send until it has none left.
-
-    A client's sends keep their order and one of them is under way at a time, so that bodies never mix on a connection.
-    """
+    """One owner's sends that wait, until none is left. A client's keep their order and go one at a time."""
 
     def __init__(self, owner: Owner, weight: float) -> None:
         self.owner = owner

@@ -84,10 +84,7 @@ class Service:
         return self.acceptor.connections
 
     async def run(self, stop: asyncio.Event, on_listening: Callable[[ListenAddress], None]) -> None:
-        """Serve until `stop` is set, then finish what is under way for at most `drain_s_max`.
-
-        OSError if the address can't be listened on. `on_listening` gets the address with the port that it really is.
-        """
+        """Serve until `stop` is set, then drain. OSError if the address can't be had; `on_listening` gets it."""
         loop = asyncio.get_running_loop()
         if self.quotas.is_counting:
             await asyncio.to_thread(self._recount)

@@ -1,4 +1,4 @@
-"""The server's configuration: one TOML file, flags on top; the settings that hold now; what the machine has for them.
+"""The server's configuration: one TOML file, flags on top; the settings that hold now.
 
 Every bound of the server has its name here. Invariant: new settings are taken whole or not at all; what can't change in
 a running server keeps its value.
@@ -6,8 +6,6 @@ a running server keeps its value.
 
 from __future__ import annotations
 
-import logging
-import os
 import resource
 import ssl
 import tomllib
@@ -24,15 +22,7 @@ from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path
 
-__all__ = [
-    "ListenAddress",
-    "ServerSettings",
-    "check_memory",
-    "memory_bytes",
-    "parse_address",
-    "read_settings",
-    "take_descriptors",
-]
+__all__ = ["ListenAddress", "ServerSettings", "parse_address", "read_settings", "take_descriptors"]
 
 # What a server takes without any object or connection, and for each connection: heads, tasks, TLS.
 PROCESS_BYTES = 128 << 20
@@ -41,8 +31,6 @@ CONNECTION_BYTES = 64 << 10
 FILES_MAX = 256
 DRAIN_DELAY_S_MAX = 600.0
 DEFAULT_LISTEN = "127.0.0.1:7421"
-_log = logging.getLogger(__name__)
-_CGROUP = Path("/sys/fs/cgroup")
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 # What may change while the server runs; the others are in sizes of pools and names of files that are open.
@@ -63,10 +51,7 @@ _LIVE_LIMITS = frozenset(
 
 
 class ProgressBudget:
-    """A bucket of time: waiting empties it, bytes that move fill it, up to `slow_s_max` seconds.
-
-    So a peer is never slower than `bytes_s_min` for longer than that. `due_s` is when it is empty if nothing moves.
-    """
+    """A bucket of time, empty at `due_s`: bytes at `bytes_s_min` fill it, up to `slow_s_max` seconds."""
 
     def __init__(self, slow_s_max: float, bytes_s_min: float, now_s: float) -> None:
         self._slow_s_max = slow_s_max
@@ -267,34 +252,6 @@ def take_descriptors(limits: ServerLimits) -> None:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         if allowed > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-
-
-def memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Memory that this process may have: the machine's, or what its control group leaves it."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (cgroup / name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        # The word `max` is no bound.
-        if text.isdecimal():
-            found = min(found, int(text))
-    return found
-
-
-def check_memory(settings: ServerSettings, there_bytes: int) -> None:
-    """Warn if the limits let the server take more memory than there is."""
-    limits = settings.limits
-    has_memory = any(url.startswith("memory://") for url in settings.tiers)
-    wanted = limits.resident_bytes_max - (0 if has_memory else limits.memory_bytes_max)
-    if wanted > there_bytes:
-        _log.warning(
-            "the limits let this server take %.1f GiB of memory and there are %.1f: lower memory_bytes_max, "
-            "buffer_bytes_max, uploads_bytes_max or connections_max",
-            wanted / 2**30,
-            there_bytes / 2**30,
-        )
 
 
 class Live:

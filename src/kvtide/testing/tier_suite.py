@@ -53,10 +53,7 @@ def read_all(tier: Tier, number: int, size_max: int = TIER_BYTES) -> bytes | Non
 
 
 class TierSuite:
-    """Conformance of a tier.
-
-    A tier on servers that count their own overhead says so; then its bytes are not those of the objects alone.
-    """
+    """Conformance of a tier. counts_overhead: its bytes are more than those of its objects."""
 
     counts_overhead: ClassVar[bool] = False
 

@@ -48,10 +48,7 @@ ReadOn = Callable[[int, Take], bool]
 def read_from_any(
     reads: Iterable[ReadOn], start: int, stop: int, take: Take, note: Callable[[int, Exception], None]
 ) -> bool:
-    """Read a range from the first place that has it, going on at the next where one breaks off.
-
-    Else as `Tier.read_range`. note: told of each fault, and at which place.
-    """
+    """Do `Tier.read_range` at the first place, going on at the next where one breaks off; `note` hears each fault."""
     position, is_wanted, problem = start, True, ""
 
     def taking(part: memoryview) -> bool:

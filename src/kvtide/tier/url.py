@@ -36,10 +36,7 @@ OPERATION_S_MAX = 2.0
 
 
 def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    """Return the tier, not yet opened; nothing is made or connected.
-
-    ValueError for an unknown scheme, a URL that lacks what its scheme needs, or a folder that can't be had.
-    """
+    """Return the tier, not yet opened; nothing is made or connected. ValueError for a URL that can't be used."""
     plain, seal = _split_seal(url)
     if seal is not None and plain.startswith(_MEMORY):
         raise ValueError("memory:// is not sealed: its objects never leave the process")
@@ -136,10 +133,7 @@ def shown_url(url: str) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    """ValueError if a store can't be in this folder, as far as can be told without making it.
-
-    What the disk itself can't say now is no mistake: the tier is tried, and a fault is a miss.
-    """
+    """ValueError if a store can't be in this folder, as far as is known now: later faults are misses."""
     for each in (path, *path.absolute().parents):
         try:
             if not each.exists():

@@ -13,16 +13,6 @@ import httptools
 
 from kvtide.errors import RequestRefused
 
-__all__ = [
-    "HEAD_BYTES_MAX",
-    "HEAD_END",
-    "RequestHead",
-    "pack_request_head",
-    "pack_response_head",
-    "parse_request_head",
-    "parse_response_head",
-]
-
 HEAD_BYTES_MAX = 8 << 10
 _HEADERS_MAX = 64
 HEAD_END = b"\r\n\r\n"
@@ -32,7 +22,7 @@ _ONCE = frozenset(
 )
 _NO_BODY = frozenset({204, 304})
 
-Headers = Sequence[tuple[str, str | int]]
+_Headers = Sequence[tuple[str, str | int]]
 
 
 class RequestHead(NamedTuple):
@@ -158,17 +148,17 @@ def parse_response_head(data: bytes) -> ResponseHead:
     return ResponseHead(status, found.headers, length or 0, found.is_kept_alive)
 
 
-def pack_request_head(method: str, target: str, headers: Headers) -> bytes:
+def pack_request_head(method: str, target: str, headers: _Headers) -> bytes:
     """Return a request's head. The caller gives Host and Content-Length."""
     return _packed(f"{method} {target} HTTP/1.1", headers)
 
 
-def pack_response_head(status: int, headers: Headers) -> bytes:
+def pack_response_head(status: int, headers: _Headers) -> bytes:
     """Return a response's head. The caller gives Content-Length."""
     return _packed(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", headers)
 
 
-def _packed(first_line: str, headers: Headers) -> bytes:
+def _packed(first_line: str, headers: _Headers) -> bytes:
     lines = "".join(f"\r\n{name}: {value}" for name, value in headers)
     assert lines.count("\r") == lines.count("\n") == len(headers), "a header's value must not break its line"
     return f"{first_line}{lines}\r\n\r\n".encode("latin-1")

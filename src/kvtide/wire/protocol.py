@@ -15,44 +15,6 @@ from kvtide.evict import Hint
 from kvtide.outcomes import Decided, parse_decisions
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
-__all__ = [
-    "CHANGES_MAX",
-    "EXISTS_BYTES_MAX",
-    "EXISTS_KEYS_MAX",
-    "LIST_MAX",
-    "RECORD_BYTES_MAX",
-    "ExistsAnswer",
-    "ExistsQuestion",
-    "ExistsRoute",
-    "Header",
-    "ListRoute",
-    "ListedObject",
-    "LookUps",
-    "ObjectList",
-    "ObjectRoute",
-    "PageRoute",
-    "PiecesAnswer",
-    "PrefetchAnswer",
-    "PrefetchRoute",
-    "Record",
-    "RecordKind",
-    "RecordList",
-    "RecordName",
-    "RecordsRoute",
-    "Route",
-    "TenantView",
-    "deadline_ms",
-    "decisions",
-    "etag",
-    "generation",
-    "hint",
-    "hint_headers",
-    "is_tag_matched",
-    "parse_target",
-    "staleness_s",
-    "urgency",
-]
-
 
 class Header(StrEnum):
     """Headers of our own, as they are asked for: in small letters."""
@@ -81,7 +43,7 @@ class Header(StrEnum):
 EXISTS_KEYS_MAX = 4096
 EXISTS_BYTES_MAX = 80 * EXISTS_KEYS_MAX
 LIST_MAX = 1000
-DEADLINE_MS_MAX = 3_600_000
+_DEADLINE_MS_MAX = 3_600_000
 
 _OBJECT_PATH = re.compile(r"/v1/([0-9a-f]{64})/([0-9a-f]{64})")
 _NAMESPACE_PATH = re.compile(r"/v1/([0-9a-f]{64})(/exists|/prefetch)?")
@@ -97,7 +59,6 @@ RECORD_BYTES_MAX = 1024
 CHANGES_MAX = 256
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _GENERATION = re.compile(r"0|[1-9]\d{0,11}")
 
 
@@ -116,7 +77,7 @@ class RecordKind(StrEnum):
             value = body.decode().strip()
         except UnicodeDecodeError as error:
             raise RequestRefused(400, "a record is UTF-8 text") from error
-        form = {RecordKind.GENERATION: _GENERATION, RecordKind.ALIAS: _NAMESPACE}.get(self)
+        form = {RecordKind.GENERATION: _GENERATION, RecordKind.ALIAS: _KEY}.get(self)
         if not value or (form is not None and not form.fullmatch(value)):
             raise RequestRefused(400, f"a {self} can't be {value[:80]!r}")
         return value
@@ -133,7 +94,7 @@ class RecordName(NamedTuple):
         """Return what a path names. RequestRefused (400) for an unknown kind or a name that it can't have."""
         if kind not in {*RecordKind}:
             raise RequestRefused(400, f"a record is one of {', '.join(RecordKind)}, got {kind[:80]!r}")
-        if not (_NAMESPACE if kind == RecordKind.GENERATION else _NAME).fullmatch(name):
+        if not (_KEY if kind == RecordKind.GENERATION else _NAME).fullmatch(name):
             raise RequestRefused(
                 400, "a record's name is 1 to 64 letters, digits, dots, dashes; a generation's 64 hex digits"
             )
@@ -152,10 +113,7 @@ class RecordsRoute(NamedTuple):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A record as it was written last. Versions rise over all records of a server; `tenant` is empty for one's own.
-
-    One without a value was removed: it is told of for a while, and counts as absent.
-    """
+    """A record. Versions rise over a server's records; `tenant` is empty for one's own; no value: it was removed."""
 
     tenant: str
     kind: RecordKind
@@ -274,9 +232,9 @@ def _stated(headers: Mapping[str, str], header: str, form: str, meaning: str) ->
 
 def deadline_ms(headers: Mapping[str, str]) -> int | None:
     """Return the milliseconds after which the answer is of no use. RequestRefused (400) if it says something else."""
-    meaning = f"must be from 1 to {DEADLINE_MS_MAX}"
+    meaning = f"must be from 1 to {_DEADLINE_MS_MAX}"
     text = _stated(headers, Header.DEADLINE, r"\d{1,18}", meaning)
-    if text is not None and not 1 <= int(text) <= DEADLINE_MS_MAX:
+    if text is not None and not 1 <= int(text) <= _DEADLINE_MS_MAX:
         raise RequestRefused(400, f"{Header.DEADLINE} {meaning}, got {text!r}")
     return None if text is None else int(text)
 
@@ -337,6 +295,24 @@ class ExistsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: list[str]
     leading_only: bool = False
 
+    @classmethod
+    def parse(cls, body: bytes | bytearray | memoryview) -> Self:
+        """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
+        try:
+            question = msgspec.json.decode(body, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestRefused(400, f'expected {{"keys": [...]}}: {error}') from error
+        if len(question.keys) > EXISTS_KEYS_MAX:
+            raise RequestRefused(400, f"at most {EXISTS_KEYS_MAX} keys at once, got {len(question.keys)}")
+        for key in question.keys:
+            if not _KEY.fullmatch(key):
+                raise RequestRefused(400, f"expected keys of 64 lower-case hex digits, got {key[:80]!r}")
+        return question
+
+    def block_keys(self) -> list[BlockKey]:
+        """Return the keys as bytes."""
+        return [BlockKey(bytes.fromhex(key)) for key in self.keys]
+
 
 class ExistsAnswer(msgspec.Struct, frozen=True):
     """The keys that are present, and how many are before the first absent one."""
@@ -376,24 +352,3 @@ class TenantView(msgspec.Struct, frozen=True):
 
     namespaces: list[str]
     tier: TierStats | None
-
-
-class LookUps(NamedTuple):
-    """The keys of a batched look-up, and whether it ends at the first absent one."""
-
-    keys: list[BlockKey]
-    leading_only: bool
-
-    @classmethod
-    def parse(cls, body: bytes | bytearray | memoryview) -> Self:
-        """Return what a batched look-up asks for. RequestRefused (400) for anything else."""
-        try:
-            question = msgspec.json.decode(body, type=ExistsQuestion)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RequestRefused(400, f'expected {{"keys": [...]}}: {error}') from error
-        if len(question.keys) > EXISTS_KEYS_MAX:
-            raise RequestRefused(400, f"at most {EXISTS_KEYS_MAX} keys at once, got {len(question.keys)}")
-        for key in question.keys:
-            if not _KEY.fullmatch(key):
-                raise RequestRefused(400, f"expected keys of 64 lower-case hex digits, got {key[:80]!r}")
-        return cls([BlockKey(bytes.fromhex(key)) for key in question.keys], question.leading_only)

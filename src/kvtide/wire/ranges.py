@@ -13,15 +13,6 @@ from typing import NamedTuple
 from kvtide.errors import RequestRefused
 from kvtide.types import RANGES_MAX
 
-__all__ = [
-    "PART_HEAD_BYTES_MAX",
-    "ByteRange",
-    "multipart",
-    "parse_parts",
-    "parse_ranges",
-    "ranges_header",
-]
-
 # What stands in front of a part, its delimiter included.
 PART_HEAD_BYTES_MAX = 512
 
@@ -72,19 +63,19 @@ def _parsed(text: str, size: int) -> ByteRange:
     return ByteRange(int(first), size if last is None else min(size, int(last) + 1))
 
 
-class Multipart(NamedTuple):
+class _Multipart(NamedTuple):
     """The answer to many ranges, without their bytes: what stands in front of each, and behind the last one."""
 
     content_type: str
     leads: list[bytes]
 
 
-def multipart(boundary: str, size: int, ranges: Sequence[ByteRange]) -> Multipart:
+def multipart(boundary: str, size: int, ranges: Sequence[ByteRange]) -> _Multipart:
     """Return the answer for ranges of an object of `size` bytes. boundary: text that no body has by chance."""
     kind = "Content-Type: application/octet-stream\r\nContent-Range: bytes"
     leads = [f"\r\n--{boundary}\r\n{kind} {start}-{stop - 1}/{size}\r\n\r\n" for start, stop in ranges]
     end = f"\r\n--{boundary}--\r\n"
-    return Multipart(f"multipart/byteranges; boundary={boundary}", [lead.encode() for lead in (*leads, end)])
+    return _Multipart(f"multipart/byteranges; boundary={boundary}", [lead.encode() for lead in (*leads, end)])
 
 
 def parse_parts(content_type: str, body: memoryview, asked: Sequence[ByteRange]) -> list[memoryview]:

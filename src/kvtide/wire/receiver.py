@@ -84,10 +84,7 @@ def parse_frame(data: bytes | bytearray | memoryview) -> tuple[FrameHeader, memo
 
 
 class Receiver:
-    """The bytes of an object so far, in their places. A section with a good checksum is never written again.
-
-    Not thread-safe.
-    """
+    """The bytes of an object so far, in their places. A section that is good is not written again. Not thread-safe."""
 
     def __init__(self, stored: StoredObject) -> None:
         self.stored = stored
@@ -104,10 +101,7 @@ class Receiver:
                 self._settle(position)
 
     def offer(self, frame: bytes | bytearray | memoryview) -> bool:
-        """Take a frame, whose bytes are copied. False if its section is here already.
-
-        CorruptPayload if it is damaged or not of this object.
-        """
+        """Copy a frame. False if its section is here already; CorruptPayload if it is damaged or not of this object."""
         header, data = parse_frame(frame)
         position = self._position_of.get(header.entry)
         if header.version_tag != self.stored.version_tag or position is None:

@@ -69,10 +69,7 @@ class BodyProgress(NamedTuple):
 
 
 def following(pace: ProgressBudget, stall_s_max: float = math.inf) -> Callable[[BodyProgress], float]:
-    """Return what `Body.end` asks: it keeps a pace's account, and says when the body is late if nothing moves.
-
-    `stall_s_max` ends it sooner if nothing moves for so long.
-    """
+    """Return what `Body.end` asks: when a body is late by its pace, or because nothing moves for `stall_s_max`."""
     seen = 0
 
     def due_s(progress: BodyProgress) -> float:
@@ -154,10 +151,7 @@ class Body:
         return self.progress().size <= size
 
     async def end(self, due_s: Callable[[BodyProgress], float]) -> int:
-        """Wait until all has moved, or the time is over that `due_s` gives its progress. Return what has moved.
-
-        EOFError if the peer, or the file, ends before that, OSError if the socket fails.
-        """
+        """Wait until all has moved or it is late; return how much has. EOFError if a side ended, else OSError."""
         if self._waiter is not None:
             _, self._size, self._error = await self._outcome(self._waiter, due_s)
         if self._error == JOB_ENDED:
@@ -512,10 +506,7 @@ def bound(address: ListenAddress, listener: socket.socket) -> ListenAddress:
 
 
 class Acceptor:
-    """Takes connections from listening sockets and serves each in a task of its own. Runs on one event loop.
-
-    `address` is the one that the server was told to listen on. The mover is opened and closed by the caller.
-    """
+    """Takes connections from listening sockets and serves each in a task of its own. Runs on one event loop."""
 
     def __init__(self, live: Live, address: ListenAddress) -> None:
         self._live = live

@@ -251,10 +251,7 @@ class ReceivedBody(NamedTuple):
 
 
 def take_buffer(buffers: BodyBuffers, size: int, tenant: str, held_bytes: int = 0) -> memoryview:
-    """Return a buffer, for one of `held_bytes` that the tenant gives back next.
-
-    RequestRefused: 429 if the tenant has its share, 503 if all are in use.
-    """
+    """Return a buffer, for one of `held_bytes` that comes back next. RequestRefused: 429 over the share, or 503."""
     try:
         buffer = buffers.take(size, tenant, held_bytes)
     except QueueFull as error:
@@ -265,10 +262,7 @@ def take_buffer(buffers: BodyBuffers, size: int, tenant: str, held_bytes: int = 
 
 
 async def receive(exchange: Exchange, shared: Resources, size: int) -> ReceivedBody:
-    """Read a request's body of `size` bytes.
-
-    RequestRefused (429, 503) if there is no room for it, TimeoutError if it comes too slowly.
-    """
+    """Read a request's body of `size` bytes. RequestRefused (429, 503) without room, TimeoutError if it is slow."""
     buffers, limits = shared.buffers, shared.live.limits
     tenant, pace = exchange.caller.tenant, limits.pace(exchange.stream.now_s())
     await exchange.expect_body(pace)

@@ -127,10 +127,7 @@ class Sender:
         self._timer: asyncio.TimerHandle | None = None
 
     async def send(self, order: SendOrder) -> float:
-        """Send head and body; return how long they waited for a slot. RequestRefused (429) if nothing was sent.
-
-        TimeoutError if the peer takes the bytes too slowly, ConnectionError if it, or the object, is gone.
-        """
+        """Send head and body; return how long they waited. RequestRefused (429), or OSError: too slow or gone."""
         position, stop, wait_s = 0, order.size, None
         send = self._enqueue(order, stop)
         try:

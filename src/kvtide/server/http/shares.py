@@ -123,10 +123,7 @@ def _buffer_bytes(size: int) -> int:
 
 
 class BodyBuffers:
-    """Lends buffers of at most `bytes_max` in sum, `tenant_bytes_max` to a tenant. Thread-safe; never waits.
-
-    Who has no name may have them all.
-    """
+    """Lends buffers of `bytes_max` in sum, and `tenant_bytes_max` to each with a name. Thread-safe; never waits."""
 
     def __init__(self, bytes_max: int, tenant_bytes_max: int | None = None) -> None:
         self._bytes_max = bytes_max

@@ -120,10 +120,7 @@ class HttpConnection:
         return self._sock is not None
 
     def exchange(self, head: bytes, body: Buffer, into: memoryview | None, patience: Patience) -> HttpAnswer:
-        """Send a request and read its answer; the body of a 200 or 206 goes into `into`, if one is given.
-
-        An answer that is longer than `into` is refused.
-        """
+        """Send a request and read its answer; the body of a 200 or 206 goes into `into`, if given, and must fit."""
         self.has_answer, self.received, self.tag = False, 0, ""
         for part in (memoryview(head), memoryview(body)):
             rest = part
@@ -254,10 +251,7 @@ class Call:
             self.received, self.tag = 0, ""
 
     def whole(self, answer: HttpAnswer) -> HttpAnswer:
-        """Return an answer for the rest as one for all of it.
-
-        ConnectionError, and nothing has come so far, if the rest is of another object or there is none.
-        """
+        """Return an answer for the rest as one for all. ConnectionError, and all begins again, if it is another's."""
         if not self.received or answer.status not in {206, 416}:
             return answer
         content = answer.headers.get("content-range", "")

@@ -15,13 +15,7 @@ from kvtide.tier.base import POOL_SCHEMES
 from kvtide.tier.http.peer import Call, Headers, HttpAnswer, Patience, Peer, PeerSettings, servers_of
 from kvtide.tier.http.tier import OPERATION_S_MAX
 from kvtide.tier.pool import server_urls
-from kvtide.wire.protocol import (
-    Header,
-    Record,
-    RecordKind,
-    RecordList,
-    RecordName,
-)
+from kvtide.wire.protocol import Header, Record, RecordKind, RecordList, RecordName
 
 __all__ = ["RecordsClient", "backed_up", "raise_generation", "raise_to", "records_clients", "restore"]
 
@@ -120,10 +114,7 @@ def _record(name: RecordName, answer: HttpAnswer, body: bytes) -> Record:
 
 
 def records_clients(url: str, clock: Clock, operation_s_max: float = OPERATION_S_MAX) -> list[RecordsClient]:
-    """Return a client, not yet opened, of each server that an http:// or pool:// URL names.
-
-    ValueError as in `servers_of`; TierUnavailable if a pool's servers can't be found out.
-    """
+    """Return an unopened client of each server of a URL. ValueError; TierUnavailable without a pool's map."""
     clients: list[RecordsClient] = []
     for each in server_urls(url) if urlsplit(url).scheme in POOL_SCHEMES else [url]:
         servers = servers_of(each)

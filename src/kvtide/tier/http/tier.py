@@ -168,10 +168,7 @@ class HttpTier(CountingTier):
         return None if found is None else list(map(len, found))
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
-        """Hand over a range as it comes, from the first server that has it, going on at the next where one breaks off.
-
-        Nobody is asked a second time: who takes ranges knows what is still missing.
-        """
+        """Hand over a range as it comes, going on at the next server where one breaks off; nobody is asked twice."""
         target, headers = object_target(object_id)
         peers = self._in_order()
 
@@ -321,10 +318,7 @@ def http_tier(
     extra: Sequence[tuple[str, str]] = (),
     bytes_s_min: float = math.inf,
 ) -> HttpTier:
-    """Return the tier of the servers that a URL names, not yet opened; `extra` goes with every request.
-
-    ValueError as in `servers_of`.
-    """
+    """Return the unopened tier of a URL's servers; `extra` goes with every request. ValueError as in `servers_of`."""
     servers = servers_of(url)
     bounds = settings or PeerSettings()
     peers = [Peer(each, [*servers.object_headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]

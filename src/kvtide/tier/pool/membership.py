@@ -313,10 +313,7 @@ class Redirect(NamedTuple):
 
 
 class Member:
-    """Follows the pool's map for the server `me`. A map without it, or none, sends nobody away.
-
-    `placement` is the map made ready for look-ups, None as long as none has come.
-    """
+    """Follows the pool's map for the server `me`. A map without it, or none, sends nobody away."""
 
     def __init__(self, me: PoolServer, source: Membership) -> None:
         self.name = me.name

@@ -37,10 +37,7 @@ class PlacementKind(StrEnum):
 
 
 class PoolServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One server. `name` decides what it owns, so that it keeps its blocks when its address changes.
-
-    Clients on `host` reach it through `socket_path`, others at `address` by `scheme`.
-    """
+    """One server. `name` decides what it owns; clients on `host` use `socket_path`, others `address` by `scheme`."""
 
     name: _Name
     address: _Name

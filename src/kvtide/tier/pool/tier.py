@@ -342,10 +342,7 @@ class PoolTier(CountingTier):
         ask: Callable[[_Member], _Result],
         until: Callable[[_Result], bool] = lambda result: False,
     ) -> list[tuple[_Member, _Result]]:
-        """Ask members in turn until an answer will do; return the answers. A fault of one is no answer.
-
-        WrongServer if one sent us away and no answer did; TierUnavailable if nobody answered.
-        """
+        """Ask in turn until an answer will do. WrongServer if sent away without one, TierUnavailable if all failed."""
         answers: list[tuple[_Member, _Result]] = []
         problem: TierUnavailable | None = None
         for member in members:

@@ -8,10 +8,7 @@ __all__ = ["SEALED_CODEC", "Keyring", "sealed", "sealing_key_id", "split_seal"]
 
 
 def sealed(tier: Tier, source: str, clock: Clock) -> Tier:
-    """Return a tier whose objects are encrypted by the keys of a source.
-
-    ValueError as `Keyring`; ModuleNotFoundError without the library that encrypts, which is imported for this alone.
-    """
+    """Return a tier encrypted by a source's keys. ValueError as `Keyring`; ModuleNotFoundError without the extra."""
     from kvtide.tier.seal.tier import SealedTier
 
     return SealedTier(tier, Keyring(source, clock))

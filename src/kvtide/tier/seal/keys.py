@@ -51,10 +51,7 @@ class _Keys(NamedTuple):
 
 
 class Keyring:
-    """The keys that `file:PATH`, `env:NAME` or `command:WORDS` gives. ValueError if there are none to be had now.
-
-    Later on, a source that fails leaves the keys that are known.
-    """
+    """The keys of `file:PATH`, `env:NAME` or `command:WORDS`, kept if it fails later. ValueError if there are none."""
 
     def __init__(self, source: str, clock: Clock) -> None:
         kind, _, where = source.partition(":")

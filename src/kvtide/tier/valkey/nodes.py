@@ -223,10 +223,7 @@ class ValkeyNodes:
 
     @contextmanager
     def connection(self, address: ValkeyAddress) -> Iterator[RespSocket]:
-        """Lend a connection that is authenticated and idle, for no longer than the caller waits.
-
-        TierUnavailable if it can't be had, or fails meanwhile.
-        """
+        """Lend a connection that is authenticated and idle. TierUnavailable if it can't be had in time, or fails."""
         deadline_s = caller_deadline_s()
         with self._lock:
             if (server := self._servers.get(address)) is None:

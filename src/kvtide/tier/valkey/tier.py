@@ -87,10 +87,7 @@ class ValkeyTier(CountingTier):
         return sizes if is_hit else None
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        """Ask each owner once for all of its objects, which are absent if it can't serve now.
-
-        TierUnavailable if no owner can.
-        """
+        """Ask each owner once; objects of one that can't serve now are absent. TierUnavailable if no owner can."""
         owned: dict[ValkeyAddress, dict[ObjectId, bytes]] = {}
         for object_id in object_ids:
             key = self._key(object_id)
@@ -209,10 +206,7 @@ class ValkeyTier(CountingTier):
             raise TierUnavailable(f"can't list: {error}") from error
 
     def stats(self) -> TierStats:
-        """Return the servers' own figures (all keys, data and its overhead, `maxmemory`) and this process's counters.
-
-        Zeros while they can't be reached.
-        """
+        """Return the servers' own figures (zeros while they can't be reached) and this process's counters."""
         objects, used, total, evicted = self._counts()
         evictions = max(0, evicted - self._evicted_before)
         return TierStats(self.name, objects, used, total, self._hits, self._misses, evictions, self._faults.total)
