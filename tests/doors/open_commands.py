@@ -21,8 +21,6 @@ COMMANDS = table(
     """
 cold and warm, side by side | make demo | README.md: Try it | @real | OURS
     tests/e2e/test_demo.py::test_demo_restores_every_full_block_and_answers_the_same
-streaming over a link, seen | kvtide demo --link | docs/streaming.md: See it | @real | CACHEGEN
-    tests/e2e/test_demo.py::test_demo_over_a_link_is_better_with_more_time_and_leaves_no_server
 what a store holds | kvtide stats | @look | @tiny | OURS
 objects of a store | kvtide ls --verify --sort --limit --namespace | @look | @tiny | OURS
 remove objects | kvtide rm --yes | @look | @tiny | OURS

@@ -12,7 +12,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from kvtide.cli.demo import DemoAnswer, DemoJob, DemoRun
 from kvtide.clock import SystemClock
@@ -58,54 +57,27 @@ def _run(job: DemoJob, tokenizer: Any, model: Any) -> DemoRun:
     # The first call in a process pays for warm-up that has nothing to do with caching.
     model.generate(input_ids[:, :8], max_new_tokens=2, do_sample=False)
     name = model_fingerprint(model)
-    streaming: dict[str, Any] = {}
-    if job.answer_ids:
-        streaming = {"policy": "two-ended", "start_within_s": job.start_within_s}
     profiles = installed_profiles()
-    with attach(model, job.store, codec=job.codec, profiles=profiles, fingerprint=name, **streaming) as cached:
-        if job.said_path:
-            return _answer_over_link(job, cached, tokenizer, input_ids)
-        found, _ = _answer(job, cached, tokenizer, input_ids)
+    with attach(model, job.store, codec=job.codec, profiles=profiles, fingerprint=name) as cached:
+        found = _answer(job, cached, tokenizer, input_ids)
         if not job.exact:
             return found
         with attach(model, job.store, codec=job.exact, fingerprint=name) as exact:
             return msgspec.structs.replace(found, kl=restored_kl(cached, exact, input_ids, found.answer_ids))
 
 
-def _answer_over_link(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -> DemoRun:
-    """Answer and keep what the model says of each token, or say the exact answer and judge it by what was kept."""
-    wanted: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
-    if not job.is_cold:
-        start = input_ids.shape[1]
-        wanted["prefix_allowed_tokens_fn"] = lambda batch, ids: [job.answer_ids[len(ids) - start]]
-    found, output = _answer(job, cached, tokenizer, input_ids, **wanted)
-    said = np.stack([each[0].float().log_softmax(-1).numpy() for each in output.logits])
-    if job.is_cold:
-        np.save(job.said_path, said)
-        return found
-    right = np.load(job.said_path)
-    kl = float((np.exp(right) * (right - said)).sum(-1).mean())
-    streamed = cached.last.streamed if cached.last else None
-    if streamed is None:
-        return msgspec.structs.replace(found, kl=kl, loaded_tokens=found.hit_tokens)
-    loaded_tokens = len(streamed.loaded) * cached.layout.tokens
-    return msgspec.structs.replace(found, kl=kl, loaded_tokens=loaded_tokens, kl_law=streamed.kl)
-
-
-def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, **wanted: Any) -> tuple[DemoRun, Any]:
-    """Return measurements of a call of generate, and its output. wanted: further arguments of the call."""
-    # A streamed run finds out by loading, as a user's call does.
-    was_warm = (job.is_cold or not job.said_path) and cached.hit_tokens(input_ids) > 0
+def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -> DemoRun:
+    """Return measurements of a call of generate."""
+    was_warm = cached.hit_tokens(input_ids) > 0
     # A cold run on a warm store measures the full prefill all the same.
     generate = cached.model.generate if job.is_cold and was_warm else cached.generate
-    watch = _Watch()
-    mask = input_ids.new_ones(input_ids.shape)
-    wanted |= {"attention_mask": mask, "max_new_tokens": job.answer_tokens, "do_sample": False}
+    watch, mask = _Watch(), input_ids.new_ones(input_ids.shape)
+    wanted = {"attention_mask": mask, "max_new_tokens": job.answer_tokens, "do_sample": False}
     output = generate(input_ids, streamer=watch, **wanted)
     cached.flush(60.0)
-    answer_ids = getattr(output, "sequences", output)[0][input_ids.shape[1] :].tolist()
+    answer_ids = output[0][input_ids.shape[1] :].tolist()
     last, used_bytes = cached.last, cached.cache.stats().tiers[-1].used_bytes
-    run = DemoRun(
+    return DemoRun(
         prompt_tokens=input_ids.shape[1],
         hit_tokens=last.hit_tokens if last else 0,
         was_warm=was_warm,
@@ -115,7 +87,6 @@ def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any, *
         answer_ids=answer_ids,
         answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
     )
-    return run, output
 
 
 def _answered(job: DemoJob, tokenizer: Any, model: Any) -> DemoAnswer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
@@ -45,31 +46,23 @@ _ROUTES: dict[type[protocol.Route], tuple[Route, tuple[str, ...]]] = {
 }
 
 
+@dataclass(eq=False)
 class Gateway:
     """Answers the requests of all connections. Runs on one event loop."""
 
-    def __init__(
-        self,
-        backing: Backing,
-        shared: Resources,
-        reception: Reception,
-        objects: ObjectRequests,
-        records: RecordRequests,
-        sources: SourceCollector,
-        health: Health,
-        access_log: AccessLog,
-    ) -> None:
-        self._backing = backing
-        self._shared = shared
-        self._reception = reception
-        self._objects = objects
-        self._records = records
-        self._sources = sources
-        self._health = health
-        self._access_log = access_log
-        self._listing = Listing(backing.store, backing.names)
+    _backing: Backing
+    _shared: Resources
+    _reception: Reception
+    _objects: ObjectRequests
+    _records: RecordRequests
+    _sources: SourceCollector
+    _health: Health
+    _access_log: AccessLog
+
+    def __post_init__(self) -> None:
+        self._listing = Listing(self._backing.store, self._backing.names)
         # Connections between a request's head and the end of its answer.
-        self.busy: set[Guest] = set()
+        self._busy: set[Guest] = set()
         # No more requests are taken.
         self._is_draining = False
 
@@ -105,14 +98,14 @@ class Gateway:
             return False
         exchange = Exchange.begun(stream, guest, head, limits.head_s_max)
         exchange.is_kept_alive = head.is_kept_alive and not self._is_draining
-        self.busy.add(guest)
+        self._busy.add(guest)
         try:
             await self._answer(exchange, guest, common_name)
             if exchange.has_unread_body:
                 await stream.linger(stream.now_s() + _LINGER_S_MAX)
             return exchange.is_kept_alive and not self._is_draining
         finally:
-            self.busy.discard(guest)
+            self._busy.discard(guest)
             self._note(exchange, _kind(exchange.route))
 
     def _note(self, exchange: Exchange, kind: Route) -> None:
@@ -251,7 +244,7 @@ class Gateway:
     def drain(self) -> set[Guest]:
         """Take no more requests on connections that are here. Return those that are busy with one that will end."""
         self._is_draining = True
-        return self.busy
+        return self._busy
 
 
 def _namespace(route: protocol.Route) -> Namespace:

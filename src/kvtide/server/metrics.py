@@ -140,21 +140,17 @@ class SourceCollector(Collector):
         stats = self.tier_stats
         texts = {"hits": "Reads", "misses": "Failed reads", "evictions": "Evictions", "faults": "Faults"}
         for name, text in texts.items():
-            counter = CounterMetricFamily(f"kvtide_tier_{name}", f"{text} of a tier", labels=["tier"])
-            for each in stats:
-                counter.add_metric([each.name], getattr(each, name))
-            yield counter
+            counts = {each.name: getattr(each, name) for each in stats}
+            yield _family(CounterMetricFamily, f"kvtide_tier_{name}", f"{text} of a tier", "tier", counts)
         for name, text in {"objects": "Objects", "used_bytes": "Bytes", "bytes_max": "Most bytes"}.items():
-            values = {each.name: getattr(each, name) for each in stats}
-            yield _gauge(f"kvtide_tier_{name}", f"{text} in a tier", "tier", values)
+            sizes = {each.name: getattr(each, name) for each in stats}
+            yield _family(GaugeMetricFamily, f"kvtide_tier_{name}", f"{text} in a tier", "tier", sizes)
         loads, used = self._scheduler.loads(), self._scheduler.slots_used
-        free = self._scheduler.settings.slots - used
-        yield _gauge("kvtide_send_slots", "Send slots", "state", {"used": used, "free": free})
-        for name, text, value in (
-            ("kvtide_waiting_sends", "Bodies that wait for a slot", sum(load.waiting_sends for load in loads)),
-            ("kvtide_unsent_bytes", "Bytes queued and in flight", sum(load.unsent_bytes for load in loads)),
-        ):
-            yield GaugeMetricFamily(name, text, value=value)
+        slots = {"used": used, "free": self._scheduler.settings.slots - used}
+        yield _family(GaugeMetricFamily, "kvtide_send_slots", "Send slots", "state", slots)
+        waiting, unsent = (sum(load.waiting_sends for load in loads), sum(load.unsent_bytes for load in loads))
+        yield GaugeMetricFamily("kvtide_waiting_sends", "Bodies that wait for a slot", value=waiting)
+        yield GaugeMetricFamily("kvtide_unsent_bytes", "Bytes queued and in flight", value=unsent)
         if self._quotas.is_counting:
             yield from self._stored()
 
@@ -167,14 +163,19 @@ class SourceCollector(Collector):
         quotas = self._quotas.quotas()
         most = {tenant: quota.bytes_max for tenant, quota in quotas.items() if quota.bytes_max is not None}
         most_objects = {tenant: quota.objects_max for tenant, quota in quotas.items() if quota.objects_max is not None}
-        yield _gauge("kvtide_tenant_stored_objects", "Objects that a tenant has", "tenant", objects)
-        yield _gauge("kvtide_tenant_stored_bytes", "Bytes that a tenant has", "tenant", stored)
-        yield _gauge("kvtide_tenant_quota_bytes", "Bytes that a tenant may have", "tenant", most)
-        yield _gauge("kvtide_tenant_quota_objects", "Objects that it may have", "tenant", most_objects)
+        for name, text, values in (
+            ("stored_objects", "Objects that a tenant has", objects),
+            ("stored_bytes", "Bytes that a tenant has", stored),
+            ("quota_bytes", "Bytes that a tenant may have", most),
+            ("quota_objects", "Objects that it may have", most_objects),
+        ):
+            yield _family(GaugeMetricFamily, f"kvtide_tenant_{name}", text, "tenant", values)
 
 
-def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    gauge = GaugeMetricFamily(name, text, labels=[label])
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, label: str, values: Mapping[str, float]
+) -> Metric:
+    family = kind(name, text, labels=[label])
     for each, value in values.items():
-        gauge.add_metric([each], value)
-    return gauge
+        family.add_metric([each], value)
+    return family

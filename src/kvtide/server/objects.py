@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -170,28 +171,22 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_
     return LentObject(size, bytes(head), (buffer[:size],), None, give_back)
 
 
+@dataclass(eq=False)
 class ObjectRequests:
     """Answers for single objects. Runs on the event loop; what waits for a tier runs in the workers."""
 
-    def __init__(
-        self,
-        backing: Backing,
-        shared: Resources,
-        sender: Sender,
-        quotas: Quotas,
-        uploads: Uploads,
-        member: Member | None = None,
-    ) -> None:
-        self._backing = backing
-        self._tier: Tier = backing.store
+    _backing: Backing
+    _shared: Resources
+    _sender: Sender
+    _quotas: Quotas
+    _uploads: Uploads
+    _member: Member | None = None
+
+    def __post_init__(self) -> None:
+        self._tier: Tier = self._backing.store
         # Where a PUT looks whether the object is here: what the centre has is of no use if that falls silent.
-        self._local: Tier = backing.local
-        self._shared = shared
-        self._sender = sender
-        self._lending = Lending(shared)
-        self._quotas = quotas
-        self._uploads = uploads
-        self._member = member
+        self._local: Tier = self._backing.local
+        self._lending = Lending(self._shared)
 
     @property
     def _limits(self) -> ServerLimits:

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
@@ -76,6 +77,11 @@ class WriteCondition(NamedTuple):
 
     if_match: str = ""
     if_none_match: str = ""
+
+    def headers(self) -> list[tuple[str, str]]:
+        """Return the headers of a request that say so."""
+        said = (("If-Match", self.if_match), ("If-None-Match", self.if_none_match))
+        return [(name, tags) for name, tags in said if tags]
 
     def require(self, record: Record | None) -> None:
         """RequestRefused (412) if it does not hold."""
@@ -479,17 +485,17 @@ class CentralRecords:
             reason = f"the latest state was asked for and can't be had: {error}"
             raise RequestRefused(503, reason, retry_after_s=1.0) from error
 
-    def write(self, tenant: str, name: RecordName, value: str, headers: Sequence[tuple[str, str]]) -> Record:
+    def write(self, tenant: str, name: RecordName, value: str, condition: WriteCondition) -> Record:
         """Let the centre write a record, then have it here.
 
         RequestRefused: 503 if the centre can't be asked, else what it answers.
         """
-        written = self._asked(lambda: self._client.write(name, value, [*_whose(tenant), *headers]))
+        written = self._asked(lambda: self._client.write(name, value, [*_whose(tenant), *condition.headers()]))
         return self._adopted(tenant, written)
 
-    def remove(self, tenant: str, name: RecordName, headers: Sequence[tuple[str, str]]) -> Record | None:
+    def remove(self, tenant: str, name: RecordName, condition: WriteCondition) -> Record | None:
         """Let the centre remove a record, then have that here; None if there was none. RequestRefused as in `write`."""
-        removed = self._asked(lambda: self._client.remove(name, [*_whose(tenant), *headers]))
+        removed = self._asked(lambda: self._client.remove(name, [*_whose(tenant), *condition.headers()]))
         return self._adopted(tenant, removed) if removed is not None else None
 
     def latest(self, tenant: str, name: RecordName) -> Record | None:
@@ -531,17 +537,17 @@ def _whose(tenant: str) -> list[tuple[str, str]]:
     return [(Header.TENANT, tenant)] if tenant else []
 
 
+@dataclass(eq=False)
 class RecordRequests:
     """Answers for records. Runs on the event loop; what waits for the disk or the centre runs in the workers.
 
     `central` is None where no centre is behind us. Where records are not kept, none can be written.
     """
 
-    def __init__(self, records: Records, central: CentralRecords | None, shared: Resources, are_kept: bool) -> None:
-        self._records = records
-        self._central = central
-        self._shared = shared
-        self._are_kept = are_kept
+    _records: Records
+    _central: CentralRecords | None
+    _shared: Resources
+    _are_kept: bool
 
     async def answer(self, exchange: Exchange, route: RecordName | RecordsRoute) -> None:
         """Answer GET, HEAD, PUT or DELETE. RequestRefused if that is an error."""
@@ -597,7 +603,7 @@ class RecordRequests:
         return [("ETag", tag)] if as_of_s is None else [("ETag", tag), (Header.AS_OF, f"{as_of_s:.3f}")]
 
     async def _put(self, exchange: Exchange, name: RecordName) -> None:
-        caller, headers, size = exchange.caller, exchange.head.headers, exchange.head.content_length
+        caller, size = exchange.caller, exchange.head.content_length
         if size is None or size > RECORD_BYTES_MAX:
             raise RequestRefused(411 if size is None else 413, f"a record may have {RECORD_BYTES_MAX} bytes")
         if not self._are_kept:
@@ -609,20 +615,13 @@ class RecordRequests:
             known, most = self._records.generation(caller.tenant, _of(name)), caller.generation_step_max
             if int(value) > known + most:
                 raise RequestRefused(409, f"the generation is {known}, and rises by {most} at once at most")
-        if self._central is not None:
-            write = partial(self._central.write, caller.tenant, name, value, _said(headers))
-        else:
-            write = partial(self._records.write, caller.tenant, name, value, _condition(headers))
+        write = partial((self._central or self._records).write, caller.tenant, name, value, _condition(exchange))
         record = await self._shared.workers.write(exchange.owner, write)
         exchange.change = f"wrote {name.kind}/{name.name}: {value}"
         await self._reply(exchange, record)
 
     async def _delete(self, exchange: Exchange, name: RecordName) -> None:
-        tenant, headers = exchange.caller.tenant, exchange.head.headers
-        if self._central is not None:
-            remove = partial(self._central.remove, tenant, name, _said(headers))
-        else:
-            remove = partial(self._records.remove, tenant, name, _condition(headers))
+        remove = partial((self._central or self._records).remove, exchange.caller.tenant, name, _condition(exchange))
         removed = await self._shared.workers.write(exchange.owner, remove)
         if removed is None:
             raise RequestRefused(404, "no such record")
@@ -630,10 +629,6 @@ class RecordRequests:
         await exchange.reply(204, headers=self._headers(removed.tag))
 
 
-def _said(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a request's conditions as headers for the centre."""
-    return [(name, headers[name.lower()]) for name in ("If-Match", "If-None-Match") if name.lower() in headers]
-
-
-def _condition(headers: Mapping[str, str]) -> WriteCondition:
+def _condition(exchange: Exchange) -> WriteCondition:
+    headers = exchange.head.headers
     return WriteCondition(headers.get("if-match", ""), headers.get("if-none-match", ""))

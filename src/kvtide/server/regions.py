@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -446,6 +447,7 @@ class Latest:
         return False
 
 
+@dataclass(eq=False)
 class Backing:
     """A server's sources of answers, not yet opened: tiers, records, names, and other regions if there are any.
 
@@ -453,27 +455,18 @@ class Backing:
     `recovery`, a regional server `latest` and its centre's.
     """
 
-    def __init__(
-        self,
-        store: TierStack,
-        records: Records,
-        names: Names,
-        local: TierStack | None = None,
-        latest: Latest | None = None,
-        central: CentralRecords | None = None,
-        synchroniser: Synchroniser | None = None,
-        recovery: Recovery | None = None,
-    ) -> None:
-        self.store = store
-        self.local = local or store
-        self.records = records
-        self.names = names
-        self.latest = latest
-        self.central = central
-        self.synchroniser = synchroniser
-        self.recovery = recovery
-        self._background = [part for part in (synchroniser, central, recovery) if part is not None]
-        self._parts = [records, store, *([latest] if latest is not None else []), *self._background]
+    store: TierStack
+    records: Records
+    names: Names
+    local: TierStack
+    latest: Latest | None = None
+    central: CentralRecords | None = None
+    synchroniser: Synchroniser | None = None
+    recovery: Recovery | None = None
+
+    def __post_init__(self) -> None:
+        self._background = [part for part in (self.synchroniser, self.central, self.recovery) if part is not None]
+        self._parts = [self.records, self.store, *([self.latest] if self.latest else []), *self._background]
 
     def open(self) -> None:
         """Open all of it, the records first: they say what is out of date. TierUnavailable or OSError if one can't."""
@@ -514,13 +507,14 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
     local = tiers_of(settings.tiers, of_tiers, clock, lambda key: False)
     if settings.central is None:
         if not settings.regions:
-            return Backing(local, records, names)
+            return Backing(local, records, names, local)
         asked = [client for url in settings.regions for client in records_clients(url, clock, ASKED_S_MAX)]
         sources = [
             http_tier(url, clock, _PEER, ASKED_S_MAX, _LOCAL_ONLY, bytes_s_min=BYTES_S_MIN) for url in settings.regions
         ]
-        latest = Latest(sources, local, size_max)
-        return Backing(local, records, names, latest=latest, recovery=Recovery(asked, records))
+        return Backing(
+            local, records, names, local, Latest(sources, local, size_max), recovery=Recovery(asked, records)
+        )
     central = settings.central
     if settings.manifest is None:
         raise ValueError("a regional server needs a file for its manifest: --manifest PATH")

@@ -220,9 +220,8 @@ class HttpTier(CountingTier):
             raise error
         return stored
 
-    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Send the object; a server puts it in the place of a coarser one."""
-        return self.put_from(object_id, buffer)
+    # A server puts it in the place of a coarser one.
+    replace = put_from
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Remove the object from every server. False if none had it."""

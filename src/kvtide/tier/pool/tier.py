@@ -268,9 +268,8 @@ class PoolTier(CountingTier):
             raise next((each for each in errors if isinstance(each, TierFull)), errors[0])
         return False
 
-    def replace(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        """Send the object to every owner; a server puts it in the place of a coarser one."""
-        return self.put_from(object_id, buffer)
+    # A server puts it in the place of a coarser one.
+    replace = put_from
 
     def _put_to_owners(self, state: _State, object_id: ObjectId, buffer: Buffer) -> list[bool | TierUnavailable]:
         first, *others = self._owners(state, object_id.key)
