@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from kvtide.types import Namespace
 
-__all__ = ["Choice", "Decided", "DecisionCounter", "Why", "decisions_text", "parse_decisions"]
-
 DECISIONS_TEXT_MAX = 1024
 _COUNT_MAX = 10**9
 

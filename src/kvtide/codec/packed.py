@@ -23,8 +23,6 @@ from kvtide.importance import CHUNK_TOKENS, Orders, chunks_of, is_order
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
 
-__all__ = ["PackedBase", "PackedCodec", "chunk_bits", "put_chunk"]
-
 # KL that the base alone is to have: about 1.3 bits a value, enough for choosing and a good stand-in for the rest.
 BASE_QUALITY = 2e-2
 _REPACKS_MAX = 65535

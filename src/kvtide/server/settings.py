@@ -22,8 +22,6 @@ from kvtide.server.quotas import Quota
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.tier import disk_path
 
-__all__ = ["ListenAddress", "ServerSettings", "parse_address", "read_settings", "take_descriptors"]
-
 # What a server takes without any object or connection, and for each connection: heads, tasks, TLS.
 PROCESS_BYTES = 128 << 20
 CONNECTION_BYTES = 64 << 10

@@ -19,8 +19,6 @@ from kvtide.store.notes import PROFILE_CODEC, VERSION_CODEC, read_note, write_no
 from kvtide.tier import Tier
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace, ObjectId
 
-__all__ = ["ProfileStore", "ProfileVersion", "newest_of", "profile_name"]
-
 # Every tier that takes blocks takes pieces; larger profiles are kept in files.
 PIECE_BYTES = 8 << 20
 STORED_PROFILE_BYTES_MAX = 512 << 20

@@ -25,8 +25,6 @@ from kvtide.tier.buffers import aligned_buffer
 from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 
-__all__ = ["Repacker", "UseStore"]
-
 _log = logging.getLogger(__name__)
 
 # Blocks whose uses are remembered here; the rest is in their records.

@@ -20,8 +20,6 @@ from kvtide.testing import block_bits, block_meta, layouts, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 
-__all__ = ["CodecSuite"]
-
 # A suite is inherited: one property runs on several classes, which is what this health check warns of.
 _SHARED = (HealthCheck.differing_executors,)
 _LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)

@@ -21,8 +21,6 @@ from kvtide.tier.source import read_ranges
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 
-__all__ = ["TIER_BYTES", "TierSuite", "object_bytes", "object_id"]
-
 TIER_BYTES = 1 << 20
 # Header and a table of one section.
 _OBJECT_BYTES_MIN = 256 + 48

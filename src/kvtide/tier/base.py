@@ -17,8 +17,6 @@ from kvtide.evict import EvictionOrder, Hint, States
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
-__all__ = ["Buffer", "DeviceMemory", "FilePart", "LentObject", "RangeRead", "Take", "Tier", "WrappedTier"]
-
 # Takes the next bytes of a range, valid during the call only; False if no more are wanted. Called with none while a
 # source waits, to be asked that.
 Take = Callable[[memoryview], bool]

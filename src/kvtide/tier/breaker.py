@@ -13,8 +13,6 @@ from contextvars import ContextVar
 
 from kvtide.clock import Clock
 
-__all__ = ["Breaker", "until"]
-
 # Of the thread that calls; a stack, a flight and a pool lie in between, for which it is nothing.
 _UNTIL_S: ContextVar[float] = ContextVar("until_s", default=math.inf)
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from kvtide.tier.base import Buffer
 
-__all__ = ["aligned_buffer", "copy_bytes", "recycled_buffer", "touch"]
-
 # Buffers, records and direct reads are aligned to this; every disk that we know takes it.
 ALIGN_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20

@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from kvtide.errors import TierFull, TierUnavailable
 
-__all__ = ["TIER_FAULTS", "Counts", "FaultGuard"]
-
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 

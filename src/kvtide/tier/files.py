@@ -17,8 +17,6 @@ from typing import NamedTuple
 from kvtide.tier.base import Buffer
 from kvtide.tier.buffers import ALIGN_BYTES
 
-__all__ = ["Files"]
-
 _MODE = 0o644
 
 

@@ -16,8 +16,6 @@ from kvtide.tier.breaker import until
 from kvtide.types import RANGES_MAX, ObjectId
 from kvtide.wire import HEADER_BYTES, StoredObject, header_and_table_bytes, parse_header
 
-__all__ = ["RangeSource", "read_heads"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -39,8 +39,6 @@ from kvtide.tier.source import RangeSource
 from kvtide.wire import StoredObject
 from kvtide.wire.receiver import Receiver
 
-__all__ = ["FetchLimits", "LoadRequest"]
-
 # Sums of losses may rise by so much.
 _ROUNDING = 1e-6
 _Spans = Sequence[tuple[int, int]]

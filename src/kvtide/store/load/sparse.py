@@ -31,8 +31,6 @@ from kvtide.tier.source import read_ranges
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import HEADER_BYTES, SectionEntry, StoredObject, header_and_table_bytes, parse_header
 
-__all__ = ["ChunkBits", "Sparse", "SparseLoad"]
-
 # Two sections are one read if no more lies between them than a disk reads in the time of a seek; what lies there is
 # used too. On a link another range costs its head alone: all of a block are one request, however far it is.
 GAP_BYTES = 16 << 10

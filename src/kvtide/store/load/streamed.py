@@ -39,8 +39,6 @@ from kvtide.tier.source import read_heads
 from kvtide.wire import StoredObject
 from kvtide.wire.receiver import Receiver
 
-__all__ = ["Streamed", "StreamedReport"]
-
 # Passes that nobody races are no longer: to SmolLM2 each one more is about 1.5 % of recomputing 1,040 tokens, and in
 # much longer ones attention over what was there before them costs more than that.
 _OWN_PASS_TOKENS = 2 * PASS_TOKENS

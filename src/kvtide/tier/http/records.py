@@ -17,8 +17,6 @@ from kvtide.tier.http.tier import OPERATION_S_MAX
 from kvtide.tier.pool import server_urls
 from kvtide.wire.protocol import Header, Record, RecordKind, RecordList, RecordName
 
-__all__ = ["RecordsClient", "backed_up", "raise_generation", "raise_to", "records_clients", "restore"]
-
 _VERSION_DIGITS_MAX = 18
 # Requests for one generation.
 STEPS_MAX = 10_000
