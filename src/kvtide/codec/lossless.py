@@ -41,6 +41,7 @@ class LosslessCodec:
         return 3 * layout.layer_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
+        """Return one section a layer."""
         check_bits(bits, meta.layout)
         layers = zip(layer_section_ids(meta.layout.layers), layer_views(bits), strict=True)
         return [Section(section_id, _encode_layer(layer, meta.layout.dtype)) for section_id, layer in layers]
@@ -52,6 +53,7 @@ class LosslessCodec:
             _decode_layer(meta.layout, section, layer)
 
     def decode_layer(self, layout: BlockLayout, section: Section) -> BlockBits:
+        """Return the section's layer."""
         values: BlockBits = np.empty(layout.shape[1:], layout.bits_dtype)
         _decode_layer(layout, section, values.reshape(-1).view(np.uint8))
         return values

@@ -77,6 +77,7 @@ class PackedCodec:
 
     @property
     def profile(self) -> bytes | None:
+        """Digest of the base's profile."""
         return self._base.profile
 
     @property
@@ -85,6 +86,7 @@ class PackedCodec:
         return self.profile is not None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
+        """Return the base's bound and a copy of the block."""
         return self._base.scratch_bytes(layout) + layout.raw_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
@@ -177,6 +179,7 @@ class ProbeKeys:
         self.kv_heads = kv_heads
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
+        """Return a bound on a copy of the keys."""
         return layout.raw_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:

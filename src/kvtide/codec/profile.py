@@ -91,7 +91,7 @@ class Profile(_Origin, frozen=True):
         """Return the file."""
         arrays = sorted(self.arrays.items())
         entries = tuple(_ArrayEntry(name, each.dtype.str[1:], each.shape) for name, each in arrays)
-        text = msgspec.json.encode(_Description(*msgspec.structs.astuple(self)[:-2], entries))
+        text = msgspec.json.encode(_Description(*(*msgspec.structs.astuple(self)[:-2], entries)))
         parts = [_PREFIX.pack(_MAGIC, _VERSION, 0, len(text)), text, *(each.tobytes() for _, each in arrays)]
         body = b"".join(parts)
         return body + hashlib.sha256(body).digest()
@@ -112,7 +112,7 @@ class Profile(_Origin, frozen=True):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptPayload(f"the profile's description does not parse: {error}") from error
         arrays = _read_arrays(memoryview(body)[_PREFIX.size + description_bytes :], found.arrays)
-        return cls(*msgspec.structs.astuple(found)[:-1], arrays, digest)
+        return cls(*(*msgspec.structs.astuple(found)[:-1], arrays, digest))
 
 
 def _read_arrays(data: memoryview, entries: tuple[_ArrayEntry, ...]) -> dict[str, NDArray[Any]]:

@@ -142,6 +142,7 @@ class ProfiledCodec(ABC):
 
     @property
     def profile(self) -> bytes | None:
+        """Return the digest of the profile that payloads need, or None."""
         return self._profile.digest if self._profile else None
 
     def fits(self, layout: BlockLayout) -> bool:
@@ -408,6 +409,7 @@ class CachegenCodec(ProfiledCodec):
         return self.quality_without(self.quality, GROUP_TOKENS - lacking)
 
     def quality_without(self, quality: float, refinements: int) -> float:
+        """Return the quality without the deltas of so many positions."""
         return quality + LACKING_QUALITY[refinements]
 
     def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:

@@ -73,6 +73,7 @@ class SnippetCodec:
         return sections + _named(self._deltas.encode(deltas, differences), SectionKind.DELTA)
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
+        """Write the block into `out`. CorruptPayload unless all sections are there and sound."""
         check_bits(out, meta.layout)
         anchors, deltas = _halves(meta)
         firsts: BlockBits = np.empty(anchors.layout.shape, anchors.layout.bits_dtype)

@@ -101,6 +101,7 @@ class TideCodec:
 
     @property
     def profile(self) -> bytes | None:
+        """Return the digest of the profile that payloads need."""
         return self.model.profile.digest if self.model else None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:

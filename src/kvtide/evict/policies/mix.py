@@ -159,10 +159,12 @@ class Shadows:
         return given_up
 
     def plan(self, blocks_max: int) -> None:
+        """Tell all policies that so many blocks fit by now."""
         for shadow in self._shadows:
             shadow.plan(blocks_max)
 
     def measure(self, key: BlockKey, size: int) -> None:
+        """Tell all of them what room a block takes."""
         for shadow in self._shadows:
             shadow.measure(key, size)
 
