@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
 from kvtide.cli.app import app
-from kvtide.cli.demo import rate_bits_s
 from kvtide.clock import SystemClock
 from kvtide.importance import UseRecord, record_id
 from kvtide.outcomes import Choice, Decided, Why
@@ -144,21 +143,6 @@ def test_bad_choices_are_refused_before_any_work(words: str, tmp_path: Path) -> 
 
 def test_short_prefix_is_refused() -> None:
     assert CliRunner().invoke(app, ["demo", "--prefix-tokens", "10"]).exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"), [("5mbit", 5e6), ("200mbit", 2e8), ("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("1mbit", 1e6)]
-)
-def test_rate_is_bits_a_second(text: str, rate: float) -> None:
-    assert rate_bits_s(text) == rate
-
-
-@pytest.mark.parametrize(
-    "text", ["", "20", "20mb", "-5mbit", "0mbit", "0.5mbit", "101gbit", "nanmbit", "1e9", "5 mbit"]
-)
-def test_other_rates_are_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match="as 20mbit or 1gbit, got"):
-        rate_bits_s(text)
 
 
 # Whoever starts the tests in the background may have them ignore an interrupt, which children inherit.
