@@ -1,4 +1,4 @@
-"""Processes of servers that hang: stopped as they are, and going on later."""
+"""Processes of servers: how etcd is started, and how one hangs and goes on later."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvtide_lab.bench.services import wait_until
+from kvtide_lab.bench.services import free_ports, wait_until
 
 
 @contextmanager
@@ -29,3 +29,17 @@ def _are_stopped(pid: int) -> bool:
         # One ended meanwhile.
         return False
     return all(stat.rpartition(")")[2].split()[0] in "Tt" for stat in stats)
+
+
+def etcd_words(port: int, folder: Path, certificates: Path | None = None) -> list[str]:
+    """Return the command of an etcd, under TLS if there are certificates."""
+    client = f"http{'s' if certificates else ''}://127.0.0.1:{port}"
+    peer = f"http://127.0.0.1:{free_ports(1)[0]}"
+    place = ["--listen-client-urls", client, "--advertise-client-urls", client]
+    peers = ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+    tls = (
+        [f"--cert-file={certificates / 'server.pem'}", f"--key-file={certificates / 'server.key'}"]
+        if certificates
+        else []
+    )
+    return ["etcd", "--data-dir", str(folder / "etcd"), *place, *peers, *tls]

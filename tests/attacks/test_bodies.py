@@ -1,23 +1,32 @@
-"""Bodies that don't come and readers that don't read: they hold little, not for long, and nothing of other tenants."""
+"""Bodies that don't come, readers that don't read, slow tiers, odd requests, strangers: others are served."""
 
 from __future__ import annotations
 
+import errno
+import json
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
-from tests.attacks.floods import GRANTS, ask, head
+from tests.attacks.floods import GRANTS, ask, flood, head
 from tests.server.worlds import path_of
 from tests.servers import RunningServer, counted, running_server
 
 from kvtide.errors import QueueFull
 from kvtide.server.http import BodyBuffers
-from kvtide.server.settings import ProgressBudget, ServerLimits
+from kvtide.server.http import connections as doors
+from kvtide.server.http.connections import ConnectionLimits, Guest, common_name, connections_for
+from kvtide.server.http.shares import Rates
+from kvtide.server.settings import FILES_MAX, ProgressBudget, ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier.base import WrappedTier
 from kvtide_lab.bench.services import BenchService, valkey_server, wait_until
 
 MIB = 1 << 20
@@ -165,3 +174,295 @@ def test_damaged_value_behind_a_server_is_removed_and_a_miss(value: bytes) -> No
         assert ask(server, "GET", OBJECT, "")[0].status == 404
         assert ask(server, "PUT", OBJECT, "", object_bytes(1))[0].status == 201
         assert ask(server, "GET", OBJECT, "")[1] == object_bytes(1)
+
+
+# Slow tiers and floods of one tenant: threads and look-ups are shared, and a deadline holds wherever one waits.
+
+SPACE = OBJECT.rpartition("/")[0]
+
+
+class Blocked(WrappedTier):
+    """A tier whose verbs wait until it is let go. It can't lend."""
+
+    def __init__(self, inner: object, verbs: set[str]) -> None:
+        super().__init__(inner)  # type: ignore[arg-type]
+        self.verbs = verbs
+        self.waiting = 0
+        self.go_on = threading.Event()
+
+    def before(self, verb: str, size: int) -> None:
+        if verb in self.verbs:
+            self.waiting += 1
+            self.go_on.wait(20)
+            self.waiting -= 1
+
+
+@contextmanager
+def blocked(server: RunningServer, *verbs: str) -> Iterator[Blocked]:
+    """Let a server's only tier hang."""
+    store = server.store
+    tier = store._open[0].tier = Blocked(store._open[0].tier, set(verbs))
+    try:
+        yield tier
+    finally:
+        tier.go_on.set()
+        wait_until(lambda: not tier.waiting, "the calls to come back")
+
+
+@contextmanager
+def asking(count: int, action: Callable[[int], object]) -> Iterator[None]:
+    with ThreadPoolExecutor(count) as threads:
+        asked = [threads.submit(action, number) for number in range(count)]
+        yield
+        for each in asked:
+            each.result()
+
+
+@pytest.mark.parametrize("limits", [ServerLimits(), ServerLimits(io_threads=2)])
+def test_slow_reads_of_one_tenant_leave_threads_to_others(limits: ServerLimits) -> None:
+    with running_server(grants=GRANTS, limits=limits) as server:
+        assert ask(server, "PUT", OBJECT, body=object_bytes(1))[0].status == 201
+        with blocked(server, "get") as tier:
+            absent = [path_of(number) for number in range(10, 22)]
+            with asking(12, lambda number: ask(server, "GET", absent[number], "attacker")):
+                wait_until(lambda: tier.waiting >= max(1, limits.io_threads - 1), "the attacker's calls to hang")
+                tier.verbs.clear()
+                assert ask(server, "GET", OBJECT)[1] == object_bytes(1)
+                assert ask(server, "PUT", path_of(2), body=object_bytes(2))[0].status == 201
+                assert tier.waiting
+                tier.go_on.set()
+
+
+def test_slow_reads_leave_a_thread_to_who_writes() -> None:
+    with running_server() as server, blocked(server, "get") as tier:
+        absent = [path_of(number) for number in range(10, 22)]
+        with asking(12, lambda number: ask(server, "GET", absent[number], "")):
+            wait_until(lambda: tier.waiting >= 3, "the calls to hang")
+            assert ask(server, "PUT", OBJECT, "", object_bytes(1))[0].status == 201
+            tier.go_on.set()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "verb"),
+    [
+        ("GET", OBJECT, None, "get"),
+        ("HEAD", OBJECT, None, "get"),
+        ("PUT", OBJECT, object_bytes(1), "put"),
+        ("DELETE", OBJECT, None, "delete"),
+        ("POST", f"{SPACE}/exists", json.dumps({"keys": [object_id(1).key.hex()]}).encode(), "contains"),
+    ],
+)
+def test_deadline_holds_while_a_tier_hangs(method: str, path: str, body: bytes | None, verb: str) -> None:
+    with running_server(limits=ServerLimits(io_threads=1)) as server, blocked(server, verb) as tier:
+        for _ in range(3):
+            started_s = time.monotonic()
+            answer, _ = ask(server, method, path, "", body, Kvtide_Deadline_Ms="200")
+            assert answer.status == 504
+            assert time.monotonic() - started_s < 15
+        # A call whose time was over before its thread began has not begun at all.
+        assert tier.waiting <= 1
+        tier.go_on.set()
+        wait_until(lambda: not tier.waiting, "the call to come back")
+        tier.verbs.clear()
+        assert ask(server, "GET", "/v1", "")[0].status == 200
+
+
+def test_deadline_counts_from_the_first_byte_and_ends_an_upload() -> None:
+    with running_server() as server, server.connect() as sock:
+        started_s = time.monotonic()
+        sock.sendall(head("PUT", OBJECT, Content_Length=1000, Kvtide_Deadline_Ms=5000)[:-2])
+        time.sleep(4.0)
+        sock.sendall(b"\r\nx")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 504 ")
+        # From the end of the head it would be nine seconds.
+        assert time.monotonic() - started_s < 8.5
+
+
+def test_look_ups_of_many_keys_cost_as_many_requests() -> None:
+    keys = json.dumps({"keys": [object_id(number).key.hex() for number in range(1000)]}).encode()
+    with running_server(grants=GRANTS, limits=ServerLimits(tenant_requests_s_max=500)) as server:
+        assert ask(server, "POST", f"{SPACE}/exists", "attacker", keys)[0].status == 200
+        assert ask(server, "POST", f"{SPACE}/exists", "attacker", keys)[0].status == 429
+        assert ask(server, "POST", f"{SPACE}/exists", "victim", keys)[0].status == 200
+    leading = keys.replace(b"}", b', "leading_only": true}')
+    with running_server(grants=GRANTS, limits=ServerLimits(tenant_requests_s_max=500)) as server:
+        for _ in range(5):
+            assert ask(server, "POST", f"{SPACE}/exists", "attacker", leading)[0].status == 200
+
+
+def test_rates_forget_who_has_not_asked_for_a_while() -> None:
+    rates = Rates(lambda: 10.0)
+    for number in range(5000):
+        rates.take(f"junk-{number}", number / 1000)
+    assert len(rates) < 1200
+    rates.take("one", 100.0)
+    assert len(rates) <= 64
+    bounded = Rates(lambda: 10.0, owners_max=80)
+    for number in range(100):
+        bounded.take(str(number), 0.0)
+    assert len(bounded) == 80
+
+
+# Requests that are not what they seem: pages of a browser, upgrades, ranges of another version, two names.
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:7421", None, 200),
+        ("localhost", "http://localhost", 200),
+        ("[::1]:7421", None, 200),
+        ("box", None, 200),
+        ("cache.localhost:80", None, 200),
+        ("evil.example", None, 421),
+        ("evil.example.:7421", None, 421),
+        ("127.0.0.1.evil.example", None, 421),
+        ("localhost", "http://evil.example", 421),
+        ("localhost:7421", "null", 421),
+    ],
+)
+def test_open_server_answers_no_page_of_another_site(host: str, origin: str | None, status: int) -> None:
+    headers: dict[str, Any] = {"Host": host, **({"Origin": origin} if origin else {})}
+    with running_server() as server:
+        assert ask(server, "GET", "/v1", "", **headers)[0].status == status
+
+
+def test_server_with_tokens_or_open_to_all_has_any_name() -> None:
+    with running_server(grants=GRANTS) as server:
+        assert ask(server, "GET", "/v1", Host="cache.example")[0].status == 200
+    with running_server(is_open_to_all=True) as server:
+        assert ask(server, "GET", "/v1", "", Host="cache.example")[0].status == 200
+
+
+def test_upgrade_is_not_taken_and_the_request_is_answered() -> None:
+    with running_server() as server, server.connect() as sock:
+        lines = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2_Settings": "AAMAAABkAAQC"}
+        sock.sendall(head("GET", "/healthz", **lines))
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
+        sock.sendall(head("GET", "/healthz"))
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_range_of_another_version_is_the_whole_object() -> None:
+    with running_server() as server:
+        ask(server, "PUT", OBJECT, "", object_bytes(1))
+        tag = ask(server, "HEAD", OBJECT, "")[0].headers["ETag"]
+        others = ('"another"', f"W/{tag}", "Sun, 01 Jan 2026 00:00:00 GMT")
+        for condition, status in ((tag, 206), *((other, 200) for other in others)):
+            answer, content = ask(server, "GET", OBJECT, "", Range="bytes=0-9", If_Range=condition)
+            assert (answer.status, len(content)) == (status, 10 if status == 206 else 1000)
+
+
+def test_certificate_of_two_names_has_none() -> None:
+    name = (("organizationName", "o"),), (("commonName", "a"),)
+    assert common_name({"subject": name}) == "a"
+    assert common_name({"subject": (*name, (("commonName", "b"),))}) is None
+    assert common_name({}) is None and common_name(None) is None
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EPROTO, errno.ENETDOWN, errno.EMFILE])
+def test_fault_of_accept_does_not_end_the_server(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = [OSError(number, "no")]
+    accept = socket.socket.accept
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, object]:
+        if faults:
+            raise faults.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(doors, "_ACCEPT_PAUSE_S", 0.01)
+    with running_server() as server:
+        monkeypatch.setattr(socket.socket, "accept", failing)
+        assert ask(server, "GET", "/healthz", "")[0].status == 200
+        assert not faults
+
+
+# Connections of strangers: few, short, and never in the way of who has shown a token.
+
+
+@contextmanager
+def silent(server: RunningServer, count: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(server.connect()) for _ in range(count)]
+
+
+def test_silent_connections_keep_nobody_out() -> None:
+    with running_server(grants=GRANTS, limits=ServerLimits(connections_max=32)) as server, server.connect() as known:
+        known.sendall(head("GET", "/v1", "victim"))
+        assert known.recv(1000).startswith(b"HTTP/1.1 200 ")
+        with silent(server, 40):
+            assert ask(server, "GET", "/healthz", "")[0].status == 200
+            assert ask(server, "GET", "/v1")[0].status == 200
+            known.sendall(head("GET", "/v1", "victim"))
+            assert known.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_connection_that_says_nothing_is_closed_after_the_time_for_a_head() -> None:
+    limits = ServerLimits(head_s_max=1.0, idle_s_max=300)
+    with running_server(grants=GRANTS, limits=limits) as server, server.connect() as mute, server.connect() as known:
+        known.sendall(head("GET", "/v1", "victim"))
+        known.recv(1000)
+        assert mute.recv(1) == b""
+        known.sendall(head("GET", "/v1", "victim"))
+        assert known.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_strangers_of_one_address_are_answered_no_faster_than_their_rate() -> None:
+    with running_server(grants=GRANTS, limits=ServerLimits(stranger_requests_s_max=5)) as server:
+        with server.connect() as stranger:
+            started_s = time.monotonic()
+            stranger.sendall(head("GET", "/v1") * 12)
+            answers = b""
+            while answers.count(b"HTTP/1.1 401 ") < 12:
+                answers += stranger.recv(65536)
+        assert time.monotonic() - started_s > 1.0
+        assert ask(server, "GET", "/v1")[0].status == 200
+
+
+def test_connections_of_one_tenant_are_bounded() -> None:
+    limits = ServerLimits(tenant_connections_max=3)
+    with running_server(grants=GRANTS, limits=limits) as server, silent(server, 3) as held:
+        for sock in held:
+            sock.sendall(head("GET", "/v1", "attacker"))
+            assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
+        answer, _ = ask(server, "GET", "/v1", "attacker")
+        assert (answer.status, answer.headers["Connection"]) == (429, "close")
+        assert ask(server, "GET", "/v1", "victim")[0].status == 200
+
+
+def test_strangers_leave_in_the_order_in_which_they_came() -> None:
+    cut: list[str] = []
+    doors = ConnectionLimits(3, 10, lambda guest: cut.append(guest.client))
+    guests = [doors.enter(str(number), "@here") for number in range(3)]
+    assert isinstance(guests[0], Guest)
+    doors.settle(guests[0], "tenant")
+    assert doors.enter("3", "@here") is not None
+    assert cut == ["1"]
+    doors.check()
+
+
+def test_descriptors_that_are_few_bound_the_connections(caplog: pytest.LogCaptureFixture) -> None:
+    limits = ServerLimits(connections_max=4096)
+    assert connections_for(limits, 65536) == 4096
+    assert connections_for(limits, 1024) == 1024 - FILES_MAX
+    assert "connections_max" in caplog.text
+
+
+# Requests without pause: each owner gets its turns, whoever else asks how often.
+
+
+@pytest.mark.parametrize("path", ["/v1", "/healthz", "/v1/nothing"])
+def test_requests_without_pause_leave_the_others_their_turns(path: str) -> None:
+    with running_server(grants=GRANTS) as server:
+        assert ask(server, "PUT", OBJECT, body=object_bytes(1))[0].status == 201
+        with flood(server, head("GET", path)):
+            for _ in range(3):
+                assert ask(server, "GET", OBJECT)[1] == object_bytes(1)
+
+
+def test_server_ends_while_somebody_asks_without_pause(tmp_path: Path) -> None:
+    with running_server(grants=GRANTS) as server, flood(server, head("GET", "/v1")):
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        stopping.join(15)
+        assert not stopping.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -11,15 +12,19 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from tests.attacks.floods import GRANTS, ask, head
-from tests.server.worlds import logged, path_of
+from tests.attacks.floods import GRANTS, TOKENS, ask, head
+from tests.server.worlds import World, logged, path_of, put
+from tests.server.worlds import ask as ask_world
 from tests.servers import RunningServer, counted, running_server
 
+from kvtide.server.auth import Grant, Scope, new_token, tenant_namespace, token_digest
 from kvtide.server.http.connections import account_of, host_of
 from kvtide.server.logs import ACCESS_LOGGER, AUDIT_LOGGER
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
 from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier import ObjectInfo
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.bench.services import wait_until
 
 
@@ -133,3 +138,84 @@ def test_accounts_of_addresses_are_those_that_tell_clients_apart() -> None:
         account_of(host_of((host, 1))) for host in ("::ffff:10.0.0.1", "10.0.0.1", "2001:db8::5:1", "2001:db8::6:1")
     ] == ["@10.0.0.1", "@10.0.0.1", "@2001:db8::", "@2001:db8::"]
     assert account_of(host_of("")) == "@unix"
+
+
+# Listings go through everybody's objects: in slices, each of which waits for its tenant's turn.
+
+OBJECT = path_of(1)
+SPACE = OBJECT.rpartition("/")[0]
+
+
+@pytest.mark.parametrize("path", ["/v1", SPACE])
+def test_listing_goes_in_slices_and_no_further_than_somebody_waits_for_it(path: str) -> None:
+    is_over, yielded = threading.Event(), 0
+
+    def endless() -> Iterator[ObjectInfo]:
+        nonlocal yielded
+        while not is_over.is_set():
+            yielded += 1
+            yield ObjectInfo(ObjectId(Namespace(bytes(32)), BlockKey(yielded.to_bytes(32, "big"))), 1, 0.0)
+
+    with running_server(grants=GRANTS) as server:
+        ask(server, "PUT", OBJECT, body=object_bytes(1))
+        server.store.objects = endless  # type: ignore[method-assign]
+        assert ask(server, "GET", path, "attacker", Kvtide_Deadline_Ms="2000")[0].status == 504
+        ask(server, "GET", OBJECT)
+        before = yielded
+        time.sleep(0.2)
+        went_on = yielded - before
+        is_over.set()
+    assert before > 0 and went_on <= 512
+
+
+def test_listing_over_several_slices_is_whole_and_in_order() -> None:
+    ids = [ObjectId(tenant_namespace("victim", object_id(1).namespace), object_id(n).key) for n in range(2000)]
+    others = [ObjectId(Namespace(bytes(32)), object_id(n).key) for n in range(2000)]
+    with running_server(grants=GRANTS) as server:
+        server.store.objects = lambda: iter(  # type: ignore[method-assign]
+            [ObjectInfo(each, 7, 0.0) for pair in zip(ids, others, strict=True) for each in pair]
+        )
+        first = json.loads(ask(server, "GET", SPACE)[1])["objects"]
+        rest = json.loads(ask(server, "GET", f"{SPACE}?after={first[-1]['key']}")[1])["objects"]
+    assert [each["key"] for each in first + rest] == sorted(each.key.hex() for each in ids)
+
+
+# Names that somebody makes up: they displace nobody's.
+
+
+def test_made_up_tenants_leave_named_ones_their_labels() -> None:
+    token = new_token()
+    relay = Grant(tenant="relay", scopes=list(Scope), token_sha256=token_digest(token), on_behalf_of=["*"])
+    with running_server(grants=(*GRANTS, relay)) as server:
+        ask(server, "PUT", OBJECT, body=object_bytes(1))
+        metrics = server.service.metrics
+        for number in range(100):
+            metrics.count_sent(f"junk-{number}", 1)
+        ask(server, "GET", OBJECT, "victim")
+        ask(server, "PUT", OBJECT, "second", object_bytes(1))
+        assert metrics.label("second") == "second"
+        assert all(counted(server, "kvtide_received_bytes_total", tenant=name) for name in ("victim", "second"))
+        assert counted(server, "kvtide_sent_bytes_total", tenant="(others)")
+
+
+def test_made_up_tenants_have_no_rate_of_their_own() -> None:
+    token = new_token()
+    relay = Grant(tenant="relay", scopes=list(Scope), token_sha256=token_digest(token), on_behalf_of=["*", "known"])
+    TOKENS["relay"] = token
+    with running_server(grants=(*GRANTS, relay), limits=ServerLimits(tenant_requests_s_max=0.2)) as server:
+        junk = [ask(server, "GET", "/v1", "relay", Kvtide_Tenant=f"junk-{n}")[0].status for n in range(20)]
+        assert 429 in junk
+        assert ask(server, "GET", "/v1", "relay", Kvtide_Tenant="known")[0].status == 200
+    with running_server(limits=ServerLimits(tenant_requests_s_max=0.2)) as server:
+        assert 429 in [ask(server, "GET", "/v1", "", Kvtide_Tenant=f"junk-{n}")[0].status for n in range(20)]
+
+
+def test_what_is_brought_from_another_region_takes_a_buffer(world: World) -> None:
+    east, west = world.regions
+    put(east, 1)
+    buffers = west.service.buffers
+    all_of_them = buffers.take(west.settings.limits.buffer_bytes_max)
+    assert all_of_them is not None
+    assert ask_world(west, "GET", 1, Force_Latest="1")[0].status == 503
+    buffers.give_back(all_of_them)
+    assert ask_world(west, "GET", 1, Force_Latest="1")[1] == object_bytes(1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.processes import frozen
+from tests.processes import etcd_words, frozen
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
@@ -24,7 +24,7 @@ from kvtide.tier.pool.membership import EtcdMembership, Watcher, _b64
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.tier.valkey.nodes import parse_valkey_url
 from kvtide.tier.valkey.resp import RespSocket
-from kvtide_lab.bench.services import free_ports, started, valkey_command, valkey_server, wait_until
+from kvtide_lab.bench.services import started, valkey_command, valkey_server, wait_until
 
 redis = pytest.importorskip("redis")
 s3 = pytest.importorskip("kvtide.tier.s3")
@@ -338,13 +338,6 @@ def test_parts_of_two_objects_are_never_joined(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(TierUnavailable, match="replaced while it was read"):
             tier.get_into(object_id(1), memoryview(bytearray(4000)))
         tier.close()
-
-
-def etcd_words(port: int, folder: Path) -> list[str]:
-    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_ports(1)[0]}"
-    place = ["--listen-client-urls", client, "--advertise-client-urls", client]
-    peers = ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-    return ["etcd", "--data-dir", str(folder / "etcd"), *place, *peers]
 
 
 def etcd_on(port: int) -> EtcdMembership:

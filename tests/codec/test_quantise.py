@@ -1,7 +1,8 @@
-"""The native quantisers against their twins: the same arithmetic, in plain numpy."""
+"""The published codecs: native quantisers against their twins, profiles, integers, sections of cachegen."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,25 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtide import _native
+from kvtide.block import BlockLayout, KVDtype
+from kvtide.codec import CodecRegistry, Profile
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
+from kvtide.codec.published.cachegen import GROUP_TOKENS, ProfileFitter, delta_layers
+from kvtide.codec.published.integers import (
+    CODERS,
+    CodedIntegers,
+    Distribution,
+    IntegerRuns,
+    Integers,
+    decode_alike,
+    encode_integers,
+    fit_distribution,
+    value_counts,
+)
+from kvtide.errors import CorruptPayload, UnencodableBlock
+from kvtide.testing import block_meta, layouts, smooth_bits
+from kvtide.types import Section, SectionKind
+from kvtide.wire import pack_object, parse_object
 
 GROUP = 10
 Floats = NDArray[np.float32]
@@ -167,3 +187,310 @@ def test_sizes_that_do_not_fit_are_value_errors(arguments: dict[str, Any], messa
             np.zeros(given_["anchors"][1], np.uint16),
             np.zeros(given_["deltas"], np.int16),
         )
+
+
+LAYOUT = BlockLayout(layers=3, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
+MAKERS: dict[str, Any] = {"cachegen": CachegenCodec, "chunkwise": ChunkwiseCodec}
+
+
+def fitted(kind: str, layout: BlockLayout = LAYOUT) -> Profile:
+    fitter = ProfileFitter(kind, "made up", layout)
+    blocks = [smooth_bits(layout, seed) for seed in range(4)]
+    fitter.scale(blocks)
+    for bits in blocks:
+        fitter.add(bits)
+    return fitter.profile(texts=2)
+
+
+@pytest.mark.parametrize("kind", ProfileFitter.KINDS)
+@pytest.mark.parametrize("coder", [0, 1])
+def test_shared_tables_make_objects_smaller_and_change_nothing(kind: str, coder: int) -> None:
+    profile, meta, bits = fitted(kind), block_meta(LAYOUT), smooth_bits(LAYOUT, 99)
+    sizes = []
+    for known in (None, profile):
+        codec = MAKERS[kind](2, coder, known)
+        packed = pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
+        stored = parse_object(packed)
+        reader = CodecRegistry([profile]).get(stored.codec_id, stored.profile)
+        out = np.empty_like(bits)
+        assert reader is not None
+        reader.decode(meta, stored.sections(), out)
+        assert np.abs(out.view(np.float32) - bits.view(np.float32)).max() < 0.5
+        sizes.append(len(packed))
+    assert sizes[1] < 0.8 * sizes[0]
+
+
+@pytest.mark.parametrize("kind", ProfileFitter.KINDS)
+def test_profile_survives_its_own_bytes_and_its_digest_names_it(kind: str) -> None:
+    profile = fitted(kind)
+    again = Profile.parse(profile.to_bytes())
+    assert again.digest == profile.digest == profile.to_bytes()[-32:]
+    assert (again.kind, again.model, again.texts, again.tokens) == (kind, "made up", 2, 128)
+    assert fitted(kind).digest == profile.digest
+
+
+def test_object_of_an_unknown_profile_is_not_decoded() -> None:
+    assert CodecRegistry([]).get("cachegen-2", fitted("cachegen").digest) is None
+
+
+def test_profile_of_another_kind_or_shape_is_not_chosen() -> None:
+    registry = CodecRegistry([fitted("cachegen")])
+    assert registry.make("cachegen", LAYOUT).profile is not None
+    assert registry.make("chunkwise", LAYOUT).profile is None
+    other = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
+    assert registry.make("cachegen", other).profile is None
+    codec = CachegenCodec(2, 0, fitted("cachegen"))
+    with pytest.raises(UnencodableBlock, match="made up"):
+        codec.encode(block_meta(other), smooth_bits(other, 1))
+
+
+def test_profile_of_another_kind_gives_a_refusal_not_garbage() -> None:
+    codec = ChunkwiseCodec(2, 0, fitted("cachegen"))
+    with pytest.raises(CorruptPayload, match="no distributions"):
+        codec.encode(block_meta(LAYOUT), smooth_bits(LAYOUT, 1))
+
+
+@given(position=st.integers(0, 10**7), bit=st.integers(0, 7))
+@settings(max_examples=100, deadline=None)
+def test_flipped_bit_of_a_profile_is_found(position: int, bit: int) -> None:
+    data = bytearray(WHOLE)
+    data[position % len(data)] ^= 1 << bit
+    with pytest.raises(CorruptPayload):
+        Profile.parse(bytes(data))
+
+
+WHOLE = fitted("chunkwise").to_bytes()
+
+
+def test_truncated_or_foreign_profile_is_refused() -> None:
+    for length in (0, 1, 40, len(WHOLE) // 2, len(WHOLE) - 1):
+        with pytest.raises(CorruptPayload):
+            Profile.parse(WHOLE[:length])
+    with pytest.raises(CorruptPayload, match="not a profile"):
+        Profile.parse(b"\x89KVTIDE\n" + bytes(200))
+
+
+def signed(body: bytes) -> bytes:
+    """A profile with a right digest over wrong content: what a hostile writer would make."""
+    return body + hashlib.sha256(body).digest()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"f4"', b'"O8"', "type"),
+        (b'"u4"', b'"f2"', "type"),
+        (b'"layers":3', b'"layers":x', "parse"),
+        (b'"texts":2', b'"texxx":2', "parse"),
+        (b"[3,2]", b"[9,2]", "bytes expected|behind"),
+        (b"[3,2]", b"[-1]2", "parse|type"),
+    ],
+)
+def test_forged_description_is_refused(old: bytes, new: bytes, message: str) -> None:
+    body = WHOLE[:-32]
+    assert old in body
+    with pytest.raises(CorruptPayload, match=message):
+        Profile.parse(signed(body.replace(old, new, 1)))
+
+
+def test_calibration_refuses_no_blocks_and_unknown_kinds() -> None:
+    with pytest.raises(ValueError, match="cachegen"):
+        ProfileFitter("zip", "m", LAYOUT)
+    fitter = ProfileFitter("cachegen", "m", LAYOUT)
+    with pytest.raises(ValueError, match="full block"):
+        fitter.scale([])
+    with pytest.raises(ValueError, match="full block"):
+        fitter.profile(1)
+
+
+def test_damaged_shared_section_is_refused_or_decoded() -> None:
+    profile, meta, bits = fitted("cachegen"), block_meta(LAYOUT), smooth_bits(LAYOUT, 99)
+    codec = CachegenCodec(2, 0, profile)
+    sections = codec.encode(meta, bits)
+    rng = np.random.default_rng(1)
+    out, whole = np.empty_like(bits), np.empty_like(bits)
+    codec.decode(meta, sections, whole)
+    refused = changed = 0
+    for _ in range(200):
+        damaged = bytearray(sections[1].data)
+        damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
+        try:
+            codec.decode(meta, [sections[0], Section(sections[1].id, bytes(damaged)), *sections[2:]], out)
+        except CorruptPayload:
+            refused += 1
+        else:
+            changed += not np.array_equal(out, whole)
+    # A bit of an escape that no value takes changes nothing.
+    assert refused > 100 and changed > 10, (refused, changed)
+
+
+RUNS = IntegerRuns(streams=2, runs=3, symbols=40)
+
+
+def numbers(seed: int, spread: float, runs: IntegerRuns = RUNS) -> Integers:
+    values = np.random.default_rng(seed).normal(scale=spread, size=(runs.streams, runs.runs, runs.symbols))
+    return np.clip(values, -32768, 32767).astype(np.int16)
+
+
+def distribution_of(values: Integers, coder: int, is_open: bool = False) -> Distribution:
+    rows = values.shape[0] * values.shape[1]
+    return fit_distribution(value_counts(values.reshape(rows, values.shape[2])), coder, is_open)
+
+
+def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | None) -> Integers:
+    coded = CodedIntegers.parse(data, runs.streams)
+    found: Integers = decode_alike([coded], runs, coded.distribution(runs, shared))[0]
+    return found
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    spread=st.sampled_from([0.0, 0.3, 3.0, 40.0, 400.0, 9000.0]),
+    coder=st.integers(0, 1),
+    is_shared=st.booleans(),
+    symbols=st.integers(0, 70),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_numbers_survive(seed: int, spread: float, coder: int, is_shared: bool, symbols: int) -> None:
+    runs = IntegerRuns(2, 3, symbols)
+    values = numbers(seed, spread, runs)
+    distribution = (
+        distribution_of(numbers(seed + 1, 5.0), coder, is_open=True) if is_shared else distribution_of(values, coder)
+    )
+    data = encode_integers(values, runs, distribution, is_shared)
+    assert np.array_equal(decode_integers(memoryview(data), runs, distribution if is_shared else None), values)
+
+
+@pytest.mark.parametrize("extreme", [-32768, 32767, 0])
+def test_extreme_numbers_survive(extreme: int) -> None:
+    values = np.full((2, 3, 40), extreme, dtype=np.int16)
+    data = encode_integers(values, RUNS, distribution_of(values, 0), False)
+    assert np.array_equal(decode_integers(memoryview(data), RUNS, None), values)
+
+
+@pytest.mark.parametrize(("spread", "bits"), [(0.5, 1.4), (2.0, 3.1), (8.0, 5.1), (60.0, 8.0)])
+def test_size_is_near_the_entropy(spread: float, bits: float) -> None:
+    runs = IntegerRuns(1, 1, 20000)
+    values = np.rint(np.random.default_rng(1).normal(scale=spread, size=(1, 1, 20000))).astype(np.int16)
+    data = encode_integers(values, runs, distribution_of(values, 0), True)
+    counts = np.unique(values, return_counts=True)[1] / values.size
+    entropy = float(-(counts * np.log2(counts)).sum())
+    assert entropy < bits
+    assert 8 * len(data) / values.size < 1.03 * entropy + 0.07
+
+
+@pytest.mark.parametrize("coder", range(len(CODERS)))
+def test_distribution_survives_its_own_bytes(coder: int) -> None:
+    values = numbers(3, 20.0)
+    distribution = distribution_of(values, coder)
+    again = Distribution.parse(coder, memoryview(distribution.to_bytes()), RUNS.distributions)
+    assert np.array_equal(again.shifts, distribution.shifts)
+    assert again.tables.to_bytes() == distribution.tables.to_bytes()
+
+
+def test_every_truncation_and_extension_is_refused() -> None:
+    data = encode_integers(values := numbers(1, 40.0), RUNS, distribution_of(values, 0), False)
+    for length in range(len(data)):
+        with pytest.raises(CorruptPayload):
+            decode_integers(memoryview(data[:length]), RUNS, None)
+    with pytest.raises(CorruptPayload):
+        decode_integers(memoryview(data + b"\0"), RUNS, None)
+
+
+@given(data=st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_hostile_bytes_are_refused_and_never_crash(data: bytes) -> None:
+    with pytest.raises(CorruptPayload):
+        decode_integers(memoryview(data), RUNS, None)
+
+
+def test_shared_distributions_that_are_not_here_are_missed() -> None:
+    values = numbers(1, 3.0)
+    data = memoryview(encode_integers(values, RUNS, distribution_of(values, 0, is_open=True), True))
+    for wrong in (None, distribution_of(values, 1, is_open=True)):
+        with pytest.raises(CorruptPayload, match="not here"):
+            decode_integers(data, RUNS, wrong)
+
+
+# CacheGen's anchors and deltas apart: which tokens are exact with which sections.
+
+ODD_LAYOUT = BlockLayout(layers=3, tokens=27, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
+CODECS = [CachegenCodec(), CachegenCodec(level=1, coder=1)]
+
+
+def encoded(codec: CachegenCodec, layout: BlockLayout, seed: int) -> list[Section]:
+    return codec.encode(block_meta(layout), smooth_bits(layout, seed))
+
+
+def decoded(codec: CachegenCodec, layout: BlockLayout, sections: list[Section]) -> Any:
+    out = np.empty(layout.shape, layout.bits_dtype)
+    codec.decode(block_meta(layout), sections, out)
+    return out
+
+
+@given(layout=layouts(), seed=st.integers(0, 2**32), codec=st.sampled_from(CODECS), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_positions_that_are_here_are_exact_and_the_others_take_their_anchor(
+    layout: BlockLayout, seed: int, codec: CachegenCodec, data: st.DataObject
+) -> None:
+    sections = encoded(codec, layout, seed)
+    here = data.draw(st.sets(st.integers(1, GROUP_TOKENS - 1)))
+    some = [section for section in sections if section.id.refinement in here | {0}]
+    whole, part = decoded(codec, layout, sections), decoded(codec, layout, some)
+    for token in range(layout.tokens):
+        position = token % GROUP_TOKENS
+        source = token if position in here else token - position
+        assert np.array_equal(part[:, :, token], whole[:, :, source])
+
+
+def test_anchors_come_first_and_each_position_has_its_refinement() -> None:
+    ids = [section.id for section in encoded(CODECS[0], ODD_LAYOUT, 1)]
+    assert [section.kind for section in ids[:3]] == [SectionKind.ANCHOR] * 3
+    assert [section.refinement for section in ids[3:]] == list(range(1, GROUP_TOKENS))
+    assert {(id_.kind, id_.layer_start, id_.layer_stop) for id_ in ids[3:]} == {(SectionKind.DELTA, 0, 3)}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "tokens", "layers", "expected"),
+    [(3, 64, 256, 30, 10), (8, 128, 256, 32, 2), (40, 128, 256, 40, 1), (8, 128, 8, 32, 32), (1, 1, 1, 4096, 4096)],
+)
+def test_small_layers_share_sections(kv_heads: int, head_dim: int, tokens: int, layers: int, expected: int) -> None:
+    ranges = delta_layers(BlockLayout(layers, tokens, kv_heads, head_dim, KVDtype.BFLOAT16))
+    assert max(map(len, ranges)) == expected
+    assert [layer for layers_ in ranges for layer in layers_] == list(range(layers))
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_anchor_that_is_missing_is_refused(missing: int) -> None:
+    sections = encoded(CODECS[0], ODD_LAYOUT, 1)
+    with pytest.raises(CorruptPayload, match="anchors of 3 layers"):
+        decoded(CODECS[0], ODD_LAYOUT, sections[:missing] + sections[missing + 1 :])
+
+
+def test_delta_of_other_layers_or_position_is_refused() -> None:
+    sections = encoded(CODECS[0], ODD_LAYOUT, 1)
+    for change in ({"layer_stop": 2}, {"refinement": 10}, {"kind": SectionKind.DATA}):
+        wrong = Section(sections[-1].id._replace(**change), sections[-1].data)
+        with pytest.raises(CorruptPayload, match="sections of deltas"):
+            decoded(CODECS[0], ODD_LAYOUT, [*sections[:-1], wrong])
+
+
+@pytest.mark.parametrize("other", [CachegenCodec(level=2), CachegenCodec(level=3, coder=1)])
+def test_layers_of_different_levels_or_coders_are_refused(other: CachegenCodec) -> None:
+    sections = encoded(CODECS[0], ODD_LAYOUT, 1)
+    sections[1] = encoded(other, ODD_LAYOUT, 1)[1]
+    with pytest.raises(CorruptPayload, match="do not agree"):
+        decoded(CODECS[0], ODD_LAYOUT, sections)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [(0, 9, "level 9"), (1, 2, "coder 2"), (2, 1, "level 3"), (7, 0xFF, "steps"), (14, 0xFF, "bytes of dist")],
+)
+def test_each_wrong_field_of_an_anchor_section_is_refused(offset: int, value: int, message: str) -> None:
+    sections = encoded(CODECS[0], ODD_LAYOUT, 1)
+    damaged = bytearray(sections[0].data)
+    damaged[offset] = value
+    sections[0] = Section(sections[0].id, damaged)
+    with pytest.raises(CorruptPayload, match=message):
+        decoded(CODECS[0], ODD_LAYOUT, sections)

@@ -1,3 +1,5 @@
+"""The tide codec: sections, profiles, golden bytes; levels along a trellis; the law of what is lost."""
+
 from __future__ import annotations
 
 from itertools import pairwise
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.codec import tide_twin as twin
 from tests.codec.tide_profiles import (
     LAYOUT,
     LOUDER,
@@ -23,10 +26,12 @@ from tests.codec.tide_profiles import (
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Codec, CodecRegistry, Profile
-from kvtide.codec.tide import COSTS, TideCodec, is_staged
+from kvtide.codec.tide import COSTS, Steps, TideCodec, is_staged
 from kvtide.codec.tide.coding import apart_tokens
 from kvtide.codec.tide.fit import transform_layers
-from kvtide.codec.tide.model import quality_of_units, units_of_quality
+from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, LossLaw, PositionLaw, Powers, Purpose, law_table
+from kvtide.codec.tide.model import TideModel, quality_of_units, units_of_quality
+from kvtide.codec.tide.section import split_base, split_refinement
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.testing import block_meta, smooth_bits
 from kvtide.testing.codec_suite import CodecSuite
@@ -381,3 +386,258 @@ def test_losses_are_those_of_the_curve_a_third_of_the_step_at_a_time() -> None:
     # 10 times the loss for 40 units below, and for 30 above.
     assert codec.losses == pytest.approx((1e-2 * 10 ** (38 / 30), 1e-2 * 10 ** (19 / 30), 1e-2), rel=1e-3)
     assert TideCodec().losses == ()
+
+
+# Levels along a trellis: kernels against their twin on every path, and the codec that is made of them.
+
+PATHS = _native.tide_paths()
+TWINS = (4, 20)
+LAYERS = TideModel(fitted(LAYOUT)).section_layers
+TRELLIS = TideCodec(fitted(LAYOUT), 1e-3, 2)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@given(
+    seed=st.integers(0, 2**32),
+    rows=st.integers(1, 40),
+    tokens=st.integers(1, 150),
+    loud=st.sampled_from([2, 20, 300, 32600]),
+)
+@settings(max_examples=40, deadline=None)
+def test_cheapest_path_is_the_twins(path: str, seed: int, rows: int, tokens: int, loud: int) -> None:
+    rng = np.random.default_rng(seed)
+    exact = np.clip(np.rint(rng.laplace(0, loud / 2, (rows, tokens))), -32600, 32600).astype(np.int16)
+    classes = rng.integers(0, 3, (rows, 4)).astype(np.uint16)
+    rates = rng.integers(0, rng.choice([2, 200, 1000]), (3, 32)).astype(np.int16)
+    found = np.empty_like(exact)
+    _native.tide_find_path(path, exact, classes, rates, found)
+    assert np.array_equal(found, twin.find_path(exact, classes, rates))
+
+
+def lists_of(rng: np.random.Generator, rows: int, tokens: int) -> tuple[Any, ...]:
+    parents = np.rint(rng.laplace(0, 1.2, (rows, tokens))).astype(np.int16)
+    modes = rng.integers(0, 3, rows).astype(np.uint8)
+    levels = parents * np.int16(3) + rng.integers(-1, 2, (rows, tokens)).astype(np.int16)
+    # Top values are lists 0 to 7, digits 8 to 47.
+    tables = np.where(modes[:, None] == twin.TOP, rng.integers(0, 4, (rows, 4)), 8 + 3 * rng.integers(0, 6, (rows, 4)))
+    return levels, parents, modes, tables.astype(np.uint16)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@given(seed=st.integers(0, 2**32), rows=st.integers(1, 12), tokens=st.integers(1, 150))
+@settings(max_examples=80, deadline=None)
+def test_lists_by_state_are_the_twins_and_taking_undoes_putting(path: str, seed: int, rows: int, tokens: int) -> None:
+    rng = np.random.default_rng(seed)
+    levels, parents, modes, tables = lists_of(rng, rows, tokens)
+    expected = twin.put_states(levels, parents, modes, tables, TWINS)
+    counts = np.zeros(48, dtype=np.int64)
+    _native.tide_count_states(path, levels, parents, modes, tables, TWINS, counts)
+    assert counts.tolist() == [len(expected.get(table, [])) for table in range(48)]
+    stops = np.cumsum(counts)
+    items, cursors = np.zeros(int(stops[-1]) + _native.TIDE_SLACK, dtype=np.int16), stops - counts
+    assert _native.tide_put_states(path, levels, parents, modes, tables, TWINS, items, cursors, stops)
+    assert np.array_equal(cursors, stops)
+    assert items[: stops[-1]].tolist() == [item for table in range(48) for item in expected.get(table, [])]
+    taken = np.where(modes[:, None] == twin.DIGIT, levels, parents)
+    assert _native.tide_take_states(path, taken, modes, tables, TWINS, items, stops - counts, stops)
+    assert np.array_equal(taken, twin.half_steps(levels))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_lists_that_states_ask_too_much_of_are_refused(path: str) -> None:
+    values, modes = np.ones((2, 40), dtype=np.int16), np.zeros(2, dtype=np.uint8)
+    tables, items = np.zeros((2, 4), dtype=np.uint16), np.ones(80 + _native.TIDE_SLACK, dtype=np.int16)
+    # Of the second row quantiser 1 takes all; one too few for it, or for the first.
+    for first in (39, 41):
+        cursors = np.array([0] * 4 + [first] * 4, dtype=np.int64)
+        stops = np.array([first] * 4 + [80] * 4, dtype=np.int64)
+        assert not _native.tide_take_states(path, values.copy(), modes, tables, (4, 4), items, cursors, stops)
+        cursors[4:] = first
+        cursors[:4] = 0
+        assert not _native.tide_put_states(path, values, values, modes, tables, (4, 4), items.copy(), cursors, stops)
+    for cursor, stop in ((-1, 40), (0, 81), (41, 40)):
+        cursors, stops = np.full(8, cursor, dtype=np.int64), np.full(8, stop, dtype=np.int64)
+        assert not _native.tide_take_states(path, values.copy(), modes, tables, (4, 4), items, cursors, stops)
+
+
+@pytest.mark.parametrize(
+    ("exact", "number", "rate"), [(0, 0, 1001), (0, 0, -1), (32601, 0, 0), (-32601, 0, 0), (0, 3, 0)]
+)
+def test_prices_that_would_overflow_are_refused(exact: int, number: int, rate: int) -> None:
+    values, classes = np.full((2, 8), exact, dtype=np.int16), np.full((2, 4), number, dtype=np.uint16)
+    rates, levels = np.full((3, 32), rate, dtype=np.int16), np.zeros((2, 8), dtype=np.int16)
+    with pytest.raises(ValueError, match="tide"):
+        _native.tide_find_path(PATHS[0], values, classes, rates, levels)
+
+
+def restored(codec: TideCodec, sections: list[Section]) -> np.ndarray:
+    out = np.empty_like(BITS)
+    codec.decode(META, sections, out)
+    return out.view(np.float32)
+
+
+def lost(found: np.ndarray, bits: np.ndarray) -> float:
+    off = found - bits.view(np.float32)
+    return float(np.square(off[:, :, 4:].astype(np.float64)).mean())
+
+
+@pytest.mark.parametrize("refinements", [0, 2])
+def test_a_trellis_loses_less_with_the_same_bytes(refinements: int) -> None:
+    # As many values as it takes for counts and fillings to be few.
+    layout = BlockLayout(5, 256, 2, 16, KVDtype.FLOAT32)
+    meta, bits, codec = block_meta(layout, 0, 1), smooth_bits(layout, 77), TideCodec(fitted(layout, "layer", 6))
+    by_levels = []
+    for is_trellis in (False, True):
+        points, out = [], np.empty_like(bits)
+        for units in range(-40, 0, 4):
+            at_step = codec.with_steps(Steps(units, refinements, is_trellis))
+            sections = at_step.encode(meta, bits)
+            at_step.decode(meta, sections, out)
+            points.append((sum(len(each.data) for each in sections), lost(out.view(np.float32), bits)))
+        by_levels.append(np.array(points))
+    plain, found = by_levels
+    at = found[len(found) // 2]
+    error = np.exp(np.interp(-at[0], -plain[:, 0], np.log(plain[:, 1])))
+    assert at[1] < 0.87 * error
+
+
+def test_less_than_all_refinements_are_thirds_of_the_path() -> None:
+    sections = TRELLIS.encode(META, BITS)
+    by_last = [[each for each in sections if each.id.refinement <= last] for last in range(3)]
+    errors = [lost(restored(TRELLIS, here), BITS) for here in by_last]
+    assert errors[0] > 4 * errors[1] > 16 * errors[2]
+    assert TRELLIS.losses[0] > TRELLIS.losses[1] > TRELLIS.losses[2] == pytest.approx(1e-3, rel=0.1)
+    assert [TRELLIS.quality_of(here) for here in by_last] == pytest.approx(TRELLIS.losses)
+
+
+def test_rounded_levels_are_those_of_a_profile_that_knows_no_trellis() -> None:
+    arrays = {name: each for name, each in fitted(LAYOUT).arrays.items() if not name.startswith("trellis")}
+    old = fitted(LAYOUT)
+    plain = TideCodec(Profile.make(old.kind, old.model, LAYOUT, (old.texts, old.tokens), arrays), TRELLIS.quality, 2)
+    assert not plain.steps.is_trellis
+    assert plain.encode(META, BITS) == TRELLIS.rounded().encode(META, BITS)
+    assert plain.losses == TRELLIS.rounded().losses
+    assert np.array_equal(
+        restored(plain, plain.encode(META, BITS)), restored(TRELLIS, TRELLIS.rounded().encode(META, BITS))
+    )
+    with pytest.raises(CorruptPayload, match="trellis"):
+        restored(plain, TRELLIS.encode(META, BITS))
+
+
+@pytest.mark.parametrize("change", ["one more", "one less", "a byte more", "a byte less", "of a rounded section"])
+def test_what_states_share_out_must_add_up(change: str) -> None:
+    codec = TRELLIS.with_steps(Steps(-20, 1, is_trellis=True))
+    sections = codec.encode(META, BITS)
+    last = [each.id for each in sections].index(SectionId(SectionKind.DATA, 1, 0, LAYERS))
+    data = bytes(sections[last].data)
+    counts = split_refinement(memoryview(data)).state_counts
+    before, _, after = data.partition(counts)
+    assert counts
+    changed = {
+        "one more": bytes([counts[0] + 1]) + counts[1:],
+        "one less": bytes([counts[0] - 1]) + counts[1:],
+        "a byte more": counts + bytes(1),
+        "a byte less": counts[:-1],
+        "of a rounded section": counts,
+    }
+    if change == "of a rounded section":
+        before = before[:3] + bytes(1) + before[4:]
+    sections[last] = Section(sections[last].id, before + changed[change] + after)
+    with pytest.raises(CorruptPayload):
+        restored(codec, sections)
+
+
+def test_thirds_have_nothing_to_share_out() -> None:
+    codec = TRELLIS.with_steps(Steps(-20, 1, is_trellis=True))
+    sections = codec.encode(META, BITS)
+    base = [each.id for each in sections].index(SectionId(SectionKind.DATA, 0, 0, LAYERS))
+    data = bytes(sections[base].data)
+    # Where a last section has its counts: before the streams and escapes.
+    found, _ = split_base(memoryview(data), BITS[:LAYERS].shape)
+    at = len(data) - sum(found.lists.streams.sizes) - 2 * sum(found.lists.escape_counts)
+    sections[base] = Section(sections[base].id, data[:at] + bytes(3) + data[at:])
+    with pytest.raises(CorruptPayload, match="too many"):
+        restored(codec, sections)
+
+
+def test_a_base_that_is_the_last_section_has_states() -> None:
+    codec = TRELLIS.with_steps(Steps(-20, 0, is_trellis=True))
+    (section,) = [each for each in codec.encode(META, BITS) if each.id.layer_start == 0]
+    found, _ = split_base(memoryview(section.data), BITS[:LAYERS].shape)
+    assert found.steps == Steps(-20, 0, is_trellis=True)
+    assert found.state_counts
+
+
+LAW = LossLaw(DEFAULT_POSITIONS, (0.7, 0.09, 0.007, 0.0009))
+LINEAR, WEIGHTS = Powers(1, 1, 1), (1.0,) * len(DISTANCES)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.data())
+def test_more_refinements_never_lose_more(kept: list[int], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(kept) - 1))
+    finer = [*kept[:at], min(kept[at] + 1, 4), *kept[at + 1 :]]
+    for purpose in Purpose:
+        assert LAW.kl(finer, 256, purpose) <= LAW.kl(kept, 256, purpose) + 1e-12
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+def test_loss_of_a_hit_does_not_depend_on_how_it_is_cut_into_blocks(purpose: Purpose) -> None:
+    coarse = [1, 0, 2, 3]
+    fine = [each for each in coarse for _ in range(4)]
+    assert LAW.kl(fine, 64, purpose) == pytest.approx(LAW.kl(coarse, 256, purpose))
+    assert LAW.lost(4, 256)[purpose, range(4), coarse].sum() == pytest.approx(LAW.kl(coarse, 256, purpose))
+
+
+def test_copies_are_judged_by_the_passage_that_is_named() -> None:
+    kept = [3, 0, 3, 3]
+    mean = LAW.kl(kept, 256, Purpose.COPIES)
+    good, bad = (LAW.kl(kept, 256, Purpose.COPIES, [block]) for block in (0, 1))
+    assert good < mean < bad
+    assert LAW.kl(kept, 256, Purpose.GOES_ON, [1]) == LAW.kl(kept, 256, Purpose.GOES_ON)
+
+
+def test_nothing_and_exact_blocks_lose_nothing() -> None:
+    for purpose in Purpose:
+        assert LAW.kl([], 256, purpose) == LAW.kl([4] * 8, 256, purpose) == 0.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: LAW.kl([5], 256, Purpose.COPIES),
+        lambda: LAW.kl([-1], 256, Purpose.COPIES),
+        lambda: LAW.kl([1], 0, Purpose.COPIES),
+        lambda: PositionLaw(1, 1, (), LINEAR, LINEAR, LINEAR),
+        lambda: PositionLaw(-1, 1, WEIGHTS, LINEAR, LINEAR, LINEAR),
+        lambda: PositionLaw(1, 1, WEIGHTS, LINEAR, LINEAR, Powers(1, 0, 1)),
+        lambda: PositionLaw(1, 1, WEIGHTS, Powers(1, 1, float("inf")), LINEAR, LINEAR),
+        lambda: PositionLaw(1, 1, (0.0, *WEIGHTS[1:]), LINEAR, LINEAR, LINEAR),
+    ],
+)
+def test_what_is_no_law_and_no_hit_is_refused(call: object) -> None:
+    with pytest.raises(ValueError):
+        call()  # type: ignore[operator]
+
+
+def with_law(table: np.ndarray) -> Profile:
+    return fitted(LAYOUT).with_arrays({"law": table})
+
+
+def test_profile_carries_its_law_through_its_bytes_and_one_without_has_the_default() -> None:
+    positions = (PositionLaw(0.5, 0, WEIGHTS, LINEAR, Powers(0.5, 1, 1), Powers(1, 0.75, 0.25)), DEFAULT_POSITIONS[1])
+    profile = Profile.parse(with_law(law_table(positions)).to_bytes())
+    found, default = (TideCodec(each, 1e-2, 2).law for each in (profile, fitted(LAYOUT)))
+    assert found is not None and default is not None
+    assert found.positions[0] == positions[0] and default.positions == DEFAULT_POSITIONS
+    assert found.losses == default.losses and len(found.losses) == 3
+    assert TideCodec().law is None
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 2), (1, 5)])
+def test_damaged_law_of_a_profile_is_found(place: tuple[int, int]) -> None:
+    table = law_table(DEFAULT_POSITIONS)
+    table[place] = -1
+    for bad in (table, table[:, :-1], table[:1]):
+        with pytest.raises(CorruptPayload):
+            TideCodec(with_law(bad), 1e-2)

@@ -44,9 +44,9 @@ what leaves memory first | memory://?policy=lru | @leaves | @process | CACHEGEN
 what leaves the disk first | disk:///var/cache/kvtide?policy=… | @leaves | @process | OURS
 the report's pool of freed blocks | ?policy=pool | @leaves | @process | PREFIX
 the best of several policies | ?policy=mix | @leaves | memory and disk beside the simulator | OURS
-    tests/store/test_replayed_trace.py::test_cache_holds_in_memory_what_the_simulator_says_and_finds_the_rest_on_disk
+    tests/store/test_cache.py::test_cache_holds_in_memory_what_the_simulator_says_and_finds_the_rest_on_disk
 objects of unlike size, by what they take | ?policy=mix | @leaves | memory, two tenants | OURS
-    tests/evict/test_sizes.py::test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more
+    tests/evict/test_order.py::test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more
 a hybrid model's states, with the blocks that need them | ?policy=mix | @leaves | an order beside made-up prompts | OURS
     tests/evict/test_states.py::test_state_leaves_just_before_its_block
 policies as simulated | ?policy= lru s3fifo mix | @leaves | memory tier beside the simulator | OURS
@@ -71,7 +71,7 @@ a file with the pool's map | pool+file:///PATH weight | @pool | @two-processes |
 a pool by names | pool+dns://NAME:PORT | @pool | made-up answers of a name server | CACHEGEN
     tests/tier/test_pool.py::test_names_addresses_are_servers
 a pool that registers itself | pool+etcd://HOST:PORT | @pool | etcd | CACHEGEN
-    tests/tier/test_membership_etcd.py::test_members_come_and_go_and_everybody_sees_one_map
+    tests/server/test_pool_reach.py::test_members_come_and_go_and_everybody_sees_one_map
 the pool's server on this machine first | host socket_path | @pool | five servers | CACHEGEN
     tests/tier/test_pool.py::test_server_of_this_machine_is_read_through_its_socket
 a pool under TLS | scheme=https | @pool | two servers | OURS
@@ -95,9 +95,9 @@ buffers of a tenant | tenant_buffer_bytes_max | @server | server | OURS
 slowest body | rate_bytes_s_min | @server | server | OURS
     tests/attacks/test_bodies.py::test_upload_that_stands_still_ends_however_large_it_is
 guesses of tokens | stranger_requests_s_max | @server | server | OURS
-    tests/attacks/test_connections.py::test_strangers_of_one_address_are_answered_no_faster_than_their_rate
+    tests/attacks/test_bodies.py::test_strangers_of_one_address_are_answered_no_faster_than_their_rate
 threads of a tenant | io_threads | @server | server | OURS
-    tests/attacks/test_threads.py::test_slow_reads_of_one_tenant_leave_threads_to_others
+    tests/attacks/test_bodies.py::test_slow_reads_of_one_tenant_leave_threads_to_others
 shutdown that balancers can follow | drain_delay_s | @server | @process | OURS
     tests/server/test_health.py::test_shutdown_says_not_ready_while_requests_are_still_taken
 quota of bytes and objects | bytes_max objects_max | @quotas | @process | OURS
@@ -108,7 +108,7 @@ first come, first served | policy = "fifo" | @sending | @process | OURS
 bodies of a tenant at a time | tenant_sends_max | @sending | @process | OURS
 rate of the link | link_bits_s | @sending | @process | CACHEGEN
 shares by weight | sending.weights | @sending | the server's scheduler | OURS
-    tests/server/test_reload.py::test_weights_change_under_waiting_bodies
+    tests/server/test_security.py::test_weights_change_under_waiting_bodies
 settings without a restart | kill -HUP | @server | @process | OURS
 health on a port of its own | --health HOST:PORT | @server | @process | OURS
 access log | --access-log FILE | @server | @process | OURS
@@ -117,9 +117,9 @@ clients behind a proxy | trusted_proxies | @server | @process | OURS
 metrics | GET /metrics | @watching | @process | OURS
 ranges, tags and look-ups by curl | GET /v1/{namespace}/{key} | docs/protocol.md: The server's protocol, version 1
     curl | OURS
-    tests/server/test_protocol_page.py::test_curl_says_what_the_page_shows
+    tests/server/test_gateway.py::test_curl_says_what_the_page_shows
 deadline of a request | Kvtide-Deadline-Ms: N | @headers | server | OURS
-    tests/attacks/test_threads.py::test_deadline_holds_while_a_tier_hangs
+    tests/attacks/test_bodies.py::test_deadline_holds_while_a_tier_hangs
 read through from the centre | --central | @regions | @two-regions | CACHEGEN
 synchronise with the centre | sync_bytes_s_max | @regions | @two-regions | CACHEGEN
 go on synchronising after a restart | --manifest /var/kvtide/manifest | @regions | two servers | CACHEGEN
@@ -142,11 +142,11 @@ hit rate as clients say it | Kvtide-Decisions: | @headers | server | OURS
 tokens that expire | expires_s | @grants | server | OURS
     tests/server/test_security.py::test_grant_expires_by_the_clock
 certificates renewed in place | [tls] | @server | @process | OURS
-    tests/server/test_reload.py::test_certificate_is_renewed_and_connections_stay
+    tests/server/test_security.py::test_certificate_is_renewed_and_connections_stay
 listen for everybody | --open-to-all | @grants | settings | OURS
     tests/server/test_security.py::test_listening_for_others_needs_grants_or_the_flag
 regions that ask for tenants | on_behalf_of | docs/security.md: Whose is a namespace | @two-regions | OURS
-    tests/server/test_region_records.py::test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name
+    tests/server/test_regions.py::test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name
 where a pool reaches a server | --advertise HOST:PORT | @pool | settings | OURS
     tests/server/test_pool_reach.py::test_server_of_a_pool_must_be_reached_by_others_and_may_advertise_where
 etcd under TLS with a user | pool+etcds:// etcd_ca_file etcd_user_file | @pool | etcd | OURS

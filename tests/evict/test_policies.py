@@ -1,15 +1,23 @@
+"""Policies of eviction: each alone, their mix, and advice that comes with requests."""
+
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import pytest
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import PolicyOf
+from kvtide.evict import Hint, order_named, policies
+from kvtide.evict.hint import SESSIONS_MAX, TENANTS_MAX, Sessions
+from kvtide.evict.policies import INGREDIENTS, PolicyOf, PolicyOrder, mix, reuse
+from kvtide.evict.policies.advised import Trust
+from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import RadixIndex
 from kvtide.testing import chain, namespace
-from kvtide.types import BlockKey
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import POLICIES, policy_named
 
 
@@ -218,3 +226,288 @@ def test_reuse_goes_by_age_where_it_has_learned_nothing_yet() -> None:
             hits[policy] += index.match(chain(*prompt))
             index.insert(namespace(), chain(*prompt))
     assert hits["reuse"] >= 0.95 * hits["lru"] > 0
+
+
+# `mix`: the best of its shadows rules, and the cache holds what the ruler's shadow holds.
+
+MIXED = [name for name in INGREDIENTS if name != "reuse"]
+
+
+def hits(index: RadixIndex, clock: ManualClock, prompts: list[tuple[int, ...]]) -> int:
+    """Ask for prompts and store them; return how many blocks were there."""
+    found = 0
+    for prompt in prompts:
+        clock.advance(1.0)
+        found += index.match(chain(*prompt))
+        index.insert(namespace(), chain(*prompt))
+    return found
+
+
+def scans(count: int, documents: int, seed: int) -> list[tuple[int, ...]]:
+    """Return a loop over documents, a few of which are read in between too: LRU keeps none of the loop."""
+    rng = random.Random(seed)
+    return [(rng.randrange(30) if rng.random() < 0.2 else n % documents, 1, 2, 3) for n in range(count)]
+
+
+def test_best_policy_rules_and_what_the_cache_holds_is_what_its_shadow_holds() -> None:
+    policy, clock = policy_named("mix")(120), ManualClock()
+    assert isinstance(policy, mix.MixPolicy)
+    index = RadixIndex(clock, lambda _: policy, 120)
+    hits(index, clock, scans(2000, 200, 1))
+    assert policy.ruler in {"s3fifo", "arc"}
+    shadow = policy._shadows[policy.ruler]
+    known = [key for run in shadow._tree.runs() for key in run.keys]
+    assert [key for key in known if shadow.is_held(key)] == [key for key in known if index.is_held(key)]
+    assert index.stats().held_blocks == shadow.stats().held_blocks
+    index.check()
+
+
+@pytest.mark.parametrize("shadow_blocks", [4096, 240])
+def test_mix_hits_about_what_the_best_policy_hits(monkeypatch: pytest.MonkeyPatch, shadow_blocks: int) -> None:
+    monkeypatch.setattr(policies, "FULL_BLOCKS_MAX", shadow_blocks)
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", shadow_blocks)
+    found = {}
+    for name in ("lru", "s3fifo", "arc", "reuse", "mix"):
+        clock = ManualClock()
+        found[name] = hits(RadixIndex(clock, policy_named(name), 480), clock, scans(6000, 800, 2))
+    assert found["lru"] < 0.7 * found["arc"]
+    assert found["mix"] > 0.9 * max(found.values())
+
+
+def test_blocks_that_leave_for_want_of_bytes_leave_the_shadows_too() -> None:
+    policy, clock = policy_named("mix")(40), ManualClock()
+    assert isinstance(policy, mix.MixPolicy)
+    index = RadixIndex(clock, lambda _: policy, 40)
+    hits(index, clock, [(number, 1, 2, 3) for number in range(20)])
+    index.victims(25)
+    assert index.stats().held_blocks == 15
+    assert [shadow.stats().held_blocks for shadow in policy._shadows._shadows] == [15] * 6
+
+
+def test_keys_that_only_a_shadow_knows_to_be_no_chain_leave_first() -> None:
+    policy, clock = policy_named("mix")(4), ManualClock()
+    index = RadixIndex(clock, lambda _: policy, 4)
+    hits(index, clock, [(1, 2), (3, 4), (5, 6)])
+    # The cache has forgotten these, not so a shadow.
+    strange = [chain(1, 2)[1], chain(1)[0]]
+    index.insert(namespace(), strange)
+    index.check()
+    hits(index, clock, [(7,), (8,)])
+    assert not index.match(strange)
+    index.check()
+
+
+def test_lead_of_two_hits_is_chance_where_policies_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, clock = policy_named("mix")(40), ManualClock()
+    assert isinstance(policy, mix.MixPolicy)
+    index = RadixIndex(clock, lambda _: policy, 40)
+    monkeypatch.setattr(policy._shadows, "lengths", lambda keys: [int(name == "lru") for name in policy._shadows.names])
+    rulers = []
+    for _ in range(3):
+        hits(index, clock, [(1,)])
+        rulers.append(policy.ruler)
+    assert rulers == ["reuse", "reuse", "lru"]
+
+
+def test_sizes_reach_the_shadows() -> None:
+    policy = policy_named("mix")(8)
+    assert isinstance(policy, mix.MixPolicy)
+    index = RadixIndex(ManualClock(), lambda _: policy, 8)
+    index.insert(namespace(), chain(1, 2), size=500)
+    for shadow in policy._shadows._shadows:
+        assert {run.size for run in shadow._tree.runs()} == {500}
+
+
+def test_switch_forgets_a_bounded_number_of_blocks_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "FULL_BLOCKS_MAX", 8)
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
+    monkeypatch.setattr(mix, "FORGOTTEN_MAX", 4)
+    policy, clock = policy_named("mix")(40), ManualClock()
+    assert isinstance(policy, mix.SampledMixPolicy)
+    index = RadixIndex(clock, lambda _: policy, 40)
+    hits(index, clock, [(number, 1, 2, 3) for number in range(300)])
+    policy._small.ruler = "lru"
+    policy._crown("lru")
+    known = [index.stats().known_blocks]
+    for number in range(300, 460):
+        hits(index, clock, [(number, 1, 2, 3)])
+        known.append(index.stats().known_blocks)
+    # What a request brings and what it forgets; runs of up to three blocks go as a whole.
+    assert max(before - after for before, after in itertools.pairwise(known)) <= 4 + 3
+    assert known[0] > 600 > known[-1] == 40
+
+
+def _the(policy: mix.SampledMixPolicy, blocks_max: int) -> mix.SampledMixPolicy:
+    return policy
+
+
+def test_each_policy_can_rule_a_large_cache_and_reuse_goes_on_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
+    for name in MIXED:
+        policy, clock = mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 40), ManualClock()
+        index = RadixIndex(clock, partial(_the, policy), 40)
+        for ruler in (name, "reuse", name):
+            hits(index, clock, scans(40, 30, 3))
+            policy._small.ruler = ruler
+            policy._crown(ruler)
+        hits(index, clock, scans(40, 30, 4))
+        index.check()
+
+
+def test_sample_is_a_cache_of_whole_sessions_that_learns_with_the_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 128)
+    policy, clock = mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 512), ManualClock()
+    index = RadixIndex(clock, partial(_the, policy), 512)
+    hits(index, clock, [(number % 97, 1, *range(number % 5)) for number in range(1000)])
+    seen = [run for run, is_sampled in policy._runs.items() if is_sampled]
+    assert 0.1 < len(seen) / len(policy._runs) < 0.45
+    assert all(policy._runs[run.parent] for run in seen if run.parent in policy._runs)
+    assert policy._sample.stats().held_blocks <= 128
+    assert policy._small._reuse.model is policy._reuse.model
+    policy._sample.check()
+
+
+def test_policies_of_the_sample_hear_how_many_blocks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
+    policy = mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 40)
+    index = RadixIndex(ManualClock(), partial(_the, policy), 40)
+    for fitting, share in ((40, 8), (400, 80), (20, 4)):
+        index.plan(fitting)
+        remembered = {name: policy._small._shadows[name]._policy.ghost_blocks_max for name in ("s3fifo", "arc")}
+        assert remembered == {"s3fifo": share, "arc": share}
+
+
+# Advice that comes with requests: what is told true helps, what is false is found out, and none of it buys room.
+
+LAST = Hint(is_last=True).mark
+
+
+def hit_rate(policy: ReusePolicy, is_told: bool, is_false: bool = False, is_late: bool = False) -> float:
+    """Replay sessions of which half go on after a while, in a cache that has no room for all.
+
+    is_late: ends are told after their requests.
+    """
+    rng, clock = random.Random(4), ManualClock()
+    index = RadixIndex(clock, lambda _: policy, 200)
+    waiting: list[tuple[int, ...]] = []
+    hits = blocks = 0
+    for number in range(2500):
+        clock.advance(2.0)
+        is_next = len(waiting) > 40
+        words = (*waiting.pop(0), 7, 8, 9) if is_next else (number + 100, 1, 2, 3, 4, 5)
+        goes_on = not is_next and rng.random() < 0.5
+        if goes_on:
+            waiting.append(words)
+        mark = Hint(is_last=goes_on == is_false).mark if is_told else 0
+        policy.hear(0 if is_late else mark)
+        keys = chain(*words)
+        hits, blocks = hits + index.match(keys), blocks + len(keys)
+        index.insert(namespace(), keys)
+        if is_late and mark:
+            policy.hear(mark)
+            index.advise(keys[-1])
+    index.check()
+    return hits / blocks
+
+
+def test_told_ends_of_sessions_leave_first() -> None:
+    assert hit_rate(ReusePolicy(200), is_told=True) > hit_rate(ReusePolicy(200), is_told=False) + 0.05
+
+
+def test_ends_that_are_told_afterwards_help_as_much() -> None:
+    told, late = (hit_rate(ReusePolicy(200), is_told=True, is_late=is_late) for is_late in (False, True))
+    assert late == pytest.approx(told, abs=0.02)
+
+
+def test_lies_cost_hardly_a_hit_and_are_counted() -> None:
+    policy = ReusePolicy(200)
+    assert hit_rate(policy, is_told=True, is_false=True) > hit_rate(ReusePolicy(200), is_told=False) - 0.01
+    counts = policy.trust
+    assert 0 < counts.ignored <= counts.heard
+
+
+def test_liar_is_not_believed_and_his_neighbour_is() -> None:
+    trust, liar, neighbour = Trust(), Namespace(bytes(32)), Namespace(bytes([1]) * 32)
+    for _ in range(20):
+        trust.believed(liar, LAST)
+        trust.note_next_turn(liar, LAST)
+    assert trust.believed(liar, LAST) == 0
+    assert trust.believed(neighbour, LAST) == LAST
+    for _ in range(400):
+        trust.believed(liar, LAST)
+    assert trust.believed(liar, LAST) == LAST
+
+
+def test_tenants_and_rows_of_advice_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    trust = Trust()
+    for number in range(TENANTS_MAX + 5):
+        trust.believed(Namespace(number.to_bytes(32, "big")), LAST)
+    assert len(trust._ends) == TENANTS_MAX
+    monkeypatch.setattr(reuse, "ROWS_MAX", 3)
+    model = reuse.HazardModel(100)
+    rows = {model.row(reuse.Kind("session", 0, size, True, mark)) for size in range(2) for mark in range(16)}
+    assert rows == {0, 1, 2, 3}
+
+
+def test_marks_tell_ends_times_and_priorities_apart() -> None:
+    hints = [Hint(retain_s=time_s, priority=sign) for time_s in (None, 5, 500, 3000, 1e6) for sign in (0, 1, -1)]
+    assert sorted(hint.mark for hint in [*hints, Hint(is_last=True)]) == list(range(16))
+    assert Hint(is_last=True, retain_s=5, priority=3).mark == LAST
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {name: value}
+        for name, value in [
+            *(("session", each) for each in ("", 7, "a\n")),
+            ("is_last", 1),
+            *(("retain_s", each) for each in (-1, True, float("nan"), "5")),
+            *(("priority", each) for each in (101, "high")),
+        ]
+    ],
+)
+def test_nonsense_is_an_error_where_it_is_written_and_passed_over_where_it_is_read(nonsense: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(nonsense))):
+        Hint(**nonsense)  # type: ignore[arg-type]
+    assert Hint.parse(nonsense) is None
+    assert Hint.parse({"is_last": True, "other": [1]} | nonsense) in {None, Hint(is_last=True)}
+
+
+@pytest.mark.parametrize("said", [None, 3, "last", ["session"], {}, {3: 4}])
+def test_what_says_nothing_is_no_hint(said: object) -> None:
+    assert Hint.parse(said) is None
+
+
+def test_sessions_that_are_remembered_are_bounded_by_tenant() -> None:
+    sessions, neighbour = Sessions[BlockKey](), Namespace(bytes([1]) * 32)
+    first, second = chain(1, 2)
+    assert sessions.note(neighbour, "mine", first) is None
+    for number in range(SESSIONS_MAX + 5):
+        sessions.note(namespace(), str(number), first)
+    assert sessions.note(neighbour, "mine", second) == first
+    assert sessions.note(namespace(), "0", second) is None
+
+
+def test_end_that_is_said_afterwards_is_no_use() -> None:
+    clock = ManualClock()
+    order = PolicyOrder(ReusePolicy, clock, 1 << 20)
+    keys = chain(1, 2, 3)
+    order.enter(ObjectId(namespace(), keys[0]), keys[0], 4096)
+    order.note_request(namespace(), keys, Hint("a"))
+    assert order._tree is not None
+    run = order._tree._tree.run_of(keys[-1])
+    assert run is not None
+    uses, trace = run.uses, run.state
+    clock.advance(60.0)
+    assert order.note_request(namespace(), keys[-1:], Hint("a", is_last=True))
+    assert (run.uses, trace.mark) == (uses, LAST)
+
+
+@pytest.mark.parametrize("policy", ["mix", "lru"])
+def test_order_hears_advice_with_requests(policy: str) -> None:
+    order = order_named(policy, ManualClock(), 1 << 20)
+    keys = chain(1, 2, 3)
+    order.enter(ObjectId(namespace(), keys[0]), keys[0], 4096)
+    assert order.note_request(namespace(), chain(4, 5), Hint(is_last=True)) == (policy != "lru")
+    assert not order.note_request(namespace(), chain(6, 7))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import closing
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import PolicyOrder
+from kvtide.evict.policies.mix import AGREEMENT, Agreement, Shadows
 from kvtide.evict.policies.order import LINKS_MAX, LinkedStates
+from kvtide.evict.policies.pool import FreePool
+from kvtide.index import RadixIndex, Run
+from kvtide.testing import chain, namespace
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import policy_named
 
@@ -143,3 +150,118 @@ def test_a_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
     order.enter(states[0], BlockKey(OF_STATES), 1)
     assert order.note_request(NS, keys, None, [states]) in (True, False)
     assert list(order.victims(lambda each: True)) == [states[0]]
+
+
+def numbered(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(32, "little"))
+
+
+def test_oldest_use_goes_first_then_longest_prefix() -> None:
+    pool = FreePool(4)
+    for number, (last_use_s, prefix_blocks) in enumerate([(2.0, 1), (1.0, 1), (1.0, 3), (1.0, 2)]):
+        assert pool.add(numbered(number), last_use_s, prefix_blocks) is None
+    assert [pool.evict() for _ in range(5)] == [numbered(2), numbered(3), numbered(1), numbered(0), None]
+
+
+def test_full_pool_gives_one_for_each_that_comes() -> None:
+    pool = FreePool(2)
+    assert [pool.add(numbered(n), float(n), 1) for n in range(4)] == [None, None, numbered(0), numbered(1)]
+    assert len(pool) == 2
+
+
+def test_pool_of_zero_gives_every_block_back_at_once() -> None:
+    pool = FreePool(0)
+    assert pool.add(numbered(1), 1.0, 1) == numbered(1)
+    assert len(pool) == 0
+    assert pool.evict() is None
+
+
+def test_block_back_in_use_is_not_evicted() -> None:
+    pool = FreePool(2)
+    pool.add(numbered(1), 1.0, 1)
+    assert pool.take_back(numbered(1))
+    assert not pool.take_back(numbered(1))
+    assert pool.evict() is None
+
+
+def test_block_freed_again_counts_by_its_new_use() -> None:
+    pool = FreePool(3)
+    pool.add(numbered(1), 1.0, 1)
+    pool.add(numbered(2), 2.0, 1)
+    pool.take_back(numbered(1))
+    pool.add(numbered(1), 3.0, 1)
+    assert [pool.evict(), pool.evict()] == [numbered(2), numbered(1)]
+
+
+def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
+    pool = FreePool(4)
+    for number in range(2000):
+        pool.add(numbered(number % 4), float(number), 1)
+        pool.take_back(numbered(number % 4))
+    assert len(pool._heap) <= 130
+    pool.check()
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=60))
+def test_pool_agrees_with_sorting(steps: list[tuple[int, int, int, bool]]) -> None:
+    pool, model = FreePool(5), dict[BlockKey, tuple[int, int]]()
+    for number, last_use_s, prefix_blocks, is_taken in steps:
+        name = numbered(number)
+        if is_taken or name in model:
+            assert pool.take_back(name) == (model.pop(name, None) is not None)
+            continue
+        model[name] = (last_use_s, -prefix_blocks)
+        expected = min(model, key=lambda each: (*model[each], each)) if len(model) > 5 else None
+        assert pool.add(name, last_use_s, prefix_blocks) == expected
+        model.pop(expected, None) if expected else None
+        pool.check()
+
+
+# Shadows of several policies: who holds what is known, and a policy that goes by it.
+
+NAMES = ["lru", "lfu"]
+_ROOT = Run([], None, 0, bytearray(), set())
+_ROOT.state = namespace()
+LIKE = Run([], _ROOT, 0, bytearray(), set())
+
+
+def shadows_of(blocks_max: int) -> Shadows:
+    clock = ManualClock()
+    fixed = {name: RadixIndex(clock, policy_named(name), blocks_max) for name in NAMES}
+    agreement = Agreement(list(fixed.values()))
+    return Shadows(fixed, agreement, RadixIndex(clock, lambda _: agreement, blocks_max))
+
+
+def held(shadows: Shadows, name: str, known: set[BlockKey]) -> set[BlockKey]:
+    return {key for key in known if shadows[name].is_held(key)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_by_which_two_are_apart_are_counted_exactly(seed: int) -> None:
+    rng, shadows, known = random.Random(seed), shadows_of(20), set[BlockKey]()
+    for number in range(300):
+        keys = chain(rng.randrange(12), *(rng.randrange(2) for _ in range(rng.randrange(6))))
+        known.update(keys)
+        shadows.learn(shadows.lengths(keys), 0.999)
+        shadows.insert(keys, None, LIKE)
+        if not number % 50:
+            shadows.shrink()
+        sets = {name: held(shadows, name, known) for name in shadows.names}
+        for one in shadows.names:
+            for other in shadows.names:
+                assert shadows.apart(one, other) == len(sets[one] - sets[other])
+
+
+def test_agreement_keeps_what_is_asked_for_though_the_first_shadow_gives_it_up() -> None:
+    shadows = shadows_of(16)
+    hits = dict.fromkeys(shadows.names, 0)
+    for number in range(400):
+        # Four prompts come round, each twice; between them are many blocks of which none comes again.
+        often, once = chain(number % 4, 1), chain(100 + number, *range(7))
+        for keys in (often, often, once):
+            lengths = shadows.lengths(keys)
+            hits = {name: hits[name] + length for name, length in zip(shadows.names, lengths, strict=True)}
+            shadows.learn(lengths, 0.999)
+            shadows.insert(keys, None, LIKE)
+    assert hits["lfu"] > 1.8 * hits["lru"]
+    assert hits[AGREEMENT] > 1.6 * hits["lru"]

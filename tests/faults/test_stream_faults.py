@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tests.chaos import ChaosProxy, Fault, Kind
 from tests.engines.test_streaming import SlowPrefill, Stored
-from tests.servers import ServerProcess, disk_arguments, running_server
+from tests.faults.conftest import Tally
+from tests.faults.writers import FILLED, fill_and_remove, use_server, writing
+from tests.servers import RunningServer, ServerProcess, disk_arguments, running_server
 from tests.store.load.sources import IdleEngine, MadeEngine, access_of, made_job, made_objects, parsed
+from tests.store.test_cache import Collector, fill, metas_of
 
+from kvtide.block import BlockBits, BlockLayout
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
+from kvtide.engines.transformers import attach
 from kvtide.engines.transformers.streaming import StreamedPrefill
+from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.plan import LinkEstimate, PrefillSpeed
 from kvtide.plan.policies import Layered, TwoEnded
+from kvtide.store.cache import Cache
+from kvtide.store.load import Whole
 from kvtide.store.load.run import FetchLimits, FetchRun, LoadRequest
 from kvtide.store.load.streamed import Streamed
-from kvtide.tier.http.peer import PeerSettings
-from kvtide.tier.http.tier import http_tier
+from kvtide.testing import smooth_bits
+from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.tier import Tier
+from kvtide.tier.http.peer import Endpoint, Peer, PeerSettings
+from kvtide.tier.http.tier import HttpTier, http_tier
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
+from kvtide.wire import parse_object
 from kvtide.wire.receiver import Receiver
 from kvtide_lab.bench.services import wait_until
 from kvtide_lab.bench.shaped import ShapedProxy
@@ -268,3 +285,315 @@ def test_answer_is_right_whatever_fails(
     assert report.tokens >= 48
     assert 0 < report.computed_tokens <= report.tokens
     assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
+# Damaged connections and killed processes between client and server: misses, never wrong bytes, nothing leaked.
+
+SEED = 20260311
+SIZE = 200_000
+FAULTS = {
+    Kind.DELAY: 4,
+    Kind.RESET: 12,
+    Kind.HALF_CLOSE: 6,
+    Kind.TRICKLE: 2,
+    Kind.FLIP: 60,
+    Kind.TRUNCATE: 12,
+    Kind.LENGTH: 6,
+}
+KILLS = 4
+
+
+@pytest.fixture(params=["memory", "disk"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningServer]:
+    url = "memory://" if request.param == "memory" else f"disk://{tmp_path}"
+    with running_server(tiers=(url,)) as running:
+        yield running
+
+
+def verified(tier: Tier, number: int, size: int = SIZE) -> bytes | None:
+    """Read an object as a consumer does: what fails a check is a miss."""
+    buffer = bytearray(size + 1)
+    try:
+        came = tier.get_into(object_id(number), memoryview(buffer))
+        if came is None:
+            return None
+        parse_object(memoryview(buffer)[:came], object_id(number)).sections()
+    except (TierUnavailable, CorruptPayload):
+        return None
+    return bytes(buffer[:came])
+
+
+def client(url: str, tries_max: int = 1, operation_s_max: float = 20.0) -> HttpTier:
+    host, port = url.removeprefix("http://").split(":")
+    settings = PeerSettings(tries_max=tries_max, faults_max=10**6)
+    peers = [Peer(Endpoint(host, int(port)), [], settings, SystemClock(), time.sleep)]
+    tier = HttpTier(peers, SystemClock(), operation_s_max)
+    tier.open()
+    return tier
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_damaged_answer_is_a_miss_or_right(server: RunningServer, kind: Kind, tally: Tally, fault_factor: int) -> None:
+    rng = random.Random(SEED)
+    direct = client(server.url)
+    assert direct.put_from(object_id(1), object_bytes(1, SIZE))
+    # The answer's head is some 200 bytes.
+    reach = 200 if kind is Kind.LENGTH else SIZE + 200
+    with ChaosProxy(
+        (server.address.host, server.address.port), lambda: Fault(kind, True, rng.randrange(reach))
+    ) as proxy:
+        for _ in range(FAULTS[kind] * fault_factor):
+            through = client(proxy.url, operation_s_max=1.0)
+            found = verified(through, 1)
+            tally.count(f"get {kind.value}", found not in (None, object_bytes(1, SIZE)), lost_committed=0)
+            assert found in (None, object_bytes(1, SIZE))
+            through.check()
+            through.close()
+        assert proxy.connections >= FAULTS[kind]
+    assert verified(direct, 1) == object_bytes(1, SIZE)
+    direct.close()
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_damaged_upload_is_stored_whole_or_not_at_all(
+    server: RunningServer, kind: Kind, tally: Tally, fault_factor: int
+) -> None:
+    rng = random.Random(SEED)
+    direct = client(server.url)
+    reach = 200 if kind is Kind.LENGTH else SIZE + 200
+    with ChaosProxy(
+        (server.address.host, server.address.port), lambda: Fault(kind, False, rng.randrange(reach))
+    ) as proxy:
+        for number in range(FAULTS[kind] * fault_factor):
+            through = client(proxy.url, operation_s_max=1.0)
+            try:
+                is_stored = through.put_from(object_id(number), object_bytes(number, SIZE))
+            except TierUnavailable:
+                is_stored = False
+            found = verified(direct, number)
+            tally.count(f"put {kind.value}", found not in (None, object_bytes(number, SIZE)), is_stored and not found)
+            assert found in (None, object_bytes(number, SIZE))
+            assert not is_stored or found
+            through.check()
+            through.close()
+    direct.close()
+
+
+def test_retries_get_through_a_bad_connection(server: RunningServer) -> None:
+    faults = iter([Fault(Kind.RESET, True, 50_000), Fault(Kind.FLIP, False, 100_000), Fault(Kind.TRUNCATE, False, 9)])
+    with ChaosProxy(
+        (server.address.host, server.address.port), lambda: next(faults, Fault(Kind.NOTHING, True, 0))
+    ) as proxy:
+        tier = client(proxy.url, tries_max=4)
+        assert tier.put_from(object_id(1), object_bytes(1, SIZE))
+        assert verified(tier, 1) == object_bytes(1, SIZE)
+        tier.close()
+
+
+def test_killed_server_never_shows_a_partial_object(tmp_path: Path, tally: Tally, fault_factor: int) -> None:
+    rng = random.Random(SEED)
+    for _ in range(KILLS * fault_factor):
+        server = ServerProcess("--tier", f"disk://{tmp_path}")
+        tier = client(server.url)
+        committed: list[int] = []
+
+        def work(tier: HttpTier = tier, committed: list[int] = committed) -> None:
+            try:
+                for number in range(200):
+                    if tier.put_from(object_id(number), object_bytes(number, SIZE)):
+                        committed.append(number)
+                    found = verified(tier, number)
+                    assert found in (None, object_bytes(number, SIZE))
+            except TierUnavailable:
+                return
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        time.sleep(rng.uniform(0.0, 0.3))
+        server.kill()
+        worker.join()
+        tier.check()
+        tier.close()
+        again = ServerProcess("--tier", f"disk://{tmp_path}")
+        reader = client(again.url)
+        found = {number: verified(reader, number) for number in range(200)}
+        wrong = sum(data not in (None, object_bytes(number, SIZE)) for number, data in found.items())
+        lost = sum(found[number] is None for number in committed)
+        tally.count("kill server", wrong, lost)
+        assert wrong == lost == 0
+        for number in range(200):
+            reader.delete(object_id(number), "removed")
+        reader.close()
+        assert again.terminate() == 0
+
+
+def check_when_settled(server: RunningServer) -> None:
+    """Check that nothing is lent. A connection of a killed client may not even have been accepted yet."""
+
+    def is_settled() -> bool:
+        try:
+            server.service.check()
+        except AssertionError:
+            return False
+        return server.service.connections <= 1
+
+    wait_until(is_settled, "what the client had to be given back")
+
+
+def test_killed_client_leaves_no_buffer_slot_or_socket(server: RunningServer, tally: Tally, fault_factor: int) -> None:
+    rng = random.Random(SEED)
+    direct = client(server.url)
+    for _ in range(KILLS * fault_factor):
+        with writing(use_server, server.url):
+            time.sleep(rng.uniform(0.0, 0.2))
+        check_when_settled(server)
+        found = {number: verified(direct, number, 900_000) for number in range(8)}
+        wrong = sum(data not in (None, object_bytes(number, 900_000)) for number, data in found.items())
+        tally.count("kill client", wrong, lost_committed=0)
+        assert wrong == 0
+    direct.close()
+
+
+def test_stale_pooled_connection_is_no_fault(tmp_path: Path) -> None:
+    first = ServerProcess("--tier", f"disk://{tmp_path}")
+    tier = client(first.url)
+    assert tier.put_from(object_id(1), object_bytes(1))
+    assert first.terminate() == 0
+    again = ServerProcess("--tier", f"disk://{tmp_path}", port=first.port)
+    assert verified(tier, 1) == object_bytes(1)
+    tier.close()
+    assert again.terminate() == 0
+
+
+def test_server_that_is_down_opens_the_breaker_and_is_found_again(tmp_path: Path) -> None:
+    first = ServerProcess("--tier", f"disk://{tmp_path}")
+    settings = PeerSettings(tries_max=1, faults_max=2, open_s=0.2)
+    peer = Peer(Endpoint("127.0.0.1", first.port), [], settings, SystemClock(), time.sleep)
+    tier = HttpTier([peer], SystemClock())
+    tier.open()
+    assert tier.put_from(object_id(1), object_bytes(1))
+    first.kill()
+    for _ in range(3):
+        with pytest.raises(TierUnavailable):
+            tier.contains(object_id(1))
+    assert peer.breaker.is_open
+    again = ServerProcess("--tier", f"disk://{tmp_path}", port=first.port)
+    time.sleep(0.25)
+    assert verified(tier, 1) == object_bytes(1)
+    assert not peer.breaker.is_open
+    tier.close()
+    again.terminate()
+
+
+# Stores that are read-only, full, missing or torn, and writers that are killed: always a miss, never an error.
+
+OpenCache = Callable[..., Cache]
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+STORE_KILLS = 20
+STORE_SEED = 20240317
+
+
+@pytest.fixture
+def disk(small_disk: Callable[[str], Path]) -> Path:
+    return small_disk("size=512k")
+
+
+def generate(
+    model: Any, store: Path | str, prompt: torch.Tensor, damage: Callable[[], object] = lambda: None
+) -> tuple[Any, Any]:
+    """Generate on a store that is damaged after `attach`, which refuses one that is of no use from the start."""
+    attached = attach(model, str(store), block_tokens=16)
+    damage()
+    with attached as cached:
+        output = cached.generate(prompt, **GREEDY)
+        assert cached.cache.flush(10)
+        return output, cached
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("kvtide")]
+
+
+def test_store_that_is_a_file_still_answers(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "file"
+    output, _ = generate(tiny_model, path, prompt, lambda: path.write_text("not a directory"))
+    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
+    assert len(messages(caplog)) == 1
+    assert "can't be used" in messages(caplog)[0]
+
+
+def test_read_only_store_is_read_and_never_written(
+    tiny_model: Any, prompt: torch.Tensor, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = generate(tiny_model, disk, prompt[:, :50])
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    _, cached = generate(tiny_model, disk, prompt)
+    assert cached.last.hit_tokens == 48
+    again, _ = generate(tiny_model, disk, prompt[:, :50])
+    assert torch.equal(again, expected)
+    assert len([message for message in messages(caplog) if "Read-only" in message]) == 1
+
+
+def test_missing_store_on_a_read_only_disk_still_answers(
+    tiny_model: Any, prompt: torch.Tensor, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remount = ["mount", "-o", "remount,ro", str(disk)]
+    output, _ = generate(tiny_model, disk / "store", prompt, lambda: subprocess.run(remount, check=True))
+    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
+    assert len(messages(caplog)) == 1
+
+
+def test_full_disk_still_answers_and_reads_go_on(
+    tiny_model: Any, prompt: torch.Tensor, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    generate(tiny_model, disk, prompt[:, :50])
+    ballast = os.open(disk / "ballast", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space"):
+        while True:
+            os.write(ballast, bytes(4096))
+    os.close(ballast)
+    output, cached = generate(tiny_model, disk, prompt)
+    assert cached.last.hit_tokens == 48
+    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
+    assert len([message for message in messages(caplog) if "No space" in message]) == 1
+    assert list(disk.glob("*.part")) == []
+
+
+def test_store_deleted_under_a_running_engine_still_answers(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    import shutil
+
+    with attach(tiny_model, str(tmp_path / "store"), block_tokens=16) as cached:
+        first = cached.generate(prompt, **GREEDY)
+        assert cached.cache.flush(10)
+        cached.cache.tiers._places[0].tier.close()
+        shutil.rmtree(tmp_path / "store")
+        assert torch.equal(cached.generate(prompt, **GREEDY), first)
+        assert cached.last is not None and cached.last.hit_tokens == 0
+
+
+def expected_blocks(layout: BlockLayout) -> list[BlockBits]:
+    return [smooth_bits(layout, seed) for seed in range(4)]
+
+
+def test_killed_writer_leaves_no_wrong_byte_and_no_lock(tmp_path: Path, open_cache: OpenCache) -> None:
+    metas, contents, rng = metas_of(FILLED, 4), expected_blocks(FILLED), random.Random(STORE_SEED)
+    served = wrong = 0
+    for _ in range(STORE_KILLS):
+        with writing(fill_and_remove, tmp_path):
+            time.sleep(rng.uniform(0.0, 0.06))
+        reader = open_cache(tmp_path)
+        assert list(tmp_path.glob("*.part")) == []
+        for position, meta in enumerate(metas):
+            sink = Collector()
+            if reader.load([meta], Whole(sink)).blocks:
+                served += 1
+                wrong += not np.array_equal(sink.blocks[0], contents[position])
+        assert reader.stats().misses.get("corrupt", 0) == 0
+        fill(reader, metas)
+        reader.close()
+    print(json.dumps({"faults": STORE_KILLS, "wrong_bytes": wrong, "served": served, "seed": STORE_SEED}))
+    assert wrong == 0

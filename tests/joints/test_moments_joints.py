@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import multiprocessing
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.joints.conftest import attached, no_threads
+from tests.engines.paged.pools import PROMPT, ToyEngine
+from tests.joints.changes import CHANGES, USES, make_model, use_cache
+from tests.joints.conftest import HoldBack, attached, attached_lossy, no_threads
 from tests.joints.operations import in_child
+from tests.servers import running_server
 from tests.store.test_cache import metas_of
-from transformers import GenerationConfig
+from tests.stores import stored_records
+from transformers import DynamicCache, GenerationConfig
 
 from kvtide.block import BlockLayout
-from kvtide.store import PendingBlock
+from kvtide.cli.explain import MatchVerdict, explain_prompt
+from kvtide.engines.transformers import CachedModel
+from kvtide.engines.transformers.importance import Refusals, Ways
+from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.store.load import MissReason, Whole
 from kvtide.testing import smooth_bits
+from kvtide.wire import parse_header
+from kvtide_lab.bench.services import valkey_server
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
@@ -220,3 +233,341 @@ def test_calls_are_those_of_the_plain_model(tiny_model: Any, prompt: torch.Tenso
         assert cached.last is not None and cached.last.hit_tokens == 96
         embedded = {"inputs_embeds": tiny_model.model.embed_tokens(prompt), **GREEDY}
         assert torch.equal(cached.generate(**embedded), tiny_model.generate(**embedded))
+
+
+# What one request has computed the next one finds, whether it is stored by then or not.
+
+TWENTY_TOKENS: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+SHORT = {**TWENTY_TOKENS, "max_new_tokens": 6, "min_new_tokens": 6}
+
+
+def blocks_of(tokens: int) -> int:
+    return tokens // 16 * 16
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_every_turn_finds_the_turns_before_it(codec: str, tiny_model: Any, tmp_path: Path, held_back: HoldBack) -> None:
+    talk = torch.randint(1, 256, (1, 40), generator=torch.Generator().manual_seed(3))
+    with attached(tiny_model, tmp_path, codec=codec) as cached:
+        gate = held_back(cached.cache)
+        for turn in range(5):
+            said = cached.generate(talk, **TWENTY_TOKENS)
+            assert torch.equal(said, tiny_model.generate(talk, **TWENTY_TOKENS))
+            # The last token of an answer has not been run.
+            assert cached.last is not None and cached.last.hit_tokens == (blocks_of(talk.shape[1] - 11) if turn else 0)
+            talk = torch.cat([said, talk[:, :10]], dim=1)
+        # Closing waits for what is queued.
+        gate.set()
+
+
+def test_a_block_that_waits_is_not_queued_again(
+    layout: BlockLayout, open_cache: Callable[..., Cache], held_back: HoldBack
+) -> None:
+    cache = open_cache("memory://")
+    gate, captured = held_back(cache), []
+
+    def capture() -> BlockSource:
+        captured.append(1)
+        return lambda: smooth_bits(layout, 1)
+
+    blocks = [PendingBlock(meta, capture) for meta in metas_of(layout, 2)]
+    assert cache.store(blocks) == cache.store(blocks) == 2
+    gate.set()
+    assert cache.flush(10) and (len(captured), cache.stats().blocks_stored) == (2, 2)
+    cache.check()
+
+
+def test_what_was_queued_and_not_stored_is_a_miss(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    with attached(tiny_model, tmp_path) as cached:
+        cached.cache.tiers.put_from = lambda *rest: False  # type: ignore[method-assign]
+        cached.generate(prompt, max_new_tokens=2)
+        assert cached.flush(10) and cached.hit_tokens(prompt) == 0
+
+
+def test_connectors_find_what_their_workers_have_queued(
+    open_cache: Callable[..., Cache], tmp_path: Path, held_back: HoldBack
+) -> None:
+    engine = ToyEngine(open_cache, str(tmp_path))
+    held_back(engine.worker.cache)
+    engine.worker.cache.flush = lambda timeout_s: True  # type: ignore[method-assign]
+    engine.compute("a", PROMPT)
+    assert engine.load("b", PROMPT)[0::2] == (24, set())
+    engine.finish("a")
+    engine.finish("b")
+
+
+def in_part(model: Any, store: Path) -> CachedModel:
+    return attached_lossy(model, store, "packed:0.01:4", importance=0.25)
+
+
+def test_importance_stores_what_is_new(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    hits = []
+    with in_part(tiny_model, tmp_path) as cached:
+        for tokens in (40, 70, 100, 100):
+            cached.generate(prompt[:, :tokens], max_new_tokens=2)
+            assert cached.flush(10) and cached.last is not None
+            hits.append(cached.last.hit_tokens)
+    assert hits == [0, 32, 64, 96]
+
+
+def test_importance_loads_whole_what_is_faster_whole(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    def selects(known: tuple[float, float]) -> bool:
+        with in_part(tiny_model, tmp_path) as cached:
+            for is_part, seconds in zip((True, False), known, strict=True):
+                for is_near in (False, True):
+                    cached._importance.ways.note(is_part, is_near, 1000, seconds, cached._clock.monotonic_s())
+            cached.generate(prompt, max_new_tokens=2)
+            assert cached.flush(10) and cached.last is not None
+            return cached.last.selected is not None
+
+    assert not selects((1.0, 2.0))  # Nothing is stored yet.
+    assert selects((1.0, 2.0))
+    assert not selects((2.0, 1.0))
+
+
+def test_ways_try_both_and_keep_to_the_faster() -> None:
+    ways, chosen = Ways(), []
+    for now_s in range(4):
+        is_part = ways.is_part_faster(is_near=False, now_s=now_s)
+        ways.note(is_part, False, 1000, 2.0 if is_part else 1.0, now_s)
+        chosen.append(is_part)
+    assert chosen == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("part_s", "is_taken"), [(0.98, False), (0.9, True)])
+def test_a_part_that_gains_next_to_nothing_is_not_taken(part_s: float, is_taken: bool) -> None:
+    ways = Ways()
+    ways.note(True, False, 1000, part_s, 0.0)
+    ways.note(False, False, 1000, 1.0, 0.0)
+    assert ways.is_part_faster(False, 0.0) == is_taken
+
+
+def test_two_models_with_importance_do_not_touch_each_other(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    other = copy.deepcopy(tiny_model)
+    with torch.no_grad():
+        other.lm_head.weight.copy_(other.lm_head.weight.flip(0))
+    models = [tiny_model, other]
+
+    def answers(number: int) -> list[torch.Tensor]:
+        with in_part(models[number], tmp_path / str(number)) as cached:
+            # What is learnt would change what is selected.
+            cached._importance.learner.note = lambda *arguments: False  # type: ignore[method-assign]
+            cached.generate(prompt, **SHORT)
+            assert cached.flush(10)
+            found = []
+            for _ in range(8):
+                cached._importance.ways, cached._importance.refusals = Ways(), Refusals()
+                found.append(cached.generate(prompt, **SHORT))
+                assert cached.last is not None and cached.last.selected is not None
+            return found
+
+    alone = [answers(number) for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(answers, range(2)))
+    for one, both in zip(alone, together, strict=True):
+        assert all(torch.equal(answer, one[0]) for answer in (*one, *both))
+
+
+# What is stored under a prompt's keys is that prompt's cache of this very model, whatever is done to either later.
+
+WITH_CACHE = {**GREEDY, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_use_of_the_returned_cache_changes_nothing_that_was_queued(
+    use: str, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, held_back: HoldBack
+) -> None:
+    with attached(tiny_model, tmp_path) as cached:
+        gate = held_back(cached.cache)
+        use_cache(use, tiny_model, cached.generate(prompt, **WITH_CACHE).past_key_values, prompt, back=60)
+        gate.set()
+    plain = DynamicCache(config=tiny_model.config)
+    with torch.inference_mode():
+        tiny_model(prompt, past_key_values=plain)
+    with attached(tiny_model, tmp_path) as again:
+        restored = again.restored(prompt)
+        assert restored.get_seq_length() == 96
+        for one, other in zip(restored.layers, plain.layers, strict=True):
+            assert torch.allclose(one.keys, other.keys[:, :, :96], atol=1e-5)
+            assert torch.allclose(one.values, other.values[:, :, :96], atol=1e-5)
+        assert torch.equal(again.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
+
+
+def test_queued_blocks_keep_no_cache_alive(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, held_back: HoldBack
+) -> None:
+    with attached(tiny_model, tmp_path) as cached:
+        gate = held_back(cached.cache)
+        output = cached.generate(prompt, **WITH_CACHE)
+        layers = [weakref.ref(layer.keys) for layer in output.past_key_values.layers]
+        del output
+        gc.collect()
+        assert cached.last is not None and cached.last.blocks_queued == 6
+        assert not any(layer() is not None for layer in layers)
+        gate.set()
+
+
+def test_loadings_that_differ_in_buffers_alone_share_nothing(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    """As `from_pretrained(dtype=bfloat16)`, which keeps frequencies in float32, and `.to(bfloat16)`, which does not."""
+    cast = copy.deepcopy(tiny_model).to(torch.bfloat16)
+    loaded = copy.deepcopy(cast)
+    loaded.model.rotary_emb.inv_freq = tiny_model.model.rotary_emb.inv_freq.clone()
+    with attached(cast, tmp_path) as first:
+        first.generate(prompt, **GREEDY)
+        assert first.flush(10)
+    with attached(loaded, tmp_path) as second:
+        assert second.hit_tokens(prompt) == 0
+    with attached(copy.deepcopy(loaded), tmp_path) as third:
+        third.generate(prompt, **GREEDY)
+        assert third.last is not None and third.last.hit_tokens == 0
+
+
+def key_weight(model: Any) -> torch.Tensor:
+    weight: torch.Tensor = model.model.layers[1].self_attn.k_proj.weight
+    return weight
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("is_inferred", [False, True])
+def test_a_changed_model_is_another_model_until_it_is_changed_back(
+    kind: str, is_inferred: bool, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    with torch.inference_mode(is_inferred):
+        model = make_model()
+    ids = prompt % model.config.vocab_size
+    with attached(model, tmp_path) as cached:
+        plain = cached.generate(ids, **GREEDY)
+        assert cached.flush(10)
+        with CHANGES[kind](model):
+            answer = cached.generate(ids, **GREEDY)
+            assert cached.last is not None and cached.last.hit_tokens == 0
+            assert torch.equal(answer, model.generate(ids, **GREEDY))
+            # Nor does what it computes now go under the old name, or the old answer to the new one.
+            assert torch.equal(cached.generate(ids, **GREEDY), answer)
+    with attached(model, tmp_path) as cached:
+        assert torch.equal(cached.generate(ids, **GREEDY), plain)
+
+
+def test_a_fingerprint_of_the_users_own_names_the_model_until_it_changes(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    model = copy.deepcopy(tiny_model)
+    with attached(model, tmp_path, fingerprint=b"release 7") as cached:
+        cached.generate(prompt, **GREEDY)
+        assert cached.flush(10) and cached.hit_tokens(prompt) == 96
+        key_weight(model).data.mul_(1.5)
+        cached.generate(prompt, **GREEDY)
+        assert cached.last is not None and cached.last.hit_tokens == 0
+        cached.weights_changed(b"release 8")
+        assert cached.hit_tokens(prompt) == 0
+
+
+def test_autocast_is_left_alone(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    with attached(tiny_model, tmp_path) as cached, torch.autocast("cpu", torch.bfloat16):
+        cached.generate(prompt, **GREEDY)
+        assert cached.last is not None and "autocast" in str(cached.last.bypass)
+
+
+def test_padding_that_transformers_hides_is_hidden(tiny_model: Any, tmp_path: Path) -> None:
+    padded = torch.tensor([[0] * 8 + list(range(1, 60))])
+    with attached(tiny_model, tmp_path) as cached:
+        hits = []
+        for _ in range(2):
+            assert torch.equal(cached.generate(padded, **GREEDY), tiny_model.generate(padded, **GREEDY))
+            assert cached.last is not None and cached.last.bypass is None
+            hits.append(cached.last.hit_tokens)
+            assert cached.flush(10)
+        # Its tokens alone have names: the padding before them is nobody's.
+        assert hits == [0, 48]
+        assert cached.hit_tokens(padded[:, 8:]) == 48
+        padded[0, 20] = 0
+        assert torch.equal(cached.generate(padded, **GREEDY), tiny_model.generate(padded, **GREEDY))
+        assert "hides tokens" in str(cached.last.bypass)
+
+
+# Who asks for a quality gets it or better, or computes; and replaces what was too coarse.
+
+TWO_TOKENS: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
+
+
+def hits(model: Any, store: Path | str, codec: str, prompt: torch.Tensor) -> int:
+    """What a process with this codec restores; it stores what it computes."""
+    with attached_lossy(model, store, codec) as cached:
+        cached.generate(prompt, **TWO_TOKENS)
+        assert cached.flush(20) and cached.last is not None
+        return cached.last.hit_tokens
+
+
+def codecs_in(store: Path) -> set[str]:
+    return {parse_header(memoryview(record.body())).codec_id for record in stored_records(store)}
+
+
+@pytest.mark.parametrize(
+    ("coarse", "fine"),
+    [
+        ("cachegen:4", "tide:5e-3"),
+        ("tide:5e-2", "tide:5e-3"),
+        ("cachegen:3", "cachegen:1"),
+        ("chunkwise:3", "cachegen:2"),
+    ],
+)
+def test_a_coarser_block_is_a_miss_and_is_replaced(
+    coarse: str, fine: str, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    assert hits(tiny_model, tmp_path, coarse, prompt) == 0
+    assert hits(tiny_model, tmp_path, fine, prompt) == 0
+    # Now the finer one is there, for everybody, and stays.
+    assert hits(tiny_model, tmp_path, fine, prompt) == 96
+    assert hits(tiny_model, tmp_path, coarse, prompt) == 96
+    assert hits(tiny_model, tmp_path, fine, prompt) == 96
+
+
+def test_a_finer_block_serves_who_asks_for_less_and_is_not_replaced(
+    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    hits(tiny_model, tmp_path, "cachegen:1", prompt)
+    before = codecs_in(tmp_path)
+    assert hits(tiny_model, tmp_path, "tide:5e-2", prompt) == 96
+    assert codecs_in(tmp_path) == before == {"cachegen-2"}
+
+
+def test_two_qualities_live_beside_each_other(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    """Both open: the coarse one computes nothing again once the finer one has stored."""
+    with (
+        attached_lossy(tiny_model, tmp_path, "cachegen:4") as coarse,
+        attached_lossy(tiny_model, tmp_path, "cachegen:1") as fine,
+    ):
+        for cached, expected in ((coarse, 0), (fine, 0), (coarse, 96), (fine, 96), (coarse, 96)):
+            cached.generate(prompt, **TWO_TOKENS)
+            assert cached.flush(20) and cached.last is not None
+            assert cached.last.hit_tokens == expected
+
+
+@pytest.mark.parametrize("tier", ["memory://", "disk"])
+def test_servers_hold_the_finest(tier: str, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    with running_server(tiers=(tier if tier == "memory://" else f"disk://{tmp_path}",)) as server:
+        expected = {"cachegen:4": 0, "cachegen:1": 0, "tide:5e-2": 96}
+        assert {codec: hits(tiny_model, server.url, codec, prompt) for codec in expected} == expected
+        assert hits(tiny_model, server.url, "cachegen:4", prompt) == 96
+        assert hits(tiny_model, server.url, "cachegen:1", prompt) == 96
+
+
+def test_valkey_holds_the_finest(tiny_model: Any, prompt: torch.Tensor) -> None:
+    with valkey_server() as valkey:
+        for codec, expected in (("cachegen:4", 0), ("cachegen:1", 0), ("cachegen:4", 96), ("cachegen:1", 96)):
+            assert hits(tiny_model, f"valkey://127.0.0.1:{valkey.port}", codec, prompt) == expected
+
+
+def test_explain_says_that_a_block_is_too_coarse(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+    with attached_lossy(tiny_model, tmp_path, "cachegen:4") as cached:
+        cached.generate(prompt, **TWO_TOKENS)
+        assert cached.flush(20)
+        look = partial(explain_prompt, cached.cache.tiers, cached.namespace, prompt[0].tolist(), 16, None)
+        assert look(0.1).verdict is look(None).verdict is MatchVerdict.ALL_FULL_BLOCKS
+        found = look(5e-3)
+        assert (found.verdict, found.hit_blocks) == (MatchVerdict.COARSE, 0)
+        assert found.needs == "a quality of 0.005; cachegen-2 has 0.074"

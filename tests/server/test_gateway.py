@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from email import message_from_bytes
@@ -350,3 +354,64 @@ def test_what_clients_decided_is_counted_and_nonsense_refused(server: RunningSer
     assert counted(server, "kvtide_prompt_tokens_total") == 10
     for nonsense in ("load=1", "load:both_ends=" + "9" * 2000):
         assert ask(server, "GET", "/v1", Decisions=nonsense)[0].status == 400
+
+
+# A server at its start says what the machine lacks, and takes what the machine gives.
+
+
+def started(soft: int, hard: int) -> tuple[int, str]:
+    """Start a server with so many descriptors; return how many it then has, and its log."""
+    script = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$0" -m kvtide.cli serve --listen 127.0.0.1:0'
+    command = ["sh", "-c", script, sys.executable]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert " on " in process.stdout.readline()
+        found = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0]
+        process.terminate()
+        return found, process.stderr.read()
+
+
+def test_descriptors_are_raised_as_far_as_the_connections_need() -> None:
+    found, log = started(1024, 10_000)
+    assert found == 4096 + 256
+    assert "connections_max" not in log
+
+
+def test_too_few_descriptors_are_one_warning_that_says_what_to_do() -> None:
+    found, log = started(512, 1024)
+    assert found == 1024
+    assert log.count("connections_max is 4096, descriptors are for 768") == 1
+    assert "LimitNOFILE" in log
+
+
+# The transcript in docs/protocol.md is what curl and the server say.
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def transcript() -> list[tuple[str, str]]:
+    """Return the page's commands, each with what it prints."""
+    page = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+    found = re.search(r"```console\n(.*?)```", page, flags=re.S)
+    assert found
+    parts = re.split(r"^\$ ", found[1], flags=re.M)[1:]
+    return [(command, output) for command, _, output in (part.partition("\n") for part in parts)]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_says_what_the_page_shows() -> None:
+    steps = transcript()
+    assert len(steps) > 8
+    marker = "=== next ==="
+    script = "\n".join(f"{command}\necho '{marker}'" for command, _ in steps)
+    with running_server() as server:
+        ran = subprocess.run(
+            ["bash", "-c", script],
+            cwd=ROOT / "tests/golden",
+            env={"SERVER": server.url, "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    came = ran.stdout.replace("\r\n", "\n").split(f"{marker}\n")
+    assert [output for _, output in steps] == came[:-1]

@@ -8,11 +8,15 @@ import os
 import random
 import socket
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
+from tests.server.worlds import ask
+from tests.servers import running_server
 
 from kvtide.server.http.connections import Body, BodyProgress, Connection, Mover
 from kvtide.server.http.sender import Sender, SendOrder
@@ -20,6 +24,7 @@ from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import ProgressBudget
+from kvtide.testing.tier_suite import object_bytes
 from kvtide.tier.base import FilePart
 
 SLICE = 64 << 10
@@ -251,3 +256,37 @@ async def test_sender_that_is_cancelled_as_it_is_granted_gives_its_slot_back() -
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
+
+
+# The rate at which the server fills its link.
+
+
+def test_body_goes_on_when_the_link_has_room_again() -> None:
+    # Twenty slices of 50 kB at 2.5 MB/s: 0.4 s, two slices of which are granted ahead. Nothing else wakes the server.
+    sending = SchedulerSettings(slice_bytes=50_000, link_bits_s=2e7)
+    with running_server(sending=sending) as server:
+        data = object_bytes(1, 1_000_000)
+        assert ask(server, "PUT", 1, data)[0].status == 201
+        started_s = time.monotonic()
+        answer, content = ask(server, "GET", 1)
+        took_s = time.monotonic() - started_s
+    assert (answer.status, content) == (200, data)
+    assert took_s >= 0.3
+
+
+def test_clients_of_a_slow_link_all_get_their_bodies() -> None:
+    sending = SchedulerSettings(slots=2, slice_bytes=20_000, link_bits_s=2e7)
+    got: list[bool] = []
+    with running_server(sending=sending) as server:
+        data = object_bytes(1, 200_000)
+        assert ask(server, "PUT", 1, data)[0].status == 201
+
+        def asking() -> None:
+            got.append(ask(server, "GET", 1)[1] == data)
+
+        threads = [threading.Thread(target=asking) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert got == [True] * 5

@@ -1,4 +1,4 @@
-"""How servers of a pool are reached: under TLS, where they advertise; and etcd under TLS with a user."""
+"""Members of a pool in a real etcd, and how its servers are reached: under TLS, where they advertise."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.processes import etcd_words
 from tests.server.worlds import ask, path_of
 from tests.servers import running_server
 
@@ -21,8 +22,9 @@ from kvtide.errors import TierUnavailable
 from kvtide.server.settings import TlsSettings
 from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.pool import Member
-from kvtide.tier.pool.membership import EtcdMembership, StaticMembership, membership_of
-from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
+from kvtide.tier.pool import membership as membership_etcd
+from kvtide.tier.pool.membership import EtcdMembership, StaticMembership, Watcher, membership_of
+from kvtide.tier.pool.placement import Placement, PlacementKind, PoolMap, PoolServer
 from kvtide.tier.pool.tier import pool_tier, server_urls
 from kvtide_lab.bench.services import BenchService, free_ports, started, wait_until
 
@@ -52,16 +54,8 @@ def test_who_asks_the_wrong_server_is_sent_to_https_where_that_is_spoken() -> No
     assert (answer.status, answer.headers["Location"]) == (307, f"https://{owner.address}{path_of(1)}")
 
 
-def etcd_words(port: int, folder: Path, certificates: Path) -> Sequence[str]:
-    client, peer = f"https://127.0.0.1:{port}", f"http://127.0.0.1:{free_ports(1)[0]}"
-    place = ["--listen-client-urls", client, "--advertise-client-urls", client]
-    peers = ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-    tls = ["--cert-file", str(certificates / "server.pem"), "--key-file", str(certificates / "server.key")]
-    return ["etcd", "--data-dir", str(folder / "etcd"), *place, *peers, *tls]
-
-
 @pytest.fixture(scope="module")
-def etcd(certificates: Path) -> Iterator[BenchService]:
+def tls_etcd(certificates: Path) -> Iterator[BenchService]:
     if shutil.which("etcd") is None:
         pytest.skip("no etcd; apt install etcd-server")
     with started(lambda port, folder: etcd_words(port, folder, certificates)) as service:
@@ -78,22 +72,22 @@ def etcd(certificates: Path) -> Iterator[BenchService]:
         yield service
 
 
-def source(etcd: BenchService, certificates: Path, user: Path | None) -> EtcdMembership:
+def tls_source(tls_etcd: BenchService, certificates: Path, user: Path | None) -> EtcdMembership:
     options = f"etcd_ca_file={certificates / 'ca.pem'}" + (f"&etcd_user_file={user}" if user else "")
-    found = membership_of(f"pool+etcds://127.0.0.1:{etcd.port}/pool?{options}")
+    found = membership_of(f"pool+etcds://127.0.0.1:{tls_etcd.port}/pool?{options}")
     assert isinstance(found, EtcdMembership)
     return found
 
 
 def test_etcd_under_tls_lets_its_user_in_and_nobody_else(
-    etcd: BenchService, certificates: Path, tmp_path: Path
+    tls_etcd: BenchService, certificates: Path, tmp_path: Path
 ) -> None:
     user = tmp_path / "user"
     user.write_text("root:secret\n")
     stop, server = threading.Event(), PoolServer("a", "a:7421", scheme="https")
-    registering = threading.Thread(target=source(etcd, certificates, user).register, args=(server, stop))
+    registering = threading.Thread(target=tls_source(tls_etcd, certificates, user).register, args=(server, stop))
     registering.start()
-    reader = source(etcd, certificates, user)
+    reader = tls_source(tls_etcd, certificates, user)
 
     def is_there() -> bool:
         try:
@@ -106,7 +100,7 @@ def test_etcd_under_tls_lets_its_user_in_and_nobody_else(
     reader._token = "over.1"
     assert is_there()
     with pytest.raises(TierUnavailable):
-        source(etcd, certificates, None).read()
+        tls_source(tls_etcd, certificates, None).read()
     stop.set()
     registering.join()
 
@@ -125,3 +119,114 @@ def test_server_of_a_pool_must_be_reached_by_others_and_may_advertise_where(tmp_
     with subprocess.Popen([*words, *pool, "--advertise", "https://node-a:7421"], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and b" on " in process.stdout.readline()
         process.terminate()
+
+
+# Members in a real etcd: leases, watches, faults.
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[BenchService]:
+    if shutil.which("etcd") is None:
+        pytest.skip("no etcd; apt install etcd-server")
+    with started(etcd_words) as service:
+        yield service
+
+
+def source(etcd: BenchService, prefix: str = "pool", others: Sequence[str] = ()) -> EtcdMembership:
+    return EtcdMembership([*others, f"127.0.0.1:{etcd.port}"], prefix, 2, PlacementKind.RENDEZVOUS)
+
+
+class Registered:
+    """A server that registers in a thread."""
+
+    def __init__(self, etcd: BenchService, name: str, prefix: str) -> None:
+        self.server = PoolServer(name, f"{name}:7421")
+        self.stop = threading.Event()
+        work = (self.server, self.stop)
+        self._thread = threading.Thread(target=source(etcd, prefix).register, args=work)
+        self._thread.start()
+
+    def leave(self) -> None:
+        self.stop.set()
+        self._thread.join()
+
+
+def test_members_come_and_go_and_everybody_sees_one_map(etcd: BenchService) -> None:
+    maps: list[PoolMap] = []
+    watcher = Watcher(source(etcd, "come-and-go"), maps.append)
+    watcher.open()
+    try:
+        members = [Registered(etcd, f"server-{number}", "come-and-go") for number in range(3)]
+        wait_until(lambda: bool(maps) and len(maps[-1].servers) == 3, "three members")
+        assert source(etcd, "come-and-go").read().servers == maps[-1].servers
+        assert [server.name for server in maps[-1].servers] == ["server-0", "server-1", "server-2"]
+        members[1].leave()
+        wait_until(lambda: len(maps[-1].servers) == 2, "one to leave")
+        for member in members:
+            member.leave()
+    finally:
+        watcher.close()
+    epochs = [each.epoch for each in maps]
+    assert epochs == sorted(set(epochs))
+
+
+def test_change_is_seen_by_watching_at_once(etcd: BenchService) -> None:
+    reader = source(etcd, "watched")
+    first = Registered(etcd, "first", "watched")
+    wait_until(lambda: _count(reader) == 1, "the first")
+    waiting = threading.Thread(target=reader.watch, args=(60.0,))
+    waiting.start()
+    second = Registered(etcd, "second", "watched")
+    # Without a change it would go on for a minute.
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert _count(reader) == 2
+    first.leave()
+    second.leave()
+
+
+def _count(reader: EtcdMembership) -> int:
+    try:
+        return len(reader.read().servers)
+    except ValueError:
+        return 0
+
+
+def test_dead_member_is_gone_with_its_lease(etcd: BenchService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership_etcd, "LEASE_S", 3)
+    reader = source(etcd, "dead")
+    lease = reader._call("/v3/lease/grant", {"TTL": 3})["ID"]
+    value = membership_etcd._b64(b'{"name":"dead","address":"dead:1"}')
+    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"dead/dead"), "value": value, "lease": lease})
+    assert _count(reader) == 1
+    wait_until(lambda: _count(reader) == 0, "the lease to end")
+
+
+def test_unrelated_changes_leave_the_epoch(etcd: BenchService) -> None:
+    reader = source(etcd, "still")
+    member = Registered(etcd, "only", "still")
+    wait_until(lambda: _count(reader) == 1, "the member")
+    before = reader.read()
+    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"other"), "value": membership_etcd._b64(b"1")})
+    assert reader.read() == before
+    member.leave()
+
+
+def test_next_endpoint_is_asked_when_one_is_down(etcd: BenchService) -> None:
+    member = Registered(etcd, "only", "next")
+    reader = source(etcd, "next", [f"127.0.0.1:{free_ports(1)[0]}"])
+    wait_until(lambda: _count(reader) == 1, "the member")
+    member.leave()
+
+
+def test_no_endpoint_is_unavailable() -> None:
+    reader = EtcdMembership([f"127.0.0.1:{free_ports(1)[0]}"], "x", 2, PlacementKind.RENDEZVOUS)
+    with pytest.raises(TierUnavailable, match="can be reached"):
+        reader.read()
+
+
+def test_garbage_below_the_prefix_is_no_map(etcd: BenchService) -> None:
+    reader = source(etcd, "garbage")
+    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"garbage/x"), "value": membership_etcd._b64(b"hello")})
+    with pytest.raises(ValueError, match="servers with different names"):
+        reader.read()

@@ -1,11 +1,16 @@
 """Learning from uses and packing anew: the same blocks, bounded writing, whatever happens meanwhile."""
 
+from __future__ import annotations
+
+import random
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.faults.writers import pack_blocks, writing
 from tests.servers import running_server
 from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier
 
@@ -47,7 +52,7 @@ def repacked(tier: Tier, uses: UseStore) -> Repacked:
     return Repacker(tier, REGISTRY, uses).run(METAS, load.bases)
 
 
-def read(tier: Tier, meta: BlockMeta) -> np.ndarray:
+def decoded(tier: Tier, meta: BlockMeta) -> np.ndarray:
     buffer = bytearray(1 << 20)
     size = tier.get_into(meta.id, memoryview(buffer))
     assert size
@@ -63,7 +68,7 @@ def test_packed_anew_a_block_is_the_same_and_its_important_tokens_lie_together()
     tier = a_tier()
     report = repacked(tier, uses_of(tier))
     assert (report.replaced, report.failed) == (1, 0) and report.moved_bytes
-    assert np.array_equal(read(tier, META), BITS[0])
+    assert np.array_equal(decoded(tier, META), BITS[0])
     assert not repacked(tier, uses_of(tier)).replaced  # It would gain nothing more.
 
 
@@ -78,7 +83,7 @@ def test_a_block_is_written_anew_only_so_often_however_uses_change(offsets: list
             uses.note(META, every_eighth(offset))
         replaced += repacked(tier, uses).replaced
     assert replaced <= REPACKS_MAX
-    assert np.array_equal(read(tier, META), BITS[0])
+    assert np.array_equal(decoded(tier, META), BITS[0])
 
 
 def test_restart_finds_what_was_repacked(tmp_path: Path) -> None:
@@ -95,7 +100,7 @@ def test_restart_finds_what_was_repacked(tmp_path: Path) -> None:
     index = RadixIndex(ManualClock(), policy_named("lru"), 100)
     assert index.restore(again.parents(), 0) == 3
     assert index.match([meta.id.key for meta in METAS]) == 3
-    assert np.array_equal(read(again, META), BITS[0])
+    assert np.array_equal(decoded(again, META), BITS[0])
     again.check()
     again.close()
 
@@ -165,3 +170,51 @@ def test_packing_reads_and_writes_no_more_than_it_may() -> None:
 def test_importance_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="importance"):
         UseStore(a_tier(), b"writer-1", ManualClock()).note(META, np.zeros((1, 1), dtype=np.float32))
+
+
+# Blocks packed anew while others read them, by processes that are killed: never a wrong byte, never a lost block.
+
+SEED = 20251121
+KILLS = 4
+STORE_BYTES = 1 << 24
+
+
+def opened(store: Path) -> DiskTier:
+    tier = DiskTier(store, STORE_BYTES, SystemClock(), lambda key: False)
+    tier.open()
+    return tier
+
+
+def read_in_part(tier: DiskTier) -> int:
+    """Load some chunks of all blocks; return how many tokens came, all of them right."""
+    load = SparseLoad(tier)
+    blocks = load.open(METAS, REGISTRY)
+    if not blocks:
+        return 0
+    loaded = load.fetch(1, np.arange(0, blocks * load.chunks_per_block, 2))
+    whole = np.concatenate([bits[1] for bits in BITS], axis=1)
+    assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+    return len(loaded.tokens)
+
+
+def test_no_wrong_byte_and_no_lost_block_while_packers_are_killed(tmp_path: Path, fault_factor: int) -> None:
+    rng, source, store = random.Random(SEED), a_tier(), tmp_path / "store"
+    tier = opened(store)
+    for meta in METAS:
+        buffer = bytearray(1 << 20)
+        tier.put_from(meta.id, buffer[: source.get_into(meta.id, memoryview(buffer))])
+    tokens = 0
+    for kill in range(KILLS * fault_factor):
+        with writing(pack_blocks, store, STORE_BYTES, kill) as (packer, _):
+            stop_s = time.monotonic() + rng.uniform(0, 0.3)
+            # Beside busy neighbours the packer may take its time over the first block.
+            while time.monotonic() < stop_s + (0 if tokens else 10):
+                tokens += read_in_part(tier)
+            assert packer.is_alive(), f"the packer failed, seed {SEED}"
+        fresh = opened(store)
+        for meta, bits in zip(METAS, BITS, strict=True):
+            assert np.array_equal(decoded(fresh, meta), bits), f"kill {kill}, seed {SEED}"
+        fresh.check()
+        fresh.close()
+    assert tokens
+    tier.close()

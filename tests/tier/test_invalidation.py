@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.servers import RunningServer, running_server
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
+from kvtide.codec import LosslessCodec
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
-from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.store import PendingBlock
+from kvtide.store.cache import cache_for
+from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import stack_of
+from kvtide.tier.base import Buffer, WrappedTier
+from kvtide.tier.disk.tier import DiskTier
 from kvtide.tier.http.records import raise_generation, records_clients
+from kvtide.tier.http.tier import http_tier
+from kvtide.tier.pool.membership import StaticMembership, server_at
+from kvtide.tier.pool.placement import PoolMap
+from kvtide.tier.pool.tier import PoolTier
 from kvtide.tier.ram.memory import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations
 from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
+from kvtide_lab.bench.services import wait_until
 from kvtide_lab.wrapped import Counting
 
 SPACE = object_id(1).namespace
@@ -51,8 +64,8 @@ def store(stack: TierStack, *ids: ObjectId) -> None:
         assert stack.put_from(name, packed)
 
 
-def invalidate(server: RunningServer) -> None:
-    clients = records_clients(server.url, CLOCK)
+def invalidate(*servers: RunningServer) -> None:
+    clients = [client for server in servers for client in records_clients(server.url, CLOCK)]
     for client in clients:
         client.open()
     raise_generation(clients, SPACE.hex())
@@ -167,3 +180,229 @@ def test_one_server_of_two_is_enough(server: RunningServer) -> None:
 
 def test_a_stack_without_servers_asks_nobody(tmp_path: Path) -> None:
     assert stack_of(f"disk://{tmp_path}/own", Limits(), CLOCK, lambda key: False)._invalidations is None
+
+
+# An invalidation is final: nothing that was on its way while a namespace was invalidated is served afterwards.
+
+ONE = object_id(1)
+WAIT_S = 20.0
+
+
+def packed(fill: int, name: ObjectId = ONE) -> bytes:
+    """A whole object of the same key whose content says which it is."""
+    meta = BlockMeta(name, BlockKey(name.namespace), 0, BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16), "made up")
+    return bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes([fill]) * 100)]))
+
+
+OLD, NEW = packed(1), packed(2)
+
+
+class Held(WrappedTier):
+    """Stops one call in the middle until it is let go: a read after its bytes came, a write before they go."""
+
+    def __init__(self, tier: Any, verb: str) -> None:
+        super().__init__(tier)
+        self.verb = verb
+        self.is_held = False
+        self.arrived, self.let_go = threading.Event(), threading.Event()
+
+    def hold(self) -> None:
+        self.is_held = True
+
+    def _stop(self, verb: str) -> None:
+        if self.is_held and verb == self.verb:
+            self.is_held = False
+            self.arrived.set()
+            assert self.let_go.wait(WAIT_S)
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        size = super().get_into(object_id, buffer, offset)
+        self._stop("get")
+        return size
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        self._stop("put")
+        return super().put_from(object_id, buffer)
+
+
+class Engine:
+    """An engine's tiers in front of servers; `held` is the one whose calls can be stopped."""
+
+    def __init__(self, own: list[Any], remote: list[Any], urls: list[str], **options: Any) -> None:
+        clients = [client for url in urls for client in records_clients(url, CLOCK)]
+        self.invalidations = Invalidations(lambda: clients, own, None, CLOCK)
+        self.stack = TierStack([*own, *remote], invalidations=self.invalidations, **options)
+        self.stack.open()
+
+    def read(self) -> bytes | None:
+        data = read_all(self.stack, 1, 4096)
+        return None if data is None else bytes(data)
+
+    def meanwhile(self, held: Held, act: Callable[[], object], then: Callable[[], object]) -> None:
+        """Do something while another thread's call is held, then let that go on to its end."""
+        held.hold()
+        thread = threading.Thread(target=act)
+        thread.start()
+        assert held.arrived.wait(WAIT_S)
+        then()
+        held.let_go.set()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def memory() -> MemoryTier:
+    return MemoryTier(1 << 20, CLOCK, lambda key: False)
+
+
+@pytest.mark.parametrize("way", ["read twice", "promoted", "prefetched"])
+def test_a_copy_that_was_on_its_way_up_is_not_served(server: RunningServer, tmp_path: Path, way: str) -> None:
+    held = Held(http_tier(server.url, CLOCK), "get")
+    disk = DiskTier(tmp_path / "own", 8 << 20, CLOCK, lambda key: False)
+    engine = Engine([memory(), disk], [held], [server.url])
+    held.tier.put_from(ONE, OLD)
+    if way == "read twice":
+        engine.stack._ranking.note_use(ONE)
+
+    def act() -> None:
+        if way == "read twice":
+            engine.read()
+        elif way == "promoted":
+            engine.stack.promote(ONE, 4096)
+        else:
+            engine.stack.prefetch([ONE], 4096)
+            wait_until(lambda: engine.stack._prefetcher.wait(1.0), "the prefetcher")
+
+    def then() -> None:
+        invalidate(server)
+        engine.invalidations.refresh()
+
+    engine.meanwhile(held, act, then)
+    assert engine.read() is None
+    assert not engine.stack.contains(ONE)
+    assert engine.stack.put_from(ONE, NEW)
+    assert engine.read() == NEW
+    engine.stack.close()
+
+
+def test_a_read_that_began_afterwards_does_not_share_one_from_before(server: RunningServer) -> None:
+    held = Held(http_tier(server.url, CLOCK), "get")
+    engine = Engine([memory()], [held], [server.url])
+    held.tier.put_from(ONE, OLD)
+    came: list[bytes | None] = []
+    second = threading.Thread(target=lambda: came.append(engine.read()))
+
+    def then() -> None:
+        invalidate(server)
+        engine.invalidations.refresh()
+        second.start()
+        # It answers by itself, or waits for the first one: that must not be.
+        second.join(1.0)
+
+    engine.meanwhile(held, engine.read, then)
+    second.join(WAIT_S)
+    assert came == [None]
+    engine.stack.close()
+
+
+def test_what_was_evicted_before_does_not_come_back_by_the_server(server: RunningServer) -> None:
+    held = Held(http_tier(server.url, CLOCK), "put")
+    engine = Engine([memory()], [held], [server.url], demote_to=[held])
+    engine.stack.put_from(ONE, OLD)
+
+    def act() -> None:
+        for number in range(10, 2000):
+            engine.stack.put_from(object_id(number), bytes(4096))
+            if held.arrived.is_set():
+                break
+        engine.stack.demoter.flush(WAIT_S)
+
+    def then() -> None:
+        # The engine has not heard of it yet: the server alone can refuse.
+        invalidate(server)
+
+    engine.meanwhile(held, act, then)
+    fresh = http_tier(server.url, CLOCK)
+    fresh.open()
+    assert not fresh.contains(ONE), "stored under the new generation"
+    fresh.close()
+    engine.stack.close()
+
+
+def test_a_block_from_before_is_not_stored_as_one_from_after(server: RunningServer) -> None:
+    engine = Engine([memory()], [http_tier(server.url, CLOCK)], [server.url])
+    invalidate(server)
+    engine.stack.put_from(ONE, OLD)
+    engine.invalidations.refresh()
+    assert engine.read() is None
+    engine.stack.close()
+
+
+def test_another_form_of_an_invalidated_block_does_not_replace_a_new_one(server: RunningServer) -> None:
+    engine = Engine([memory()], [], [server.url])
+    engine.stack.put_from(ONE, OLD)
+    named = engine.stack.named(ONE)
+    invalidate(server)
+    engine.invalidations.refresh()
+    engine.stack.put_from(ONE, NEW)
+    assert not engine.stack.replace(named, OLD), "packed anew from what was read before"
+    assert engine.read() == NEW
+    engine.stack.close()
+
+
+def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: Path) -> None:
+    with running_server(tiers=(f"disk://{tmp_path}/a",)) as one, running_server(tiers=(f"disk://{tmp_path}/b",)) as two:
+        servers = {str(each.address): each for each in (one, two)}
+        held = {name: Held(http_tier(each.url, CLOCK), "put") for name, each in servers.items()}
+        pool = PoolTier(
+            StaticMembership(PoolMap(0, tuple(server_at(name) for name in sorted(servers)))),
+            lambda server: held[server.address],
+            "",
+            CLOCK,
+        )
+        engine = Engine([memory()], [pool], [one.url, two.url])
+        lacking = held[str(two.address)]
+        held[str(one.address)].tier.put_from(ONE, OLD)
+        # The owner that has sent less is asked first: the one that lacks it.
+        pool._loads[str(one.address)] = 1e9
+
+        def then() -> None:
+            invalidate(one, two)
+
+        engine.meanwhile(lacking, engine.read, then)
+        engine.stack.close()
+        fresh = http_tier(two.url, CLOCK)
+        fresh.open()
+        assert not fresh.contains(ONE)
+        fresh.close()
+
+
+def test_a_server_that_lost_its_records_serves_nothing_older(server: RunningServer) -> None:
+    engine = Engine([memory()], [http_tier(server.url, CLOCK)], [server.url])
+    engine.stack.put_from(ONE, OLD)
+    invalidate(server)
+    engine.invalidations.refresh()
+    server.records._records.clear()
+    server.records._generations.clear()
+    assert engine.read() is None, "the old object is at generation 0"
+    assert engine.stack.put_from(ONE, NEW)
+    assert server.records.generation("", SPACE) == 1, "the engine knows better"
+    engine.stack.close()
+
+
+def test_a_block_that_waits_to_be_stored_is_no_hit_any_more(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_for(server.url, LosslessCodec())
+    stored, may_store = threading.Event(), threading.Event()
+    monkeypatch.setattr(cache._placer, "store", lambda block: (stored.set(), may_store.wait(WAIT_S)))
+    layout = BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16)
+    with cache:
+        meta = BlockMeta(cache.tiers.named(ONE), BlockKey(SPACE), 0, layout, "made up")
+        assert cache.store([PendingBlock(meta, lambda: lambda: np.zeros(layout.shape, layout.bits_dtype))]) == 1
+        assert stored.wait(WAIT_S)
+        assert cache.access.queued(ONE) is not None
+        invalidate(server)
+        assert cache.tiers._invalidations is not None
+        cache.tiers._invalidations.refresh()
+        assert cache.access.queued(ONE) is None
+        may_store.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import socket
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,20 +19,24 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.pieces import Pieces, pieces
 from tests.server.worlds import World, ask
 from tests.servers import RunningServer, ServerProcess, running_server, server_process
+from tests.store.load.sources import made_objects
 from tests.stores import opened
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull, TierUnavailable
 from kvtide.server.settings import ServerLimits
 from kvtide.server.uploads import Uploads
-from kvtide.testing.tier_suite import object_bytes, object_id
+from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id
+from kvtide.tier import Tier
 from kvtide.tier.base import Buffer
 from kvtide.tier.breaker import until
 from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.http.peer import Call, Endpoint, HttpAnswer, Peer
 from kvtide.tier.http.tier import REQUEST_BYTES_MAX, TRIES_MAX, HttpTier, put_in_pieces
+from kvtide.types import ObjectId
 from kvtide.wire.protocol import PiecesAnswer
 from kvtide_lab.bench.services import wait_until
+from kvtide_lab.bench.shaped import ShapedProxy
 
 SIZE = 100_000
 
@@ -259,3 +265,103 @@ def test_clients_that_send_one_object_at_once_all_succeed() -> None:
             for tier in tiers:
                 tier.check()
                 tier.close()
+
+
+OBJECTS = made_objects(2, (200_000,))
+OBJECT_ID, DATA = next(iter(OBJECTS.items()))
+CLOCK = SystemClock()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(tiers=("memory://",)) as found:
+        with opened(http_tier(found.url, CLOCK)) as tier:
+            for object_id, data in OBJECTS.items():
+                assert tier.put_from(object_id, data)
+        yield found
+
+
+def collected(source: HttpTier, start: int, stop: int, wait_s: float = 20.0) -> tuple[bytes, bool]:
+    data = bytearray()
+
+    def take(part: memoryview) -> bool:
+        data.extend(part)
+        return True
+
+    with until(CLOCK.monotonic_s() + wait_s):
+        is_there = source.read_range(OBJECT_ID, start, stop, take)
+    return bytes(data), is_there
+
+
+def test_range_comes_whole_over_one_connection(server: RunningServer) -> None:
+    with opened(http_tier(server.url, CLOCK)) as source:
+        assert collected(source, 100, 150_000) == (DATA[100:150_000], True)
+        assert collected(source, 0, 1) == (DATA[:1], True)
+        assert len(source._peers[0]._idle) == 1
+    with pytest.raises(TierUnavailable, match="closed"):
+        collected(source, 0, 1)
+
+
+def test_absent_objects_and_bytes_are_told(server: RunningServer) -> None:
+    with opened(http_tier(server.url, CLOCK)) as source:
+        absent = ObjectId(OBJECT_ID.namespace, type(OBJECT_ID.key)(bytes(32)))
+        assert not source.read_range(absent, 0, 10, lambda part: True)
+        assert not source.read_range(OBJECT_ID, len(DATA) + 5, len(DATA) + 9, lambda part: True)
+        assert collected(source, len(DATA) - 5, len(DATA) + 5) == (DATA[-5:], False)
+
+
+def shaped(server: RunningServer, bytes_per_s: float, bytes_max: float = math.inf) -> ShapedProxy:
+    """A link of a rate that stands still after so many bytes, however late its reader comes."""
+    place = (server.address.host, server.address.port)
+    return ShapedProxy(place, lambda seconds: min(bytes_max, bytes_per_s * seconds))
+
+
+def test_bytes_before_a_cut_count_and_none_is_lost_or_repeated(server: RunningServer) -> None:
+    with shaped(server, 4e5, 120_000) as proxy, opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source:
+        data = bytearray()
+
+        def take(part: memoryview) -> bool:
+            data.extend(part)
+            if len(data) > 50_000:
+                proxy.cut()
+            return True
+
+        with pytest.raises(TierUnavailable):
+            source.read_range(OBJECT_ID, 0, len(DATA), take)
+        assert 50_000 < len(data) < len(DATA)
+        with pytest.raises(TierUnavailable):
+            collected(source, len(data), len(DATA))
+        proxy.mend()
+        proxy.restart(lambda seconds: 4e5 * seconds)
+        rest, is_there = collected(source, len(data), len(DATA))
+        assert (bytes(data) + rest, is_there) == (DATA, True)
+
+
+def test_reading_ends_when_no_more_is_wanted(server: RunningServer) -> None:
+    with shaped(server, 1e6, 100_000) as proxy, opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source:
+        calls: list[int] = []
+
+        def take(part: memoryview) -> bool:
+            calls.append(len(part))
+            return sum(calls) < 30_000
+
+        assert source.read_range(OBJECT_ID, 0, len(DATA), take)
+        assert 30_000 <= sum(calls) < len(DATA)
+
+
+def test_deadline_ends_a_read(server: RunningServer) -> None:
+    with (
+        shaped(server, 1e4) as proxy,
+        opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source,
+        pytest.raises(TierUnavailable),
+    ):
+        collected(source, 0, len(DATA), wait_s=0.3)
+
+
+class TestHttp(TierSuite):
+    @pytest.fixture(params=["memory", "disk"])
+    def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+        tiers = ("memory://",) if request.param == "memory" else (f"disk://{tmp_path}",)
+        limits = ServerLimits(memory_bytes_max=TIER_BYTES, disk_bytes_max=TIER_BYTES)
+        with running_server(tiers=tiers, limits=limits) as server, opened(http_tier(server.url, SystemClock())) as tier:
+            yield tier

@@ -1,20 +1,31 @@
+"""Stacks of tiers: what is read, moved up, given up, written back, and opened."""
+
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.servers import running_server
+from tests.tier.test_log import open_tier
 from tests.wrapped import Slow
 
 from kvtide.clock import ManualClock
+from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.evict import Ranking, ScoreRanking
 from kvtide.evict.ranking import RankedOrder, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from kvtide.tier import Tier
+from kvtide.tier import Tier, stack_of
+from kvtide.tier.background import Demoter
 from kvtide.tier.disk import DiskTier
+from kvtide.tier.disk.segment import OPEN_MAX, OpenSegments
+from kvtide.tier.files import Files
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide_lab.bench.services import wait_until
@@ -344,3 +355,173 @@ def test_tier_that_is_written_last_is_one_of_several(is_foreign: bool) -> None:
     memory = NamedMemory("memory", PAGE)
     with pytest.raises(ValueError, match="written_last"):
         TierStack([memory], written_last=[NamedMemory("memory", PAGE) if is_foreign else memory])
+
+
+# What falls out of the local tiers goes to the remote one, within a bound, and comes back from there.
+
+
+def read(stack: TierStack, number: int, size: int) -> bytes | None:
+    buffer = bytearray(size + 1)
+    came = stack.get_into(object_id(number), memoryview(buffer))
+    return None if came is None else bytes(buffer[:came])
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_evicted_objects_go_to_the_slower_tier_alone(kind: str, tmp_path: Path, clock: ManualClock) -> None:
+    local: Tier = (
+        MemoryTier(400_000, clock, nothing_pinned)
+        if kind == "memory"
+        else DiskTier(tmp_path, 400_000, clock, nothing_pinned)
+    )
+    remote = MemoryTier(10 << 20, clock, nothing_pinned)
+    remote.name = "remote"
+    stack = TierStack([local, remote], demote_to=[remote])
+    stack.open()
+    for number in range(20):
+        assert stack.put_from(object_id(number), object_bytes(number, 50_000))
+    assert stack.demoter.flush(10)
+    stack.demoter.check()
+    evicted = {number for number in range(20) if not local.contains(object_id(number))}
+    assert evicted and all(remote.contains(object_id(number)) for number in evicted)
+    assert stack.demoter.demoted == len(list(remote.objects())) and not stack.demoter.dropped
+    for number in range(20):
+        # What the copy of the one before has pushed out is on its way.
+        assert stack.demoter.flush(20)
+        assert read(stack, number, 50_000) == object_bytes(number, 50_000)
+    stack.close()
+
+
+def test_what_finds_no_room_is_dropped_and_counted() -> None:
+    go_on, sent = threading.Event(), []
+
+    def put(name: object, data: bytearray) -> None:
+        assert go_on.wait(10)
+        sent.append(len(data))
+
+    demoter = Demoter(put, bytes_max=1000)
+    demoter.open()
+    for number in range(5):
+        demoter.offer(object_id(number), 400, lambda buffer: True)
+    assert (demoter.demoted, demoter.dropped) == (0, 3)
+    go_on.set()
+    assert demoter.flush(10)
+    assert (sent, demoter.demoted) == ([400, 400], 2)
+    demoter.close(1)
+    demoter.offer(object_id(9), 1, lambda buffer: True)
+    assert demoter.dropped == 4
+    demoter.check()
+
+
+@pytest.mark.parametrize("scheme", ["http", "pool"])
+def test_engine_keeps_locally_and_demotes_to_servers(scheme: str, tmp_path: Path, clock: ManualClock) -> None:
+    with running_server() as server:
+        limits = Limits(memory_bytes_max=200_000, disk_bytes_max=400_000)
+        url = f"disk://{tmp_path} {scheme}://{server.address}?write=evicted"
+        stack = stack_of(url, limits, clock, nothing_pinned)
+        stack.open()
+        assert stack.tier_names == ["memory", "disk", scheme]
+        stack.put_from(object_id(0), object_bytes(0, 50_000))
+        assert server.store.stats().objects == 0
+        for number in range(1, 20):
+            stack.put_from(object_id(number), object_bytes(number, 50_000))
+        assert stack.demoter.flush(10)
+        assert server.store.contains(object_id(0))
+        assert read(stack, 0, 50_000) == object_bytes(0, 50_000)
+        stack.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "http://host",
+        "http://host:0",
+        "http://host:99999",
+        "http://host:1/path",
+        "http://user@host:1",
+        "http://host:1?x=1",
+        "http://host:1?write=some",
+        "pool://host:1?write=some",
+        "http://host:1?token_file=/absent",
+        "https://host:1?ca_file=/absent",
+        "http+unix://host/path",
+        "http://a:1,b",
+    ],
+)
+def test_bad_remote_url_is_refused(url: str, clock: ManualClock) -> None:
+    with pytest.raises(ValueError, match=r"store|write|token|unix"):
+        stack_of(url, Limits(), clock, nothing_pinned)
+
+
+# Segments kept open for reading: few, closed once, and never those of a store that is gone.
+
+
+class Watched(Files):
+    """Counts what is open."""
+
+    def __init__(self) -> None:
+        self.open_now: Counter[int] = Counter()
+        self.opens = 0
+
+    def open(self, path: Path | str, flags: int) -> int:
+        descriptor = super().open(path, flags)
+        self.open_now[descriptor] += 1
+        self.opens += 1
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        assert self.open_now[descriptor] == 1, "closed twice"
+        del self.open_now[descriptor]
+        super().close(descriptor)
+
+
+@pytest.fixture
+def files() -> Watched:
+    return Watched()
+
+
+@pytest.fixture
+def opened(tmp_path: Path, files: Watched) -> OpenSegments:
+    for number in range(OPEN_MAX + 5):
+        (tmp_path / str(number)).write_bytes(bytes(4096))
+    return OpenSegments(files, lambda number: str(tmp_path / str(number)))
+
+
+def test_file_is_opened_once_and_few_stay_open(opened: OpenSegments, files: Watched) -> None:
+    for number in (0, 0, *range(OPEN_MAX + 5)):
+        opened.take(number)
+    assert files.opens == OPEN_MAX + 5
+    assert len(files.open_now) == OPEN_MAX
+    opened.close()
+    assert not files.open_now
+
+
+def test_file_in_use_stays_open_until_nobody_holds_it(opened: OpenSegments, files: Watched) -> None:
+    first, second = opened.take(1), opened.take(1)
+    opened.drop(1)
+    del first
+    assert os.fstat(second.descriptor).st_size == 4096
+    del second
+    assert not files.open_now
+
+
+def test_file_that_was_removed_or_made_anew_is_not_read(opened: OpenSegments, files: Watched, tmp_path: Path) -> None:
+    opened.take(1)
+    (tmp_path / "1").unlink()
+    with pytest.raises(FileNotFoundError):
+        opened.take(1)
+    (tmp_path / "1").write_bytes(bytes(8192))
+    again = opened.take(1)
+    assert os.fstat(again.descriptor).st_size == 8192
+    assert len(files.open_now) == 1
+
+
+def test_store_that_was_removed_is_no_longer_served(tmp_path: Path) -> None:
+    files = Watched()
+    tier = open_tier(tmp_path / "store", files=files)
+    tier.put_from(object_id(1), object_bytes(1))
+    assert read_all(tier, 1) == object_bytes(1)
+    shutil.rmtree(tmp_path / "store")
+    assert tier.get_into(object_id(1), memoryview(bytearray(10))) is None
+    tier.close()
+    assert not files.open_now

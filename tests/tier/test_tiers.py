@@ -1,23 +1,40 @@
+"""Tiers in memory and on disk; lists of runs; what all remote tiers share."""
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socketserver
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.stores import opened
 
 from kvtide.block import BlockLayout, BlockMeta
-from kvtide.clock import ManualClock
+from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierFull, TierUnavailable
+from kvtide.evict.ranking import RankedOrder, Ranking, RecencyRanking, ScoreRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
+from kvtide.tier.breaker import Breaker
+from kvtide.tier.buffers import Recycler, aligned_buffer, is_aligned, touch
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.directory import JOURNAL_BYTES_MAX, RemovalJournal
+from kvtide.tier.http.tier import http_tier
 from kvtide.tier.ram import MemoryTier
+from kvtide.tier.ram.memory import Arena, Span, frame_bytes_for
 from kvtide.tier.stack import TierStack
+from kvtide.tier.stack.tier import LOOK_UPS_MAX
 from kvtide.tier.url import open_tier
-from kvtide.types import Section, SectionId, SectionKind
+from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
+from kvtide_lab.wrapped import Counting
 
 
 def nothing_pinned(key: bytes) -> bool:
@@ -192,3 +209,308 @@ def test_parents_come_first_and_are_no_use(tmp_path: Path, clock: ManualClock, l
     assert list(tier.parents()) == [(meta.id, meta.parent) for meta in reversed(metas)]
     assert {info.id: info.last_use_s for info in tier.objects()} == before
     assert tier.stats().hits == 0
+
+
+PAGE = 4096
+
+
+def open_memory(pages: int) -> MemoryTier:
+    tier = MemoryTier(pages * PAGE, ManualClock(0.0), lambda key: False)
+    tier.open()
+    return tier
+
+
+def test_memory_that_is_read_is_not_given_to_another_object() -> None:
+    tier = open_memory(2)
+    tier.put_from(object_id(1), object_bytes(1, 2 * PAGE))
+    with tier.lease(object_id(1)) as views:
+        assert views is not None
+        tier.delete(object_id(1), "removed")
+        with pytest.raises(TierFull, match="in use"):
+            tier.put_from(object_id(2), object_bytes(2))
+        assert b"".join(views) == object_bytes(1, 2 * PAGE)
+        tier.check()
+    assert tier.put_from(object_id(2), object_bytes(2))
+    tier.check()
+
+
+def test_object_in_a_lease_is_not_evicted() -> None:
+    tier = open_memory(2)
+    tier.put_from(object_id(1), object_bytes(1))
+    tier.put_from(object_id(2), object_bytes(2))
+    with tier.lease(object_id(1)):
+        tier.put_from(object_id(3), object_bytes(3))
+    assert [n for n in (1, 2, 3) if tier.contains(object_id(n))] == [1, 3]
+
+
+def test_lent_memory_can_not_be_written() -> None:
+    tier = open_memory(1)
+    tier.put_from(object_id(1), object_bytes(1))
+    with tier.lease(object_id(1)) as views, pytest.raises(TypeError, match="read-only"):
+        assert views is not None
+        views[0][0] = 0
+
+
+def test_object_laid_into_scattered_frames_is_read_from_any_offset() -> None:
+    tier = open_memory(7)
+    for number in range(7):
+        tier.put_from(object_id(number), object_bytes(number))
+    for number in (1, 3, 5):
+        tier.delete(object_id(number), "removed")
+    content = object_bytes(9, 2 * PAGE + 100)
+    tier.put_from(object_id(9), content)
+    for offset in (0, 1, PAGE - 1, PAGE, 2 * PAGE + 50, 2 * PAGE + 100, 5 * PAGE):
+        buffer = memoryview(bytearray(PAGE + 7))
+        size = tier.get_into(object_id(9), buffer, offset)
+        assert bytes(buffer[:size]) == content[offset : offset + PAGE + 7]
+
+
+def test_closed_tier_finds_and_stores_nothing() -> None:
+    tier = open_memory(2)
+    tier.put_from(object_id(1), object_bytes(1))
+    tier.close()
+    assert read_all(tier, 1) is None
+    assert not tier.put_from(object_id(1), object_bytes(1))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_no_frame_is_lost_or_taken_twice(steps: list[tuple[bool, int]]) -> None:
+    arena, taken = Arena(32 * PAGE, PAGE), list[list[Span]]()
+    for is_take, size in steps:
+        if is_take or not taken:
+            fits = arena.frames_of(size) <= arena.free_frames
+            runs = arena.take(size)
+            assert (runs is not None) == fits
+            taken += [runs] if runs else []
+        else:
+            arena.give_back(taken.pop(size % len(taken)))
+        arena.check([run for runs in taken for run in runs])
+
+
+@pytest.mark.parametrize(
+    ("bytes_max", "frame_bytes"), [(1, PAGE), (1 << 20, PAGE), (1 << 30, 64 << 10), (1 << 40, 64 << 10)]
+)
+def test_frames_are_pages_in_small_tiers_and_larger_in_large_ones(bytes_max: int, frame_bytes: int) -> None:
+    assert frame_bytes_for(bytes_max) == frame_bytes
+
+
+@pytest.mark.parametrize("size", [1, 100, PAGE, 5 << 20])
+def test_buffers_begin_at_a_page(size: int) -> None:
+    assert is_aligned(aligned_buffer(size)) and len(aligned_buffer(size)) == size
+    assert not is_aligned(aligned_buffer(PAGE)[1:])
+
+
+def test_recycled_memory_has_one_holder_at_a_time_and_a_bound() -> None:
+    recycler = Recycler(3 * PAGE)
+    first = recycler.take(2 * PAGE)
+    first[:] = b"a" * len(first)
+    part = first[PAGE:]
+    del first
+    other = recycler.take(2 * PAGE)
+    other[:] = b"b" * len(other)
+    assert bytes(part) == b"a" * PAGE
+    del part
+    again = recycler.take(2 * PAGE)
+    assert is_aligned(again)
+    assert bytes(again) == b"a" * len(again), "new memory in place of what nobody holds"
+    del other, again
+    assert bytes(recycler.take(2 * PAGE)) != bytes(2 * PAGE)
+    held = [recycler.take(PAGE) for _ in range(5)]
+    del held
+    assert sum(map(len, recycler._free)) <= 3 * PAGE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
+def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
+
+    memory = aligned_buffer(64 << 20)
+    memory[:5] = b"bytes"
+    touch(memory, lambda: False)
+    before = resident_bytes()
+    touch(memory, lambda: True)
+    assert resident_bytes() - before > 48 << 20
+    assert bytes(memory[:6]) == b"bytes\0"
+
+
+def test_rankings_order_as_their_names_say() -> None:
+    recency, frequency = RecencyRanking(), Ranking()
+    score = ScoreRanking(lambda each: 10.0 if each == object_id(2) else 1.0, half_life=None)
+    for number in (1, 1, 1, 2, 2, 3):
+        for ranking in (recency, frequency, score):
+            ranking.note_use(object_id(number))
+    orders = []
+    for ranking in (recency, frequency, score):
+        order = RankedOrder(ranking)
+        for number in (3, 1, 2):
+            order.enter(object_id(number), BlockKey(bytes(32)), 1)
+        leaving = order.victims(lambda each: True)
+        orders.append([next(n for n in (1, 2, 3) if object_id(n) == each) for each in leaving])
+    assert orders == [[1, 2, 3], [3, 2, 1], [3, 1, 2]]
+
+
+def test_order_sees_uses_since_an_object_entered_and_forgets_who_left() -> None:
+    ranking = Ranking()
+    order = RankedOrder(ranking)
+    for number in range(200):
+        order.enter(object_id(number), BlockKey(bytes(32)), 1)
+        ranking.note_use(object_id(number))
+    ranking.note_use(object_id(0))
+    for number in range(1, 199):
+        order.leave(object_id(number))
+    assert not list(order.victims(lambda each: False)) and len(order) == 2
+    assert list(order.victims(lambda each: True)) == [object_id(199), object_id(0)]
+
+
+@pytest.mark.parametrize("frame_bytes", [0, 100, -PAGE])
+def test_frame_that_is_no_page_is_refused(frame_bytes: int) -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        MemoryTier(PAGE, ManualClock(0.0), lambda key: False, frame_bytes=frame_bytes)
+
+
+# A run is looked up in few questions, and its answer is what single look-ups give.
+
+IDS = [object_id(number) for number in range(12)]
+
+
+class Remote(Counting):
+    is_batched = True
+
+    def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
+        self.before("count_leading", 0)
+        return sum(1 for _ in takewhile(self.tier.contains, object_ids))
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        self.before("contains_each", 0)
+        return [self.tier.contains(each) for each in object_ids]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sets(st.integers(0, 2)), min_size=12, max_size=12), st.sets(st.integers(0, 2)))
+def test_run_ends_where_no_tier_has_the_next(held: list[set[int]], batched: set[int]) -> None:
+    plain = [MemoryTier(1 << 16, SystemClock(), lambda key: False) for _ in range(3)]
+    stack = TierStack([Remote(tier) if number in batched else tier for number, tier in enumerate(plain)])
+    stack.open()
+    for number, tiers in enumerate(held):
+        for tier in tiers:
+            plain[tier].put_from(IDS[number], b"x")
+    expected = [min(tiers) for tiers in takewhile(bool, held)]
+    assert stack.run_places(IDS) == expected
+    stack.close()
+
+
+def test_long_run_behind_memory_takes_few_questions() -> None:
+    clock = SystemClock()
+    near, far = MemoryTier(1 << 20, clock, lambda key: False), MemoryTier(8 << 20, clock, lambda key: False)
+    remote = Remote(far)
+    stack = TierStack([near, remote])
+    stack.open()
+    ids = [object_id(number) for number in range(2 * LOOK_UPS_MAX)]
+    for number, each in enumerate(ids[:-5]):
+        far.put_from(each, object_bytes(number, 100))
+    near.put_from(ids[3], object_bytes(3, 100))
+    remote.calls.clear()
+    assert stack.run_places(ids) == [1, 1, 1, 0] + [1] * (len(ids) - 9)
+    assert sum(remote.calls.values()) <= 6
+    stack.close()
+
+
+# The parts of the remote tier that need no server, and what it makes of answers that are off.
+
+
+def test_breaker_opens_tries_once_and_closes(clock: ManualClock) -> None:
+    breaker = Breaker(2, 5.0, clock)
+    breaker.note_fault()
+    assert breaker.allows()
+    breaker.note_fault()
+    assert breaker.is_open and not breaker.allows()
+    clock.advance(5.0)
+    assert breaker.allows() and not breaker.allows()
+    breaker.note_success()
+    assert breaker.allows() and not breaker.is_open
+
+
+def test_failed_trial_keeps_the_breaker_open(clock: ManualClock) -> None:
+    breaker = Breaker(1, 5.0, clock)
+    breaker.note_fault()
+    clock.advance(5.0)
+    assert breaker.allows()
+    breaker.note_fault()
+    clock.advance(4.9)
+    assert not breaker.allows()
+
+
+@pytest.mark.parametrize(("faults_max", "open_s"), [(0, 1.0), (1, 0.0)])
+def test_breaker_needs_positive_bounds(faults_max: int, open_s: float, clock: ManualClock) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        Breaker(faults_max, open_s, clock)
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Run a server that gives every request this answer and closes."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                continue
+            self.wfile.write(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+PART = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %s\r\nContent-Length: %d\r\n\r\n%s"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\n\r\nhello",
+        PART % (b"0-4/5", 5, b"hell"),
+        PART % (b"1-5/6", 5, b"hello"),
+        PART % (b"0-4/9", 5, b"hello"),
+        PART % (b"0-3/4", 5, b"hello"),
+        PART % (b"0-199/200", 200, b"x" * 200),
+        b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 99999999\r\n\r\n",
+        b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    ],
+)
+def test_answer_that_is_off_is_a_fault_and_a_miss_upstairs(answer: bytes) -> None:
+    with answering(answer) as url:
+        tier = http_tier(url, SystemClock())
+        stack = TierStack([tier])
+        stack.open()
+        buffer = memoryview(bytearray(100))
+        with pytest.raises(TierUnavailable):
+            tier.get_into(object_id(1), buffer)
+        assert stack.get_into(object_id(1), buffer) is None
+        assert tier.stats().faults >= 1
+        tier.check()
+        stack.close()
+
+
+def test_nobody_listening_is_a_fault_for_every_verb() -> None:
+    with opened(http_tier("http://127.0.0.1:1", SystemClock())) as tier:
+        for action in (
+            lambda: tier.contains(object_id(1)),
+            lambda: tier.get_into(object_id(1), memoryview(bytearray(1))),
+            lambda: tier.put_from(object_id(1), object_bytes(1)),
+            lambda: tier.delete(object_id(1), "removed"),
+            lambda: list(tier.objects()),
+        ):
+            with pytest.raises(TierUnavailable):
+                action()
+        assert tier.removed_reason(object_id(1)) is None
+        assert tier.stats().objects == 0

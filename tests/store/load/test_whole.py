@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.codec.tide_profiles import LAYOUT, fitted
+from tests.store.load.sources import KL, STEP_BYTES, AnyOf, MadeSource, made_objects, parsed
 from tests.store.test_cache import Collector, OpenCache, fill, metas_of
 from tests.stores import stored_records
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.clock import ManualClock
+from kvtide.clock import ManualClock, SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload
+from kvtide.plan import PrefillSpeed
+from kvtide.plan.base import Progress, is_ready
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import LoadReport, MissReason, Whole
 from kvtide.store.load import whole as loading
+from kvtide.store.load.backfill import BYTES_MAX, Backfill, PartialLoad
+from kvtide.store.load.run import LoadRequest, ObjectRange, layered_job, level_job
 from kvtide.testing import smooth_bits
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.source import read_heads
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
+from kvtide.wire.receiver import Receiver
 
 # Pages must be crossed: a piece begins in the midst of one.
 BIG = BlockLayout(layers=6, tokens=32, kv_heads=2, head_dim=17, dtype=KVDtype.FLOAT32)
@@ -226,3 +236,207 @@ def test_object_of_another_place_is_refused(tmp_path: Path, open_cache: OpenCach
     elsewhere = BlockMeta(ObjectId(*metas[1].id), metas[1].parent, 7 * BIG.tokens, BIG, "test")
     report = load(open_cache(tmp_path, "raw"), [metas[0], elsewhere], Layers())
     assert (report.blocks, report.reason) == (1, MissReason.CORRUPT)
+
+
+THREE = made_objects(3)
+OBJECT_BYTES = sum(map(len, THREE.values()))
+HEAD_BYTES = parsed(THREE)[0].entries[0].offset
+BASE_STOP = parsed(THREE)[0].entries[1].offset + 1500
+
+
+def left_of(objects: dict[ObjectId, bytes], blocks: tuple[int, ...] = (0, 1, 2)) -> PartialLoad:
+    """What a load leaves that had time for the bases."""
+    receivers = [Receiver(stored) for stored in parsed(objects)]
+    for block, data in enumerate(objects.values()):
+        receivers[block].offer_bytes(HEAD_BYTES, data[HEAD_BYTES:BASE_STOP])
+    return PartialLoad(receivers, blocks)
+
+
+class Store:
+    def __init__(self) -> None:
+        self.objects: dict[ObjectId, bytes] = {}
+
+    def put(self, object_id: ObjectId, data: bytes) -> bool:
+        self.objects[object_id] = data
+        return True
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def keeper_of(stack: ExitStack, *sources: MadeSource, bytes_max: int = BYTES_MAX) -> tuple[Backfill, Store]:
+    store = Store()
+    keeper = Backfill(AnyOf(*sources), store.put, SystemClock(), bytes_max)
+    stack.callback(keeper.check)
+    stack.callback(keeper.close)
+    return keeper, store
+
+
+def test_refinements_that_came_late_are_kept_and_no_byte_comes_twice(stack: ExitStack) -> None:
+    source = MadeSource(THREE)
+    keeper, store = keeper_of(stack, source)
+    assert keeper.offer(left_of(THREE, (1, 2)))
+    assert keeper.flush(10)
+    assert store.objects == dict(list(THREE.items())[1:])
+    assert source.served_bytes == keeper.stats().received_bytes == 2 * 7000
+    assert keeper.stats()[:2] == (2, 0)
+
+
+def test_dead_source_is_replaced_and_what_nobody_has_is_dropped(stack: ExitStack) -> None:
+    absent = next(iter(THREE))
+    dying, spare = MadeSource(THREE, cut_bytes=600), MadeSource(THREE)
+    dying.is_down = True
+    del spare.objects[absent]
+    keeper, store = keeper_of(stack, dying, spare)
+    assert keeper.offer(left_of(THREE))
+    assert keeper.flush(10)
+    assert set(store.objects) == set(THREE) - {absent}
+    assert keeper.stats()[:2] == (2, 1)
+
+
+def test_reads_that_break_off_go_on_where_they_stopped(stack: ExitStack) -> None:
+    source = MadeSource(THREE, cut_bytes=600)
+    keeper, store = keeper_of(stack, source)
+    assert keeper.offer(left_of(THREE))
+    assert keeper.flush(10)
+    assert (store.objects, source.served_bytes) == (THREE, 3 * 7000)
+
+
+def test_damaged_object_is_not_kept(stack: ExitStack) -> None:
+    object_id, data = next(iter(THREE.items()))
+    damaged = {**THREE, object_id: data[:-1] + bytes([data[-1] ^ 1])}
+    keeper, store = keeper_of(stack, MadeSource(damaged))
+    assert keeper.offer(left_of(THREE))
+    assert keeper.flush(10)
+    assert set(store.objects) == set(THREE) - {object_id}
+
+
+def test_load_has_the_link_alone(stack: ExitStack) -> None:
+    source = MadeSource(THREE)
+    keeper, store = keeper_of(stack, source)
+    with keeper.paused():
+        assert keeper.offer(left_of(THREE))
+        assert not keeper.flush(0.1)
+        assert source.served_bytes == 0
+    assert keeper.flush(10)
+    assert store.objects == THREE
+
+
+def test_what_waits_is_bounded(stack: ExitStack) -> None:
+    keeper, store = keeper_of(stack, MadeSource(THREE), bytes_max=OBJECT_BYTES)
+    small, _ = keeper_of(stack, MadeSource(THREE), bytes_max=OBJECT_BYTES - 1)
+    with keeper.paused():
+        assert keeper.offer(left_of(THREE))
+        assert not keeper.offer(left_of(THREE))
+        keeper.check()
+    assert not small.offer(left_of(THREE))
+    assert keeper.flush(10)
+    assert (len(store.objects), keeper.stats().dropped, small.stats().dropped) == (3, 3, 3)
+
+
+def test_closing_ends_a_read_and_takes_no_more(stack: ExitStack) -> None:
+    source, others = MadeSource(THREE, bytes_per_s=1e4), set(threading.enumerate())
+    keeper, store = keeper_of(stack, source)
+    assert keeper.offer(left_of(THREE))
+    keeper.close()
+    assert not keeper.offer(left_of(THREE))
+    assert store.objects == {}
+    assert not [thread for thread in set(threading.enumerate()) - others if thread.name == "kvtide-keep"]
+    keeper.close()
+
+
+FOUR = made_objects(4)
+STORED = parsed(FOUR)
+WISH = LoadRequest(PrefillSpeed(100.0), 1.0)
+
+
+def test_steps_are_ranges_of_each_block_of_a_chunk() -> None:
+    job = layered_job(STORED, [(0, 10), (10, 40)], KL, WISH)
+    body = STORED[0].entries[0].offset
+    assert [chunk.sizes for chunk in job.request.chunks] == [STEP_BYTES, tuple(3 * size for size in STEP_BYTES)]
+    assert job.pieces[0] == (
+        (ObjectRange(0, body, body + 3000),),
+        (ObjectRange(0, body + 3000, body + 5000),),
+        (ObjectRange(0, body + 5000, body + 10_000),),
+    )
+    assert [piece.block for piece in job.pieces[1][2]] == [1, 2, 3]
+
+
+def test_levels_are_whole_bodies_of_other_objects() -> None:
+    small = parsed(made_objects(2, (1000,)))
+    large = parsed(made_objects(2, (4000,), seed=1))
+    job = level_job([small, large], [(0, 20)], (0.3, 0.1), WISH)
+    assert job.request.chunks[0].sizes == (2000, 8000)
+    assert not job.request.is_layered
+    assert [[piece.block for piece in step] for step in job.pieces[0]] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("spans", [[(0, 5), (5, 40)], [(0, 10)], [(0, 50)], [(0, 10), (20, 40)]])
+def test_chunks_that_are_not_whole_blocks_of_all_are_refused(spans: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match=r"whole blocks|chunks end|starts at token"):
+        layered_job(STORED, spans, KL, WISH)
+
+
+@pytest.mark.parametrize(("goal", "raised"), [(0.01, True), (0.02, True), (0.005, False), (0.0, False)])
+def test_whole_objects_are_enough_for_the_goal_they_were_stored_for(goal: float, raised: bool) -> None:
+    # The law says that the newest block alone loses more than the codec's curve has for all.
+    by_block = np.array([[[0.2, 0.1, 0.01], [0.2, 0.1, 0.01], [0.2, 0.1, 0.01], [0.5, 0.3, 0.02]]])
+    job = layered_job(STORED, [(0, 20), (20, 40)], KL, WISH._replace(kl_goal=goal), by_block)
+    assert job.request.kl_goal == (pytest.approx(0.05) if raised else goal)
+    everything = Progress(0.1, (3, 3), (3, 3), is_layered=True)
+    assert is_ready(job.request, everything) is raised
+
+
+def test_wrong_number_of_losses_is_refused() -> None:
+    with pytest.raises(ValueError, match="a loss for each of 3 steps, got 2"):
+        layered_job(STORED, [(0, 40)], KL[:2], WISH)
+
+
+def test_objects_that_are_no_run_are_refused() -> None:
+    with pytest.raises(CorruptPayload, match="blocks of 10 tokens one behind the other"):
+        layered_job(STORED[::2], [(0, 20)], KL, WISH)
+    with pytest.raises(CorruptPayload, match="same refinements, got \\[3, 1\\]"):
+        layered_job([STORED[0], parsed(made_objects(2, (50,)))[1]], [(0, 20)], KL, WISH)
+    with pytest.raises(CorruptPayload, match="same refinements"):
+        layered_job([], [], KL, WISH)
+    with pytest.raises(CorruptPayload, match=r"every block at every level, got \[4, 3\]"):
+        level_job([STORED, STORED[:3]], [(0, 40)], (0.2, 0.1), WISH)
+
+
+def test_heads_of_a_run_are_read_exactly_and_once() -> None:
+    source = MadeSource(FOUR, part=100_000)
+    heads = read_heads(source, list(FOUR), time.monotonic() + 5.0, 4)
+    assert [head.version_tag for head in heads] == [stored.version_tag for stored in STORED]
+    assert source.served_bytes == sum(len(stored.head) for stored in STORED)
+    # Two reads for the first, whose table is of unknown size, one for each of the others.
+    assert len(source.served) == 5
+
+
+def test_heads_end_before_what_is_absent_or_damaged() -> None:
+    ids = list(FOUR)
+    partly = {object_id: FOUR[object_id] for object_id in ids if object_id != ids[2]}
+    assert len(read_heads(MadeSource(partly), ids, time.monotonic() + 5.0, 2)) == 2
+    assert len(read_heads(AnyOf(MadeSource(partly), MadeSource(FOUR)), ids, time.monotonic() + 5.0, 2)) == 4
+    damaged = {**FOUR, ids[0]: b"x" * 5000}
+    assert read_heads(MadeSource(damaged), ids, time.monotonic() + 5.0, 2) == []
+    assert read_heads(MadeSource(FOUR), [], time.monotonic() + 5.0, 2) == []
+
+
+def test_tier_is_a_source_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tier.base.SLICE_BYTES", 1000)
+    object_id, data = next(iter(FOUR.items()))
+    tier, parts = MemoryTier(1 << 20, SystemClock(), lambda key: False), list[bytes]()
+    tier.open()
+    tier.put_from(object_id, data)
+
+    def take(part: memoryview) -> bool:
+        parts.append(bytes(part))
+        return len(parts) < 3
+
+    assert tier.read_range(object_id, 100, 5000, take)
+    assert b"".join(parts) == data[100:3100]
+    assert not tier.read_range(object_id, len(data) - 10, len(data) + 10, lambda part: True)
+    tier.close()
