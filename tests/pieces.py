@@ -10,7 +10,7 @@ from kvtide.testing.tier_suite import object_id
 from kvtide.types import BlockKey, Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
 from kvtide.wire.receiver import frame_header
-from tests.server.worlds import ask
+from tests.server.worlds import ask, path_of
 from tests.servers import RunningServer, ServerProcess
 
 
@@ -28,8 +28,7 @@ class Pieces(NamedTuple):
 
     @property
     def path(self) -> str:
-        name = object_id(self.number)
-        return f"/v1/{name.namespace.hex()}/{name.key.hex()}"
+        return path_of(self.number)
 
 
 def pieces(number: int, sections: int = 8, size: int = 500, quality: float = 0.0, filling: int = 0) -> Pieces:

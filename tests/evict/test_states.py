@@ -156,43 +156,6 @@ def numbered(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(32, "little"))
 
 
-def test_oldest_use_goes_first_then_longest_prefix() -> None:
-    pool = FreePool(4)
-    for number, (last_use_s, prefix_blocks) in enumerate([(2.0, 1), (1.0, 1), (1.0, 3), (1.0, 2)]):
-        assert pool.add(numbered(number), last_use_s, prefix_blocks) is None
-    assert [pool.evict() for _ in range(5)] == [numbered(2), numbered(3), numbered(1), numbered(0), None]
-
-
-def test_full_pool_gives_one_for_each_that_comes() -> None:
-    pool = FreePool(2)
-    assert [pool.add(numbered(n), float(n), 1) for n in range(4)] == [None, None, numbered(0), numbered(1)]
-    assert len(pool) == 2
-
-
-def test_pool_of_zero_gives_every_block_back_at_once() -> None:
-    pool = FreePool(0)
-    assert pool.add(numbered(1), 1.0, 1) == numbered(1)
-    assert len(pool) == 0
-    assert pool.evict() is None
-
-
-def test_block_back_in_use_is_not_evicted() -> None:
-    pool = FreePool(2)
-    pool.add(numbered(1), 1.0, 1)
-    assert pool.take_back(numbered(1))
-    assert not pool.take_back(numbered(1))
-    assert pool.evict() is None
-
-
-def test_block_freed_again_counts_by_its_new_use() -> None:
-    pool = FreePool(3)
-    pool.add(numbered(1), 1.0, 1)
-    pool.add(numbered(2), 2.0, 1)
-    pool.take_back(numbered(1))
-    pool.add(numbered(1), 3.0, 1)
-    assert [pool.evict(), pool.evict()] == [numbered(2), numbered(1)]
-
-
 def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
     pool = FreePool(4)
     for number in range(2000):
@@ -202,19 +165,30 @@ def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
     pool.check()
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=60))
-def test_pool_agrees_with_sorting(steps: list[tuple[int, int, int, bool]]) -> None:
-    pool, model = FreePool(5), dict[BlockKey, tuple[int, int]]()
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=60),
+    st.integers(0, 5),
+)
+def test_pool_agrees_with_sorting(steps: list[tuple[int, int, int, bool]], blocks_max: int) -> None:
+    """The oldest use goes first, of one time the longest prefix; a block back in use doesn't go."""
+    pool, model = FreePool(blocks_max), dict[BlockKey, tuple[int, int]]()
+
+    def first() -> BlockKey | None:
+        return min(model, key=lambda each: (*model[each], each), default=None)
+
     for number, last_use_s, prefix_blocks, is_taken in steps:
         name = numbered(number)
         if is_taken or name in model:
             assert pool.take_back(name) == (model.pop(name, None) is not None)
             continue
         model[name] = (last_use_s, -prefix_blocks)
-        expected = min(model, key=lambda each: (*model[each], each)) if len(model) > 5 else None
+        expected = first() if len(model) > blocks_max else None
         assert pool.add(name, last_use_s, prefix_blocks) == expected
         model.pop(expected, None) if expected else None
         pool.check()
+        assert len(pool) == len(model)
+    for expected in [*sorted(model, key=lambda each: (*model[each], each)), None]:
+        assert pool.evict() == expected
 
 
 # Shadows of several policies: who holds what is known, and a policy that goes by it.

@@ -49,19 +49,10 @@ class Regions:
             self.latest(number, "GET", 10**9)
 
     def _start(self, stack: ExitStack, path: Path, prefix: list[str], *words: str) -> None:
-        command = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            *prefix,
-            sys.executable,
-            "-m",
-            "kvtide.cli",
-            "serve",
-            "--open-to-all",
-        ]
+        serve = [sys.executable, "-m", "kvtide.cli", "serve", "--open-to-all", "--tier", "memory://", *words]
         log = stack.enter_context(path.open("wb"))
-        process = subprocess.Popen([*command, "--tier", "memory://", *words], stdout=log, stderr=subprocess.STDOUT)
+        command = ["setpriv", "--pdeathsig", "KILL", *prefix, *serve]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         stack.callback(process.wait)
         stack.callback(process.kill)
 

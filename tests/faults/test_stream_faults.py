@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.engines.test_streaming import SlowPrefill, Stored
 from tests.faults.conftest import Tally
 from tests.faults.writers import FILLED, fill_and_remove, use_server, writing
-from tests.servers import RunningServer, ServerProcess, disk_arguments, running_server
+from tests.servers import RunningServer, ServerProcess, disk_arguments, running_server, server_process
 from tests.store.load.sources import IdleEngine, MadeEngine, access_of, made_job, made_objects, parsed
 from tests.store.test_cache import Collector, fill, metas_of
 
@@ -59,43 +59,61 @@ BUSY_S = 8.0
 OPEN = PeerSettings(open_s=0.2, trial_s=0.5)
 
 
-def _end(server: ServerProcess) -> None:
-    if server.process.poll() is None:
-        server.kill()
+class Linked:
+    """Links to the first two of three servers with the same objects, and a client's tiers over them."""
 
-
-class Servers:
-    """Three servers with the same objects, the first two behind links of their own."""
-
-    def __init__(self, folder: Path, objects: dict[ObjectId, bytes], bytes_per_s: float, stack: ExitStack) -> None:
-        self.processes = [ServerProcess(*disk_arguments(folder / str(number))) for number in range(3)]
-        for process in self.processes:
-            stack.callback(_end, process)
-            tier = http_tier(process.url, CLOCK)
-            tier.open()
-            assert all(tier.put_from(object_id, data) for object_id, data in objects.items())
-            tier.close()
+    def __init__(
+        self,
+        servers: Sequence[RunningServer | ServerProcess],
+        objects: dict[ObjectId, bytes],
+        bytes_per_s: float,
+        stack: ExitStack,
+        settings: PeerSettings,
+    ) -> None:
+        self._addresses = [(server.address.host, server.address.port) for server in servers]
+        for server in servers:
+            with closing(http_tier(server.url, CLOCK)) as tier:
+                tier.open()
+                assert all(tier.put_from(object_id, data) for object_id, data in objects.items())
         self.links = [
-            stack.enter_context(ShapedProxy(("127.0.0.1", process.port), lambda seconds: bytes_per_s * seconds))
-            for process in self.processes[:2]
+            stack.enter_context(ShapedProxy(address, lambda seconds: bytes_per_s * seconds))
+            for address in self._addresses[:2]
         ]
         url = ",".join(f"127.0.0.1:{link.port}" for link in self.links)
-        self.tiers = TierStack([http_tier(f"http://{url}", CLOCK, OPEN)])
+        self.tiers = TierStack([http_tier(f"http://{url}", CLOCK, settings)])
         self.tiers.open()
         stack.callback(self.tiers.close)
-
-    def kill_first(self) -> None:
-        self.processes[0].kill()
-
-    def move_second(self) -> None:
-        """Change the address behind the second link: what was open breaks off."""
-        self.links[1].target = ("127.0.0.1", self.processes[2].port)
-        self.links[1].cut()
-        self.links[1].mend()
 
     @property
     def passed_bytes(self) -> int:
         return sum(link.passed_bytes for link in self.links)
+
+    def move(self, link: ShapedProxy, server: int) -> None:
+        """Change the address behind a link: what was open breaks off."""
+        link.target = self._addresses[server]
+        link.cut()
+        link.mend()
+
+    def happen(self, random: Random) -> None:
+        """Cut a link for a moment, damage what passes it, or have it lead to another server."""
+        link, event = random.choice(self.links), random.choice(("cut", "damage", "move"))
+        if event == "damage":
+            link.to_damage += 1
+            return
+        if event == "move":
+            link.target = random.choice(self._addresses)
+        link.cut()
+        time.sleep(random.uniform(0, 0.05))
+        link.mend()
+
+
+class Servers(Linked):
+    """The servers are processes on disks."""
+
+    def __init__(self, folder: Path, objects: dict[ObjectId, bytes], bytes_per_s: float, stack: ExitStack) -> None:
+        disks = [disk_arguments(folder / str(number)) for number in range(3)]
+        self.processes = [stack.enter_context(server_process(*disk)) for disk in disks]
+        super().__init__(self.processes, objects, bytes_per_s, stack, OPEN)
 
 
 @pytest.fixture
@@ -113,13 +131,13 @@ def fail_later(servers: Servers, stack: ExitStack, cut_s: float, kill_at: int, c
 
     def fail() -> None:
         wait_until(lambda: servers.passed_bytes - before >= kill_at, "bytes to pass")
-        servers.kill_first()
+        servers.processes[0].kill()
         wait_until(lambda: servers.passed_bytes - before >= cut_at, "more bytes to pass")
         servers.links[1].cut()
         time.sleep(cut_s)
         servers.links[1].mend()
         time.sleep(0.5)
-        servers.move_second()
+        servers.move(servers.links[1], 2)
 
     failing = stack.enter_context(ThreadPoolExecutor(1)).submit(fail)
     stack.callback(failing.result)
@@ -153,46 +171,17 @@ SCHEDULES = 200
 SCHEDULE_SIZES = (60_000, 40_000, 100_000)
 
 
-class Rig:
-    """Two links to two of three servers in this process; what a client loads through them, event by event."""
-
-    def __init__(self, objects: dict[ObjectId, bytes], stack: ExitStack) -> None:
-        servers = [stack.enter_context(running_server(tiers=("memory://",))) for _ in range(3)]
-        self._addresses = [(server.address.host, server.address.port) for server in servers]
-        for server in servers:
-            with closing(http_tier(server.url, CLOCK)) as tier:
-                tier.open()
-                assert all(tier.put_from(object_id, data) for object_id, data in objects.items())
-        self.links = [
-            stack.enter_context(ShapedProxy(address, lambda seconds: 2e7 * seconds)) for address in self._addresses[:2]
-        ]
-        url = ",".join(f"127.0.0.1:{link.port}" for link in self.links)
-        self.tiers = TierStack([http_tier(f"http://{url}", CLOCK, PeerSettings(open_s=0.02, trial_s=0.05))])
-        self.tiers.open()
-        stack.callback(self.tiers.close)
-
-    @property
-    def passed_bytes(self) -> int:
-        return sum(link.passed_bytes for link in self.links)
-
-    def happen(self, random: Random) -> None:
-        """Cut a link for a moment, damage what passes it, or have it lead to another server."""
-        link, event = random.choice(self.links), random.choice(("cut", "damage", "move"))
-        if event == "damage":
-            link.to_damage += 1
-            return
-        if event == "move":
-            link.target = random.choice(self._addresses)
-        link.cut()
-        time.sleep(random.uniform(0, 0.05))
-        link.mend()
+def in_process(objects: dict[ObjectId, bytes], stack: ExitStack) -> Linked:
+    """Return links to servers in this process, with memory."""
+    servers = [stack.enter_context(running_server(tiers=("memory://",))) for _ in range(3)]
+    return Linked(servers, objects, 2e7, stack, PeerSettings(open_s=0.02, trial_s=0.05))
 
 
 @pytest.mark.real_time
 def test_random_schedules_of_cuts_damage_and_moves(stack: ExitStack) -> None:
     objects = made_objects(6, SCHEDULE_SIZES)
     whole = {stored.meta.id: {s.id: bytes(s.data) for s in stored.sections()} for stored in parsed(objects)}
-    unique, random, rig = 6 * sum(SCHEDULE_SIZES), Random(5), Rig(objects, stack)
+    unique, random, rig = 6 * sum(SCHEDULE_SIZES), Random(5), in_process(objects, stack)
     events = stack.enter_context(ThreadPoolExecutor(1))
     passed = faults = damaged = 0
     for _ in range(SCHEDULES):
@@ -228,7 +217,7 @@ def test_random_schedules_of_cuts_damage_and_moves(stack: ExitStack) -> None:
 
 def test_a_name_that_leads_elsewhere_in_mid_load_is_followed(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = made_objects(6, SIZES)
-    rig, looked_up = Rig(objects, stack), socket.getaddrinfo
+    rig, looked_up = in_process(objects, stack), socket.getaddrinfo
     ports = [rig.links[0].port]
     rig.links[0].restart(lambda seconds: 2e6 * seconds)
 

@@ -37,32 +37,6 @@ def masks(index: RadixIndex, keys: Sequence[BlockKey]) -> bytes:
     return bytes(run.tiers[run.keys.index(key)] for run, key in runs if run is not None)
 
 
-def test_match_is_the_longest_leading_run() -> None:
-    index = index_of()
-    index.insert(NS, chain(1, 2, 3))
-    assert count(index, 1, 2, 9) == 2
-    assert count(index, 1, 2, 3, 4) == 3
-    assert count(index, 2) == 0
-    assert index.match([]) == 0
-
-
-def test_diverging_prefix_splits_the_run() -> None:
-    index = index_of()
-    index.insert(NS, chain(1, 2, 3, 4))
-    index.insert(NS, chain(1, 2, 7, 8))
-    assert (count(index, 1, 2, 3, 4), count(index, 1, 2, 7, 8), count(index, 1, 2, 9)) == (4, 4, 2)
-    index.check()
-
-
-def test_blocks_stored_one_by_one_are_one_run() -> None:
-    index = index_of()
-    keys = chain(*range(50))
-    for position, key in enumerate(keys):
-        index.insert(NS, [key], keys[position - 1] if position else None)
-    assert index.match(keys) == 50
-    assert len(list(index._tree.runs())) == 1
-
-
 def test_namespace_is_the_parent_of_the_first_block() -> None:
     index = index_of()
     index.insert(NS, chain(1), BlockKey(NS))

@@ -17,7 +17,6 @@ from tests.wrapped import Slow
 
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
-from kvtide.errors import TierUnavailable
 from kvtide.evict import Ranking, ScoreRanking
 from kvtide.evict.ranking import RankedOrder, RecencyRanking
 from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
@@ -335,19 +334,6 @@ def test_device_memory_and_disk_each_admit_by_rank() -> None:
         for _ in range(uses):
             assert read_all(stack, number) == object_bytes(number)
     assert (in_memory(device), in_memory(memory)) == ([2], [1, 2])
-
-
-def test_tier_that_fails_never_hides_the_next_one() -> None:
-    class Broken(NamedMemory):
-        def get_into(self, *arguments: object) -> int | None:
-            raise TierUnavailable("cable cut")
-
-    last = NamedMemory("disk", TIER_BYTES)
-    stack = TierStack([NamedMemory("memory", TIER_BYTES), Broken("middle", TIER_BYTES), last])
-    stack.open()
-    last.put_from(object_id(1), object_bytes(1))
-    assert read_all(stack, 1) == object_bytes(1)
-    assert [stats.faults for stats in stack.tier_stats()] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("is_foreign", [True, False])

@@ -107,16 +107,6 @@ def test_object_larger_than_the_tier_is_refused(kind: str, tmp_path: Path, clock
         tier.put_from(object_id(1), object_bytes(1))
 
 
-def test_disk_store_is_warm_after_reopen(tmp_path: Path, clock: ManualClock) -> None:
-    first = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
-    first.open()
-    first.put_from(object_id(1), object_bytes(1))
-    first.close()
-    second = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
-    second.open()
-    assert read_all(second, 1) == object_bytes(1)
-
-
 def test_files_that_are_not_segments_are_passed_over(tmp_path: Path, clock: ManualClock) -> None:
     tier = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
     tier.open()

@@ -217,36 +217,17 @@ def test_golden_bytes(coder: type[EntropyTables]) -> None:
 
 
 class Twin(NamedTuple):
-    """A coder and its twin: what it makes of counts, what streams are coded with, and the streams of rows."""
+    """A coder, the module of its twin, what that makes of counts, and what it codes streams with."""
 
     coder: type[EntropyTables]
+    module: Any
     quantise: Callable[[list[int]], list[int]]
     tables: Callable[[list[int]], Any]
-    encode: Callable[..., bytes]
-    decode: Callable[..., list[int] | None]
-    write_tables: Callable[..., bytes]
-    read_tables: Callable[..., list[list[int]] | None]
 
 
 TWINS = [
-    Twin(
-        RansTables,
-        rans_twin.quantise,
-        rans_twin.slot_map,
-        rans_twin.encode,
-        rans_twin.decode,
-        rans_twin.write_tables,
-        rans_twin.read_tables,
-    ),
-    Twin(
-        PrefixTables,
-        prefix_twin.lengths,
-        lambda row: row,
-        prefix_twin.encode,
-        prefix_twin.decode,
-        prefix_twin.write_tables,
-        prefix_twin.read_tables,
-    ),
+    Twin(RansTables, rans_twin, rans_twin.quantise, rans_twin.slot_map),
+    Twin(PrefixTables, prefix_twin, prefix_twin.lengths, list),
 ]
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=["rans", "prefix"])
 
@@ -257,7 +238,7 @@ def check_identity(twin: Twin, rows: list[list[int]], streams: int, count: int, 
     symbols = draw_symbols(rng, counts, runs.tables, run_symbols, count)
     tables = [twin.tables(row) for row in rows_of(twin.coder.build(counts))]
     pairs = zip(symbols.tolist(), runs.tables.tolist(), strict=True)
-    truth = [twin.encode(row, tables, run_tables, run_symbols) for row, run_tables in pairs]
+    truth = [twin.module.encode(row, tables, run_tables, run_symbols) for row, run_tables in pairs]
     for path in rans_paths():
         native = twin.coder.build(counts, path)
         coded = native.encode(symbols, runs)
@@ -354,7 +335,7 @@ def test_foreign_bytes_fail_or_decode_as_the_twin_does(
 ) -> None:
     runs = Runs(runs_for(np.random.default_rng(len(data)), 1, count, 32, len(rows)), 32)
     built = twin.coder.build(counts_of(rows))
-    truth = twin.decode(data, count, [twin.tables(row) for row in rows_of(built)], runs.tables[0].tolist(), 32)
+    truth = twin.module.decode(data, count, [twin.tables(row) for row in rows_of(built)], runs.tables[0].tolist(), 32)
     truth = truth if count else (None if data else [])
     for path in rans_paths():
         out = np.zeros((1, count), dtype=np.uint8)
@@ -372,7 +353,7 @@ def test_foreign_bytes_fail_or_decode_as_the_twin_does(
 def test_tables_survive_their_compact_form(twin: Twin, rows: list[list[int]]) -> None:
     tables = twin.coder.build(counts_of(rows))
     data = tables.to_bytes()
-    assert data == twin.write_tables(rows_of(tables))
+    assert data == twin.module.write_tables(rows_of(tables))
     assert rows_of(twin.coder.parse(data, len(rows))) == rows_of(tables)
 
 
@@ -380,7 +361,7 @@ def test_tables_survive_their_compact_form(twin: Twin, rows: list[list[int]]) ->
 @settings(max_examples=300)
 @given(data=st.binary(min_size=2, max_size=60), count=st.integers(1, 3))
 def test_foreign_tables_are_read_as_the_twin_reads_them(twin: Twin, data: bytes, count: int) -> None:
-    truth = twin.read_tables(data, count)
+    truth = twin.module.read_tables(data, count)
     try:
         assert rows_of(twin.coder.parse(data, count)) == truth
     except CorruptPayload:
