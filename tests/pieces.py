@@ -6,12 +6,12 @@ from http.client import HTTPConnection
 from typing import Any, NamedTuple
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
-from kvtide.testing.tier_suite import object_id
 from kvtide.types import BlockKey, Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
 from kvtide.wire.receiver import frame_header
 from tests.server.worlds import ask, path_of
 from tests.servers import RunningServer, ServerProcess
+from tests.suites.tier_suite import object_id
 
 
 class Pieces(NamedTuple):

@@ -15,11 +15,11 @@ from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.errors import CorruptPayload
 from kvtide.server.auth import tenant_namespace
 from kvtide.store.cache import Cache
-from kvtide.testing import namespace, smooth_bits
 from kvtide.types import ObjectId
 from kvtide.wire import pack_object
 from tests.store.test_cache import fill, metas_of
 from tests.stores import stored_records
+from tests.suites import namespace, smooth_bits
 
 OpenCache = Callable[..., Cache]
 PROMPT = range(70)  # four full blocks of 16, and 6 tokens

@@ -6,19 +6,36 @@ import numpy as np
 import torch
 
 from gpu_cases import Size, is_real, rate, seconds
-from kvtide.block import BlockLayout, BlockMeta, KVDtype
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Codec
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, ProfileFitter
 from kvtide.codec.tide import TideCodec
 from kvtide.codec.tide.model import TideModel
 from kvtide.engines import installed_profiles
-from kvtide.testing import block_meta, smooth_bits
+from kvtide.keys import block_keys
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_gpu.groups import DeviceGroups
 from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.targets import StoredBlock, page_target
 from kvtide_gpu.tide import DeviceTide
 from kvtide_gpu.tide_encode import DeviceTideEncoder, PagedBlock
 from kvtide_gpu.tide_model import DeviceModel
+
+
+def block_meta(layout: BlockLayout, position: int) -> BlockMeta:
+    """Return the identity of block `position` of a made-up prompt."""
+    space = Namespace(bytes(32))
+    tokens = np.arange(layout.tokens * (position + 1), dtype=np.uint32)
+    keys = [BlockKey(space), *block_keys(space, tokens, layout.tokens)]
+    return BlockMeta(ObjectId(space, keys[-1]), keys[-2], position * layout.tokens, layout, "made-up float")
+
+
+def smooth_bits(layout: BlockLayout, seed: int) -> BlockBits:
+    """Return bit patterns of normally distributed values in bfloat16 or float16."""
+    values: Any = torch.from_numpy(np.random.default_rng(seed).normal(size=layout.shape))
+    dtype = torch.bfloat16 if layout.dtype is KVDtype.BFLOAT16 else torch.float16
+    found: BlockBits = values.to(dtype).view(torch.int16).numpy().view(np.uint16)
+    return found
 
 
 def model_block(model: TideModel, layout: BlockLayout, start: int, seed: int) -> np.ndarray:
@@ -51,7 +68,7 @@ def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     tokens = 256 if is_real(kernels) else 32
     layout = BlockLayout(profile.layers, tokens, profile.kv_heads, profile.head_dim, KVDtype.BFLOAT16)
     codec, model = TideCodec(profile, 5e-3, 2).rounded(), TideModel(profile)
-    distinct = [(block_meta(layout, 0, i), i) for i in range(min(2, size.blocks))]
+    distinct = [(block_meta(layout, i), i) for i in range(min(2, size.blocks))]
     coded = [(meta, codec.encode(meta, model_block(model, layout, meta.start, seed))) for meta, seed in distinct]
     page_tokens = 16
     per_block = tokens // page_tokens
@@ -112,7 +129,7 @@ def groups_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     fitter.scale([bits])
     fitter.add(bits)
     maker = {"cachegen": CachegenCodec, "chunkwise": ChunkwiseCodec}[kind]
-    codec, meta = maker(3, 0, fitter.profile(texts=1)), block_meta(layout)
+    codec, meta = maker(3, 0, fitter.profile(texts=1)), block_meta(layout, 0)
     sections, groups = codec.encode(meta, bits), DeviceGroups(kernels)
     assert groups.encode(codec, meta, bits) == sections
     encode_s = seconds(kernels, lambda: groups.encode(codec, meta, bits))

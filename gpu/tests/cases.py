@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from tests.codec.tide_profiles import fitted
+from tests.suites import block_meta, smooth_bits
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Codec, Profile
 from kvtide.codec.published import ProfileFitter
 from kvtide.codec.tide import TideCodec
-from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 
 # Kernels are a fixture of the session; emulation is too slow to shrink what fails.

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 
 from faulty import FaultyKernels, Switch
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.evict import RankedOrder, RecencyRanking
-from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, stack_of, tiers_of
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.suites import block_meta, smooth_bits
 
 from cases import EMULATED, bits_of, fitted_groups, on_processor, untouched
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.published.cachegen import ProfiledCodec
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide_gpu.groups import DeviceGroups
 from kvtide_gpu.kernels import Kernels

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.tide_profiles import fitted
+from tests.suites import block_meta, smooth_bits
 
 from cases import fitted_groups, on_processor
 from faulty import FaultyKernels, Switch
@@ -24,7 +25,6 @@ from kvtide.engines.paged.sequence import BlockRef, LoadOrder, StepCommands, Sto
 from kvtide.engines.paged.worker import WorkerHalf
 from kvtide.errors import DeviceFault
 from kvtide.store.cache import Cache, cache_for
-from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide_gpu.kernels import CudaKernels, Kernels
 from kvtide_gpu.pages import KernelPages, opened_pages

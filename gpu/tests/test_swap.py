@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.suites import smooth_bits
 
 from gpu_swap import KernelSwapper
 from kvtide.block import BlockLayout, KVDtype
-from kvtide.testing import smooth_bits
 from kvtide_gpu.kernels import Kernels
 from kvtide_gpu.pages import KernelPages
 from ordered import Order, OrderedKernels

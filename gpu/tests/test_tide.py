@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, reject, settings
 from tests.codec.tide_profiles import fitted
+from tests.suites import block_meta, smooth_bits
 
 from cases import EMULATED, TideCase, bits_of, on_processor, tide_cases, untouched
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
@@ -20,7 +21,6 @@ from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.promise import check_promise
 from kvtide.engines.paged.device import DevicePages
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import parse_object
 from kvtide_gpu.kernels import Kernels

@@ -1,7 +1,5 @@
 """Attackers for tests: connections that ask without pause, or hold what they have."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Bodies that don't come, readers that don't read, slow tiers, odd requests, strangers: others are served."""
 
-from __future__ import annotations
-
 import errno
 import json
 import socket
@@ -18,6 +16,7 @@ import redis
 from tests.attacks.floods import GRANTS, ask, flood, head
 from tests.server.worlds import path_of
 from tests.servers import RunningServer, counted, running_server
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.errors import QueueFull
 from kvtide.server.http import BodyBuffers
@@ -25,7 +24,6 @@ from kvtide.server.http import connections as doors
 from kvtide.server.http.connections import ConnectionLimits, Guest, common_name, connections_for
 from kvtide.server.http.shares import Rates
 from kvtide.server.settings import FILES_MAX, ProgressBudget, ServerLimits
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.base import WrappedTier
 from kvtide_lab.bench.services import BenchService, valkey_server, wait_until
 

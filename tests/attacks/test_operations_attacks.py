@@ -1,7 +1,5 @@
 """What an operator needs while clients, files and disks are not on his side: real servers over loopback."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -16,13 +14,13 @@ from tests.attacks.floods import GRANTS, TOKENS, ask, head
 from tests.server.worlds import World, logged, path_of, put
 from tests.server.worlds import ask as ask_world
 from tests.servers import RunningServer, counted, running_server
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.server.auth import Grant, Scope, new_token, tenant_namespace, token_digest
 from kvtide.server.http.connections import account_of, host_of
 from kvtide.server.logs import ACCESS_LOGGER, AUDIT_LOGGER
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import ObjectInfo
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.bench.services import wait_until

@@ -1,7 +1,5 @@
 """Regions, their centre and records under attack: floods, leaps, silence, loss and clocks that go back."""
 
-from __future__ import annotations
-
 import hashlib
 import socketserver
 import threading
@@ -17,6 +15,7 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.processes import frozen
 from tests.server.worlds import World, ask, put
 from tests.servers import RunningServer, ServerProcess, running_server, server_process
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
@@ -24,7 +23,6 @@ from kvtide.errors import RequestRefused
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
 from kvtide.server.regions import LATEST_S_MAX
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import stack_of
 from kvtide.tier.http.records import raise_to, records_clients
 from kvtide.tier.http.tier import http_tier

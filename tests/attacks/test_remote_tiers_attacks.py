@@ -1,7 +1,5 @@
 """Valkey, buckets and etcd that lie, fall silent, forget or change their minds: misses, soon, that heal."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import socketserver
@@ -15,10 +13,10 @@ from typing import Any, TypeVar
 
 import pytest
 from tests.processes import etcd_words, frozen
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.breaker import Breaker, until
 from kvtide.tier.pool.membership import EtcdMembership, Watcher, _b64
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer

@@ -12,6 +12,7 @@ import pytest
 from tests.doors.user import kvtide
 from tests.store.test_cache import fill, metas_of
 from tests.stores import stored_records
+from tests.suites.tier_suite import object_bytes, object_id
 from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
@@ -22,7 +23,6 @@ from kvtide.outcomes import Choice, Decided, Why
 from kvtide.plan import JudgeRecord
 from kvtide.server.settings import read_settings
 from kvtide.store.notes import USES_CODEC, write_judge, write_note
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.http.tier import http_tier
 

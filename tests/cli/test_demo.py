@@ -1,7 +1,5 @@
 """`kvtide demo` before it loads a model: what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tests.server.worlds import ask, put
 from tests.servers import RunningServer, running_server
+from tests.suites.tier_suite import object_id
 from typer.testing import CliRunner
 
 from kvtide.cli.app import app
-from kvtide.testing.tier_suite import object_id
 
 SPACE = object_id(1).namespace.hex()
 

@@ -1,7 +1,5 @@
 """Small models with random weights, and what they cache before and after their rotary embedding."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """lossless-2: every bit pattern survives, planes that shrink are coded, damage is refused."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed blocks: exact whatever the order, rough where chunks are missing; what all codecs promise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
+from tests.suites import block_meta, smooth_bits
+from tests.suites.codec_suite import CodecSuite
 
 from kvtide.block import BlockBits, BlockLayout, KVDtype
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
@@ -18,8 +18,6 @@ from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
 from kvtide.codec.registry import _KINDS
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.importance import packing_orders
-from kvtide.testing import block_meta, smooth_bits
-from kvtide.testing.codec_suite import CodecSuite
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 

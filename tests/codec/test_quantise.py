@@ -1,7 +1,5 @@
 """The published codecs: native quantisers against their twins, profiles, integers, sections of cachegen."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.suites import block_meta, layouts, smooth_bits
 
 from kvtide import _native
 from kvtide.block import BlockLayout, KVDtype
@@ -28,7 +27,6 @@ from kvtide.codec.published.integers import (
     value_counts,
 )
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.testing import block_meta, layouts, smooth_bits
 from kvtide.types import Section, SectionKind
 from kvtide.wire import pack_object, parse_object
 

@@ -1,7 +1,5 @@
 """Keys of small random models of each family, taken back to before RoPE: the models' own code is the truth."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The tide codec: sections, profiles, golden bytes; levels along a trellis; the law of what is lost."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ from tests.codec.tide_profiles import (
     out_of_line_bits,
     staged,
 )
+from tests.suites import block_meta, smooth_bits
+from tests.suites.codec_suite import CodecSuite
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
@@ -33,8 +33,6 @@ from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, LossLaw, Positio
 from kvtide.codec.tide.model import TideModel, quality_of_units, units_of_quality
 from kvtide.codec.tide.section import split_base, split_refinement
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.testing import block_meta, smooth_bits
-from kvtide.testing.codec_suite import CodecSuite
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
 

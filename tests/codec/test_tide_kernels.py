@@ -1,7 +1,5 @@
 """Tide's native kernels against their twin, on every path; profiles of several groups joined."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, cast
 from unittest.mock import patch
@@ -12,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec import tide_twin as twin
 from tests.codec.tide_profiles import alike_bits, out_of_line_bits
+from tests.suites import block_meta
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype
@@ -29,7 +28,6 @@ from kvtide.codec.tide import (
     joint_stages,
 )
 from kvtide.group import ALL_ROWS
-from kvtide.testing import block_meta
 
 PATHS = _native.tide_paths()
 NO_ORDER, NO_PANELS = np.empty(0, dtype=np.uint16), np.empty(0, dtype=np.int16)

@@ -1,13 +1,12 @@
 """Profiles of made-up models, fitted as real ones are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from tests.suites import block_meta, smooth_bits
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
@@ -15,7 +14,6 @@ from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide import fit
 from kvtide.codec.tide.counts import TideCounts, finished_profile
 from kvtide.codec.tide.fit import COSTS, Moments, draft_profile
-from kvtide.testing import block_meta, smooth_bits
 
 # Three ranges of five layers.
 LAYOUT = BlockLayout(layers=15, tokens=16, kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32)

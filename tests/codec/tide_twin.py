@@ -1,7 +1,5 @@
 """The kernels of tide again in numpy: slow, readable, and the truth that the native ones are tested against."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

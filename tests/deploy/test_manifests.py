@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 from tests.servers import ServerProcess, server_process
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
 from kvtide.server.settings import read_settings
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.pool.tier import pool_tier
 from kvtide_lab.bench.services import free_ports, wait_until
 

@@ -12,12 +12,12 @@ from tests.families import model_of_family
 from tests.server.worlds import put
 from tests.servers import server_process
 from tests.stores import stored_records
+from tests.suites.tier_suite import object_id
 from typer.testing import CliRunner
 
 from kvtide.cli.app import app
 from kvtide.engines.transformers import attach, load_model
 from kvtide.server.auth import token_digest
-from kvtide.testing.tier_suite import object_id
 
 SPACE = object_id(1).namespace.hex()
 

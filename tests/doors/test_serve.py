@@ -18,9 +18,9 @@ from tests.doors.user import BLOCK, PROMPT, Regions, bearer, grant, metric, serv
 from tests.processes import frozen
 from tests.server.worlds import ask, put
 from tests.servers import ServerProcess
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.engines.transformers import attach
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import free_ports, wait_until
 
 OPEN = 'tiers = ["memory://"]\n'

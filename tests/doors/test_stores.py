@@ -14,11 +14,11 @@ from tests.doors.register import door
 from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, TOKENS, Regions, answer, bearer, grant, metric, serving
 from tests.server.worlds import ask
 from tests.servers import ServerProcess, server_process
+from tests.suites.tier_suite import object_bytes
 
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.engines.transformers import attach
-from kvtide.testing.tier_suite import object_bytes
 from kvtide.tier.disk import DiskTier
 from kvtide_lab.bench.services import free_ports, valkey_command, valkey_server, wait_until
 

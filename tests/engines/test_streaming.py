@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.store.load.sources import MadeSource, MadeTier, access_of
+from tests.suites import namespace
 
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import Clock
@@ -22,7 +23,6 @@ from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.plan import Judge, PrefillSpeed, Way
 from kvtide.store.load.run import FetchLimits, LoadRequest
 from kvtide.store.load.streamed import Streamed
-from kvtide.testing import namespace
 from kvtide.tier.base import IsPinned
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack

@@ -1,7 +1,5 @@
 """Orders of eviction: the policies of the simulator decide what a real tier keeps, and what is in use never leaves."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence
@@ -9,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.suites.tier_suite import object_bytes
 from tests.tier.test_stack import nothing_pinned
 
 from kvtide.clock import ManualClock
@@ -18,7 +17,6 @@ from kvtide.evict import EvictionOrder, order_named
 from kvtide.evict.policies import PolicyOrder
 from kvtide.evict.policies.order import Sizes
 from kvtide.index import USUAL_SIZE, RadixIndex
-from kvtide.testing.tier_suite import object_bytes
 from kvtide.tier.base import Tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack

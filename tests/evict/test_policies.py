@@ -1,13 +1,12 @@
 """Policies of eviction: each alone, their mix, and advice that comes with requests."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 import pytest
+from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
 from kvtide.evict import Hint, order_named, policies
@@ -16,7 +15,6 @@ from kvtide.evict.policies import INGREDIENTS, PolicyOf, PolicyOrder, mix, reuse
 from kvtide.evict.policies.advised import Trust
 from kvtide.evict.policies.reuse import ReusePolicy
 from kvtide.index import RadixIndex
-from kvtide.testing import chain, namespace
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import POLICIES, policy_named
 

@@ -1,13 +1,12 @@
 """States of hybrid models: each leaves with the block that it needs, and a session's older ones first."""
 
-from __future__ import annotations
-
 import random
 from contextlib import closing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import PolicyOrder
@@ -15,7 +14,6 @@ from kvtide.evict.policies.mix import AGREEMENT, Agreement, Shadows
 from kvtide.evict.policies.order import LINKS_MAX, LinkedStates
 from kvtide.evict.policies.pool import FreePool
 from kvtide.index import RadixIndex, Run
-from kvtide.testing import chain, namespace
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import policy_named
 

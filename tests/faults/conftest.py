@@ -1,7 +1,5 @@
 """Counts what the fault suite did and prints it as one JSON line at the end."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Files whose n-th system call goes wrong, for tests of what is built on `tier.files.Files`."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Hosts for servers: network namespaces, each joined to us by a cable that can be cut one way or both."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.faults.hosts import Host
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide_lab.bench.services import wait_until
 

@@ -1,7 +1,5 @@
 """The segment log under faults: never a wrong byte, never a lost record that was committed and not damaged itself."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import threading
@@ -17,6 +15,8 @@ from tests.faults.files import FAULT_KINDS, FaultyFiles, UnsyncedFiles
 from tests.faults.writers import append_objects, heard, writing
 from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import disk_bytes, stored_records
+from tests.suites import block_meta, smooth_bits
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import ManualClock, SystemClock
@@ -28,8 +28,6 @@ from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import MissReason, Whole
-from kvtide.testing import block_meta, smooth_bits
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import (

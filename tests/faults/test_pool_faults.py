@@ -1,7 +1,5 @@
 """A pool of five servers, each on a host of its own, under load: killed, cut off, frozen, joined and left."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -12,9 +10,9 @@ import pytest
 from tests.faults.conftest import Tally
 from tests.faults.hosts import Host, network_hosts
 from tests.faults.schedules import Load, Node, nodes, seeds
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.pool.placement import PoolMap, PoolServer
 from kvtide.tier.pool.tier import OPERATION_S_MAX, PoolTier, pool_tier

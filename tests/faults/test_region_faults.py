@@ -1,7 +1,5 @@
 """Two regions and a centre over links of 100 Mbit/s: what one stores is found from the other; a cut is survived."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -16,10 +14,10 @@ from tests.faults.conftest import Tally
 from tests.faults.hosts import Host, network_hosts
 from tests.faults.schedules import Node, asked, nodes, seeds
 from tests.server.worlds import Place, ask
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.server.regions import LATEST_S_MAX
 from kvtide.server.settings import ListenAddress
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import free_ports, wait_until
 
 PORT = 7421

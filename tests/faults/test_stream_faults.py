@@ -1,7 +1,5 @@
 """Loads over real servers and links that fail one after the other: right, in time, and no byte twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -26,6 +24,8 @@ from tests.faults.writers import FILLED, fill_and_remove, use_server, writing
 from tests.servers import RunningServer, ServerProcess, disk_arguments, running_server, server_process
 from tests.store.load.sources import IdleEngine, MadeEngine, access_of, made_job, made_objects, parsed
 from tests.store.test_cache import Collector, fill, metas_of
+from tests.suites import smooth_bits
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.block import BlockBits, BlockLayout
 from kvtide.clock import SystemClock
@@ -39,8 +39,6 @@ from kvtide.store.cache import Cache
 from kvtide.store.load import Whole
 from kvtide.store.load.run import FetchLimits, FetchRun, LoadRequest
 from kvtide.store.load.streamed import Streamed
-from kvtide.testing import smooth_bits
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier import Tier
 from kvtide.tier.http.peer import Endpoint, Peer, PeerSettings
 from kvtide.tier.http.tier import HttpTier, http_tier

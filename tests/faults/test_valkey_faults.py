@@ -1,7 +1,5 @@
 """A Valkey cluster under load: slots move, a primary is killed. Misses, wrong bytes never, then service again."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,9 +7,9 @@ from typing import Any
 import pytest
 from tests.faults.conftest import Tally
 from tests.faults.schedules import Load
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.stack import TierStack
 from kvtide_lab.bench.services import BenchService, valkey_cluster, valkey_command, wait_until
 

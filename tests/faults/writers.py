@@ -1,7 +1,5 @@
 """Processes to be killed while they write: forks of one that has imported what they need, so that dozens start soon."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import random
@@ -16,13 +14,13 @@ import numpy as np
 from tests.servers import START_S_MAX
 from tests.store.load.test_sparse import CODEC, METAS
 from tests.store.test_cache import fill, metas_of
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import SystemClock
 from kvtide.codec.base import RawCodec
 from kvtide.importance import packing_orders
 from kvtide.store import cache_for
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.http import http_tier
 from kvtide.wire import pack_object, parse_object

@@ -1,7 +1,5 @@
 """The index of blocks, and a model of it that any order of calls is compared with."""
 
-from __future__ import annotations
-
 import threading
 import tracemalloc
 from collections.abc import Sequence
@@ -11,11 +9,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
-from kvtide.testing import chain, namespace
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import POLICIES, policy_named
 

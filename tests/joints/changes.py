@@ -1,7 +1,5 @@
 """Ways to change a live model so that its cache is another, each taken back at the end of its `with`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

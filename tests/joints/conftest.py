@@ -1,7 +1,5 @@
 """Models with caches, and caches that are kept from storing."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

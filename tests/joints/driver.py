@@ -8,8 +8,6 @@ A world is some models, a store and some dozen steps; its seed and number decide
 a will of their own). Ends with one line of JSON; exit status 1 if an answer was wrong or an operation failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

@@ -1,7 +1,5 @@
 """What the driver does to a world. Each operation checks at once what it can."""
 
-from __future__ import annotations
-
 import os
 import select
 import shutil

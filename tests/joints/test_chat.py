@@ -1,7 +1,5 @@
 """A chat on the real model with defaults and without a pause: every full block of the turns before is hit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What codec and layout, and codec and profile, owe each other: values that the dtype holds, and blocks that fit."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.codec.tide_profiles import fitted
+from tests.suites import block_meta, smooth_bits
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype
@@ -20,7 +19,6 @@ from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.engines import installed_profiles
 from kvtide.errors import UnencodableBlock
-from kvtide.testing import block_meta, smooth_bits
 
 FLOAT16, BFLOAT16, FLOAT32 = KVDtype.FLOAT16, KVDtype.BFLOAT16, KVDtype.FLOAT32
 LARGEST = {FLOAT16: 0x7BFF, BFLOAT16: 0x7F7F, FLOAT32: 0x7F7FFFFF}

@@ -1,7 +1,5 @@
 """The disk tier in an odd world: foreign entries, full disks, stores damaged under a live process, wrong clocks."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -13,13 +11,13 @@ from pathlib import Path
 import pytest
 from tests.store.test_cache import Collector, fill, ids, metas_of
 from tests.stores import disk_bytes, stored_records
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock
 from kvtide.errors import TierFull
 from kvtide.store.cache import Cache
 from kvtide.store.load import Whole
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import segment_name

@@ -1,7 +1,5 @@
 """A request never fails for the cache's sake: before `open`, while closing, after it, in a fork, without threads."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import multiprocessing
@@ -25,6 +23,7 @@ from tests.joints.operations import in_child
 from tests.servers import running_server
 from tests.store.test_cache import metas_of
 from tests.stores import stored_records
+from tests.suites import smooth_bits
 from transformers import DynamicCache, GenerationConfig
 
 from kvtide.block import BlockLayout
@@ -34,7 +33,6 @@ from kvtide.engines.transformers.importance import Refusals, Ways
 from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.store.load import MissReason, Whole
-from kvtide.testing import smooth_bits
 from kvtide.wire import parse_header
 from kvtide_lab.bench.services import valkey_server
 
@@ -141,7 +139,7 @@ import atexit, sys
 from kvtide.store import PendingBlock, cache_for
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import LosslessCodec
-from kvtide.testing import smooth_bits
+from tests.suites import smooth_bits
 from tests.joints.conftest import attached, no_threads
 from tests.joints.operations import in_child
 from tests.store.test_cache import metas_of

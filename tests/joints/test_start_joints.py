@@ -1,7 +1,5 @@
 """Mistakes are errors at the start, a tier that can't be had is left out, and commands that look only look."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from tests.joints.conftest import no_threads
 from tests.store.test_cache import fill, metas_of
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.block import BlockLayout
 from kvtide.clock import ManualClock
@@ -22,7 +21,6 @@ from kvtide.engines.chunks import ChunkStore, chunk_layout
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.server.settings import ServerSettings, records_path
 from kvtide.store.cache import cache_for
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import stack_of
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier

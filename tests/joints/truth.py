@@ -4,8 +4,6 @@ Logits and caches are held to it number by number; splitting a prefill moves the
 or another model's by 1e-2 and more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Some models, one store, prompts that share what prompts share, and the caches that are open."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack

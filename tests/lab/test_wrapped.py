@@ -2,10 +2,10 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from tests.wrapped import Faulty, Slow
 
 from kvtide.clock import ManualClock
-from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.ram import MemoryTier
 from kvtide_lab.wrapped import Counting, Paced

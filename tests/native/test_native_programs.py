@@ -1,7 +1,5 @@
 """The native core outside of Python: AVX-512 kernels under emulation, decoders and the mover under sanitizers."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -5,8 +5,6 @@ class TestVtc(SchedulerSuite):
     def policy(self): ...
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Buffers for bodies: one cap over all sizes, nothing lost."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

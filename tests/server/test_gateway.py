@@ -1,7 +1,5 @@
 """The server's routes and rules, over real sockets."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource
@@ -18,12 +16,12 @@ from pathlib import Path
 import pytest
 from tests.server.worlds import ask, exchange, path_of, put
 from tests.servers import RunningServer, counted, running_server
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import ServerLimits
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.tier import http_tier
 from kvtide.wire import version_tag
 from kvtide_lab.bench.services import wait_until

@@ -1,7 +1,5 @@
 """Liveness and readiness on a port of their own, and a shutdown that balancers can follow."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """What a server counts."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec

@@ -17,6 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.server.worlds import ask
 from tests.servers import running_server
+from tests.suites.tier_suite import object_bytes
 
 from kvtide.server.http.connections import Body, BodyProgress, Connection, Mover
 from kvtide.server.http.sender import Sender, SendOrder
@@ -24,7 +25,6 @@ from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import ProgressBudget
-from kvtide.testing.tier_suite import object_bytes
 from kvtide.tier.base import FilePart
 
 SLICE = 64 << 10

@@ -1,7 +1,5 @@
 """Objects that come section by section: in any order, twice, from several, or never; right or refused, never wrong."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 from tests.pieces import PieceAnswer, Pieces, connection, has, pack_frame, part, pieces, post
 from tests.server.worlds import ask
 from tests.servers import RunningServer, running_server, server_process
+from tests.suites.tier_suite import object_id
 
 from kvtide.clock import ManualClock
 from kvtide.errors import RequestRefused
@@ -19,7 +18,6 @@ from kvtide.server.auth import Grant, Scope, token_digest
 from kvtide.server.quotas import Quota
 from kvtide.server.settings import ServerLimits
 from kvtide.server.uploads import Uploads
-from kvtide.testing.tier_suite import object_id
 
 TOKENS = {name: f"{name}-{'0' * 32}" for name in ("search", "chat", "reader")}
 GRANTS = tuple(

@@ -1,7 +1,5 @@
 """Members of a pool in a real etcd, and how its servers are reached: under TLS, where they advertise."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import ssl
@@ -16,11 +14,11 @@ import pytest
 from tests.processes import etcd_words
 from tests.server.worlds import ask, path_of
 from tests.servers import running_server
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.server.settings import TlsSettings
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.pool import Member
 from kvtide.tier.pool import membership as membership_etcd
 from kvtide.tier.pool.membership import EtcdMembership, StaticMembership, Watcher, membership_of

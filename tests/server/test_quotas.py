@@ -1,7 +1,5 @@
 """What tenants may have on a server, and clients behind a proxy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,13 +10,13 @@ import pytest
 from tests.attacks.floods import GRANTS, TOKENS, ask
 from tests.server.worlds import logged, path_of
 from tests.servers import RunningServer, running_server
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.server import service
 from kvtide.server.auth import Proxies
 from kvtide.server.logs import ACCESS_LOGGER
 from kvtide.server.quotas import Quota, Stored
 from kvtide.server.settings import ServerLimits, read_settings
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide_lab.bench.services import wait_until
 
 SIZE = 10_000

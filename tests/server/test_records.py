@@ -1,7 +1,5 @@
 """Records that may change: the file they are in, and what a server answers about them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,11 +11,11 @@ from pathlib import Path
 import pytest
 from tests.server.worlds import ask, put
 from tests.servers import RunningServer, running_server
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.records import Records, WriteCondition
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.peer import HttpAnswer
 from kvtide.tier.http.records import records_clients
 from kvtide.wire.protocol import Record, RecordKind, RecordName

@@ -1,7 +1,5 @@
 """Two regions and their centre: reading through, sending on, asking for the latest, and being cut off."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from tests.server.worlds import World, ask, put
 from tests.servers import RunningServer, counted, hints_heard
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
@@ -21,7 +20,6 @@ from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.records import Records
 from kvtide.server.regions import CentralTier, Manifest, backing_for
 from kvtide.server.settings import ServerSettings, TlsSettings, read_settings
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http import http_tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack

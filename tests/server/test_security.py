@@ -1,7 +1,5 @@
 """Who may do what, over all routes; what strangers can learn; TLS; settings that change under a running server."""
 
-from __future__ import annotations
-
 import math
 import random
 import shutil
@@ -23,6 +21,7 @@ import pytest
 from tests.server.worlds import ask as ask_world
 from tests.server.worlds import logged
 from tests.servers import START_S_MAX, RunningServer, running_server
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
@@ -30,7 +29,6 @@ from kvtide.server.auth import Gate, Grant, Scope, new_token, tenant_namespace, 
 from kvtide.server.logs import ACCESS_LOGGER, write_log
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import Live, ServerLimits, ServerSettings, TlsSettings, read_settings
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.tier import http_tier
 from kvtide.types import ObjectId
 from kvtide_lab.bench.services import free_ports, wait_until

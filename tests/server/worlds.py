@@ -1,7 +1,5 @@
 """Regions for tests: two and their centre, each a server in this process."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -13,11 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.servers import RunningServer, ServerProcess
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
 from kvtide.server.logs import write_log
 from kvtide.server.settings import ListenAddress, ServerSettings
-from kvtide.testing.tier_suite import object_bytes, object_id
 from kvtide.tier.http.records import records_clients
 from kvtide.types import Namespace
 from kvtide.wire.protocol import RecordKind, RecordName

@@ -1,7 +1,5 @@
 """The cache over one store and over several tiers; a trace through it beside the simulator."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.stores import stored_records
+from tests.suites import namespace, smooth_bits
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import ManualClock
@@ -31,7 +30,6 @@ from kvtide.store import PendingBlock
 from kvtide.store.cache import Cache, cache_for
 from kvtide.store.load import MissReason, Whole
 from kvtide.store.storing import STORE_NICE
-from kvtide.testing import namespace, smooth_bits
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier

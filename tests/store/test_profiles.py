@@ -1,7 +1,5 @@
 """Profiles in a store, and caches that find them there."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -14,6 +12,7 @@ import pytest
 from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import stored_records
+from tests.suites import smooth_bits
 from typer.testing import CliRunner
 
 from kvtide.block import BlockBits, BlockMeta, KVDtype
@@ -29,7 +28,6 @@ from kvtide.store.notes import VERSION_CODEC, write_note
 from kvtide.store.profile_follower import LOOK_S, LOOK_S_MAX, RENEW_S, START_S_MAX
 from kvtide.store.profiles import ProfileStore, ProfileVersion, newest_of, profile_name
 from kvtide.store.storing import PendingBlock
-from kvtide.testing import smooth_bits
 from kvtide.tier import Tier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.ram import MemoryTier

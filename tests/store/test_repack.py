@@ -1,7 +1,5 @@
 """Learning from uses and packing anew: the same blocks, bounded writing, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

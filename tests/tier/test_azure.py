@@ -3,8 +3,6 @@
 Without it there is nothing to collect: it comes from another ecosystem's registry, and S3 tests the same code.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac
@@ -17,10 +15,10 @@ from urllib.parse import quote
 
 import pytest
 from tests.stores import opened
+from tests.suites.tier_suite import TierSuite, object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
-from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.url import open_tier
 from kvtide_lab.bench.services import BenchService, started

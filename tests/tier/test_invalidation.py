@@ -1,7 +1,5 @@
 """What servers declare invalid leaves an engine's own memory and disk, also if it was away."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.servers import RunningServer, running_server
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
@@ -19,7 +18,6 @@ from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.store import PendingBlock
 from kvtide.store.cache import cache_for
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier import stack_of
 from kvtide.tier.base import Buffer, WrappedTier
 from kvtide.tier.disk.tier import DiskTier

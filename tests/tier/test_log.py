@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,10 +7,10 @@ from pathlib import Path
 import pytest
 import xxhash
 from tests.stores import disk_bytes, stored_records
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 
 from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
-from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer
 from kvtide.tier.disk import DiskTier

@@ -1,7 +1,5 @@
 """Objects sent section by section: base first, resumed after any fault, given up in time."""
 
-from __future__ import annotations
-
 import math
 import random
 import socket
@@ -21,12 +19,12 @@ from tests.server.worlds import World, ask
 from tests.servers import RunningServer, ServerProcess, running_server, server_process
 from tests.store.load.sources import made_objects
 from tests.stores import opened
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull, TierUnavailable
 from kvtide.server.settings import ServerLimits
 from kvtide.server.uploads import Uploads
-from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id
 from kvtide.tier import Tier
 from kvtide.tier.base import Buffer
 from kvtide.tier.breaker import until

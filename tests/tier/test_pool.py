@@ -1,7 +1,5 @@
 """The pool on real servers of this process: placement, redirection, moved blocks, members that come and go."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.servers import RunningServer, counted, hints_heard, running_server
 from tests.stores import opened
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
@@ -17,7 +16,6 @@ from kvtide.errors import TierUnavailable
 from kvtide.evict import Hint
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.settings import ServerLimits
-from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.pool import Member
 from kvtide.tier.pool.membership import DnsMembership, FileMembership, Watcher, membership_of, server_at

@@ -1,7 +1,5 @@
 """A read whose connection ends goes on where it was, at the same server or at another one."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator
@@ -10,10 +8,10 @@ from itertools import count
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.servers import RunningServer, counted, running_server
+from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
-from kvtide.testing.tier_suite import object_bytes, object_id, read_all
 from kvtide.tier.breaker import until
 from kvtide.tier.http.peer import Endpoint, Peer, PeerSettings
 from kvtide.tier.http.tier import HttpTier

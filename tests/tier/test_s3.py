@@ -1,7 +1,5 @@
 """The bucket tier on a real S3 server."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import urllib.request
@@ -11,11 +9,11 @@ from urllib.parse import quote
 import pytest
 from tests.processes import frozen
 from tests.stores import opened
+from tests.suites.tier_suite import TierSuite, object_bytes, object_id, read_all
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
-from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack

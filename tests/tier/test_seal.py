@@ -1,7 +1,5 @@
 """Sealed stores: the suite over the wrapper, damage of every kind, keys that come and go."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from tests.servers import hints_heard, running_server
 from tests.store.load.test_whole import BIG, Layers, load
 from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import opened, stored_records
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from tests.wrapped import Faulty
 
 from kvtide.block import BlockLayout
@@ -24,7 +23,6 @@ from kvtide.index import LruPolicy, RadixIndex
 from kvtide.server.settings import ServerLimits
 from kvtide.store import Cache
 from kvtide.store.load import Whole
-from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, open_tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier

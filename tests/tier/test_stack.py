@@ -1,7 +1,5 @@
 """Stacks of tiers: what is read, moved up, given up, written back, and opened."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.servers import running_server
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from tests.tier.test_log import open_tier
 from tests.wrapped import Slow
 
@@ -19,7 +18,6 @@ from kvtide.clock import ManualClock
 from kvtide.config import Limits
 from kvtide.evict import Ranking, ScoreRanking
 from kvtide.evict.ranking import RankedOrder, RecencyRanking
-from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier, stack_of
 from kvtide.tier.background import Demoter
 from kvtide.tier.disk import DiskTier

@@ -1,7 +1,5 @@
 """Tiers in memory and on disk; lists of runs; what all remote tiers share."""
 
-from __future__ import annotations
-
 import socketserver
 import sys
 import threading
@@ -14,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stores import opened
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict.ranking import RankedOrder, Ranking, RecencyRanking, ScoreRanking
-from kvtide.testing.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.breaker import Breaker
 from kvtide.tier.buffers import Recycler, aligned_buffer, is_aligned, touch

@@ -1,7 +1,5 @@
 """The Valkey tier on real servers: a cluster of six, one alone, one under TLS."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -10,11 +8,11 @@ from typing import Any
 
 import pytest
 from tests.stores import opened
+from tests.suites.tier_suite import TierSuite, object_bytes, object_id, read_all
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.testing.tier_suite import TierSuite, object_bytes, object_id, read_all
 from kvtide.tier import Tier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.url import open_tier

@@ -1,7 +1,5 @@
 """Gemma 3 270M, a real model with windows of 512 tokens, in vLLM."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,10 +7,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.pieces import pack_frame
+from tests.suites import block_meta
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.errors import CorruptPayload
-from kvtide.testing import block_meta
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
 from kvtide.wire.receiver import FRAME_HEADER_BYTES, parse_frame, parse_frame_header

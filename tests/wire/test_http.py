@@ -6,9 +6,9 @@ import os
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.suites.tier_suite import object_id
 
 from kvtide.errors import RequestRefused
-from kvtide.testing.tier_suite import object_id
 from kvtide.types import RANGES_MAX
 from kvtide.wire import http, protocol
 from kvtide.wire.ranges import ByteRange, multipart, parse_parts, parse_ranges, ranges_header

@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.suites import block_meta, namespace
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.errors import CorruptPayload
-from kvtide.testing import block_meta, namespace
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import object as wire
 from kvtide.wire import pack_object, parse_header, parse_object

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.tide_profiles import fitted
 from tests.pieces import pack_frame
+from tests.suites import block_meta, smooth_bits
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import Codec, LosslessCodec
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload
-from kvtide.testing import block_meta, smooth_bits
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_header, parse_object
 from kvtide.wire.receiver import Receiver

@@ -1,7 +1,5 @@
 """Tables and symbols that entropy coders are tried on."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray

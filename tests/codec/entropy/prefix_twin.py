@@ -3,8 +3,6 @@
 Follows docs/codec.md word by word and shares no code with the native coder. Arguments are not checked.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

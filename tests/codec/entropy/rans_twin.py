@@ -3,8 +3,6 @@
 Follows docs/codec.md word by word and shares no code with the native coder. Arguments are not checked.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

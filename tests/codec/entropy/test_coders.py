@@ -1,7 +1,5 @@
 """What every entropy coder promises, tried on all of them."""
 
-from __future__ import annotations
-
 import heapq
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Bits as characters, for the twins: the first bit of a stream is the first character."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

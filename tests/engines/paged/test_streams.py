@@ -6,13 +6,13 @@ import pytest
 from tests.codec.tide_profiles import fitted
 from tests.engines.paged.pools import PAGE_TOKENS, LineEngine, pending
 from tests.servers import running_server
+from tests.suites import smooth_bits
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import CodecRegistry
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.settings import ConnectorSettings, RequestOptions, StreamOrder
 from kvtide.store import Cache, cache_for
-from kvtide.testing import smooth_bits
 from kvtide_lab.bench.shaped import ShapedProxy
 
 LAYOUT = BlockLayout(layers=15, tokens=64, kv_heads=2, head_dim=16, dtype=KVDtype.BFLOAT16)

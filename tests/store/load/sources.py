@@ -1,13 +1,12 @@
 """Objects made up of layered sections, and sources that are slow, break off or lie."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from tests.suites import block_meta
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
@@ -18,7 +17,6 @@ from kvtide.outcomes import DecisionCounter
 from kvtide.plan import Judge, PrefillSpeed
 from kvtide.store.load import LoadAccess, LoadWorkers
 from kvtide.store.load.run import FetchJob, LoadRequest, layered_job
-from kvtide.testing import block_meta
 from kvtide.tier.base import Buffer, ObjectInfo, Take, Tier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.faults import FaultGuard

@@ -1,7 +1,5 @@
 """Prefixes loaded in part: exact where asked, rough elsewhere, never wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import threading
@@ -27,6 +25,7 @@ from tests.store.load.sources import (
     made_objects,
     parsed,
 )
+from tests.suites import block_meta, smooth_bits
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import ManualClock, SystemClock
@@ -41,7 +40,6 @@ from kvtide.plan.policies import CachegenRule, Layered, TwoEnded
 from kvtide.store.load import sparse
 from kvtide.store.load.run import Engine, FetchJob, FetchLimits, FetchReport, FetchRun, LoadRequest, level_job
 from kvtide.store.load.sparse import PackedFront, PackedPart, SparseLoad
-from kvtide.testing import block_meta, smooth_bits
 from kvtide.tier.base import WrappedTier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.tier import http_tier

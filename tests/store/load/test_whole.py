@@ -1,7 +1,5 @@
 """Blocks that come layer by layer: the order, what can't come so, and every fault between two pieces of a block."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +13,7 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.store.load.sources import KL, STEP_BYTES, AnyOf, MadeSource, made_objects, parsed
 from tests.store.test_cache import Collector, OpenCache, fill, metas_of
 from tests.stores import stored_records
+from tests.suites import smooth_bits
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock, SystemClock
@@ -29,7 +28,6 @@ from kvtide.store.load import LoadReport, MissReason, Whole
 from kvtide.store.load import whole as loading
 from kvtide.store.load.backfill import BYTES_MAX, Backfill, PartialLoad
 from kvtide.store.load.run import LoadRequest, ObjectRange, layered_job, level_job
-from kvtide.testing import smooth_bits
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.source import read_heads
 from kvtide.types import ObjectId, Section, SectionId, SectionKind

@@ -1,7 +1,5 @@
 """Public test helpers: conformance suites that every codec and tier must pass, and builders of blocks."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

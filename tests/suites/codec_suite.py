@@ -4,8 +4,6 @@ class TestRaw(CodecSuite):
     codec = RawCodec()
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -16,9 +14,9 @@ from hypothesis import strategies as st
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import Codec
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.testing import block_bits, block_meta, layouts, smooth_bits
 from kvtide.types import Section
 from kvtide.wire import object_bytes_max, pack_object, parse_object
+from tests.suites import block_bits, block_meta, layouts, smooth_bits
 
 # A suite is inherited: one property runs on several classes, which is what this health check warns of.
 _SHARED = (HealthCheck.differing_executors,)

@@ -5,8 +5,6 @@ class TestMemory(TierSuite):
     def tier(self): ...
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from typing import ClassVar
@@ -14,12 +12,12 @@ from typing import ClassVar
 import pytest
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
-from kvtide.testing import namespace
 from kvtide.tier import Tier
 from kvtide.tier.base import RangeRead
 from kvtide.tier.source import read_ranges
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
+from tests.suites import namespace
 
 TIER_BYTES = 1 << 20
 # Header and a table of one section.
