@@ -227,7 +227,7 @@ class Placer:
 
     def place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None]) -> bool:
         """Store an object unless one as good is here; put it in the place of a coarser one."""
-        here = self._stored_quality(meta.id)
+        here = self._stored_quality(meta.id) if self._tiers.contains(meta.id) else None
         if here is None or here > self._access.quality_max:
             packed, put = pack(), self._tiers.put_from if here is None else self._tiers.replace
             is_stored = packed is not None and put(meta.id, packed)
@@ -246,10 +246,8 @@ class Placer:
                 self._index.insert(meta.id.namespace, [meta.id.key], meta.parent, tier)
         return True
 
-    def _stored_quality(self, object_id: ObjectId) -> float | None:
-        """Return the quality of the object that is here, inf for one that can't be read, None if none is."""
-        if not self._tiers.contains(object_id):
-            return None
+    def _stored_quality(self, object_id: ObjectId) -> float:
+        """Return the quality of an object that is here, inf for one that can't be read."""
         if self._access.quality == 0:
             # Namespaces of exact blocks have no others.
             return 0.0
