@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from truth import TRUTH
+
 VOCABULARY = 1024
 WINDOW = 256
 _SHAPE: dict[str, Any] = {
@@ -160,33 +162,8 @@ class Support(NamedTuple):
 
 
 EXACT, TIDE, LOSSY, REFUSED = "exact", "exact, `tide`", "exact, lossy", "refused"
-# One line of the matrix in docs/support.md each; tests take their families from here.
-SUPPORT: dict[str, Support] = {
-    "llama": Support("Llama, SmolLM2", "rows", LOSSY, LOSSY, EXACT),
-    "qwen3": Support("Qwen3", "rows", LOSSY),
-    "qwen3_moe": Support("Qwen3-MoE", "rows", LOSSY),
-    "mixtral": Support("Mixtral", "rows", LOSSY),
-    "gpt2": Support("GPT-2", "rows", LOSSY),
-    "mistral": Support("Mistral, all windows", "windows", TIDE, TIDE, EXACT),
-    "gemma2": Support("Gemma 2", "windows, rows", TIDE, TIDE),
-    "gemma3": Support("Gemma 3", "windows, rows", TIDE, EXACT, EXACT),
-    "gemma4": Support("Gemma 4", "windows, rows, two shapes", TIDE, EXACT),
-    "olmo3": Support("OLMo 3", "windows, rows", EXACT),
-    "gpt_oss": Support("gpt-oss", "windows, rows, sinks", EXACT, EXACT, EXACT),
-    "llama4": Support("Llama 4", "chunks, rows", EXACT, EXACT),
-    "deepseek_v3": Support("DeepSeek-V3", "latents", TIDE, EXACT),
-    "qwen3_next": Support("Qwen3-Next", "states (gated delta), rows", EXACT, EXACT),
-    "kimi_linear": Support("Kimi-Linear", "states (linear attention), latents", EXACT),
-    "lfm2": Support("LFM2", "states (short convolutions), rows", TIDE),
-    "granite4": Support("Granite 4", "states (Mamba 2), rows", TIDE, TIDE),
-    "nemotron_h": Support("Nemotron-H", "states (Mamba 2), rows", EXACT, EXACT, EXACT),
-    "falcon_h1": Support("Falcon-H1", "states (Mamba 2) and rows in each layer", EXACT, EXACT),
-    "bamba": Support("Bamba", "states (Mamba 2), rows", REFUSED),
-    "jamba": Support("Jamba", "states (Mamba 1), rows", REFUSED),
-    "mamba": Support("Mamba", "states (Mamba 1)", REFUSED),
-    "mamba2": Support("Mamba 2", "states", EXACT),
-    "minimax": Support("MiniMax-Text-01", "states (linear attention), rows", REFUSED),
-}
+# docs/support.md shows these; tests take their families from here.
+SUPPORT = {family: Support(**said) for family, said in TRUTH["models"].items()}
 
 
 def families(engine: str, *how: str) -> list[str]:

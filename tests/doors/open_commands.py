@@ -19,7 +19,7 @@ CELLS = {
 
 COMMANDS = table(
     """
-cold and warm, side by side | make demo | README.md: Try it | @real | OURS
+cold and warm, side by side | make demo | README.md: Begin | @real | OURS
     tests/e2e/test_demo.py::test_demo_restores_every_full_block_and_answers_the_same
 what a store holds | kvtide stats | @look | @tiny | OURS
 objects of a store | kvtide ls --verify --sort --limit --namespace | @look | @tiny | OURS

@@ -25,7 +25,7 @@ CELLS = {
 
 STORES = table(
     """
-a server behind an engine | http://host:7421 | README.md: Serve | @process | CACHEGEN
+a server behind an engine | http://host:7421 | README.md: Begin | @process | CACHEGEN
 replicas | http://one:7421,two:7421 | @clients | @two-processes | OURS
 a silent server's replica answers | http://one:7421,two:7421 | @clients | two servers, one of them silent | OURS
     tests/tier/test_roaming.py::test_silent_server_is_left_for_the_other_one_in_time

@@ -67,6 +67,8 @@ def page() -> str:
     tests = dict(marked_tests())
     lines = [
         "# Capabilities",
+        "",
+        "Everything that can be switched on, with its option, the page that says how, and the test that proves it:",
         f"{summary()}. A capability counts when one documented option switches it on and a test through",
         "that option fails if it did nothing. Made by `python -m tests.doors.page --write` from `tests/doors`.",
     ]
