@@ -31,7 +31,7 @@ from kvtide_gpu.tide_model import DeviceModel
 from twin import needs_compiler
 
 pytestmark = needs_compiler
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 LAYOUT = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
 CODEC = TideCodec(fitted(LAYOUT, "layer", 1), 1e-3, 2).rounded()
 OTHER = TideModel(fitted(BlockLayout(2, 32, 2, 8, KVDtype.BFLOAT16), "layer", 1))
