@@ -279,18 +279,19 @@ class SegmentWriter:
         view, at = memoryview(body), self.tail + ALIGN_BYTES
         if is_aligned(view):
             whole = len(view) // ALIGN_BYTES * ALIGN_BYTES
-            parts = [view[:whole], _padded(staging, view[whole:])]
+            parts = [view[:whole], _padded(staging, view[whole:])] if whole < len(view) else [view]
             self.files.write_full(self.direct, [part for part in parts if len(part)], at)
         else:
             for start in range(0, len(view), STAGING_BYTES):
                 piece = _padded(staging, view[start : start + STAGING_BYTES])
                 self.files.write_full(self.direct, [piece], at + start)
         # Around the page cache too: the first direct read would have to wait for a dirty page to be written.
-        page = pack_record_header(header)
-        self.files.write_full(self.direct, [_padded(staging, page)], self.tail)
+        page = staging[:ALIGN_BYTES]
+        page[:] = pack_record_header(header)
+        self.files.write_full(self.direct, [page], self.tail)
         self.tail += record_bytes(header.size)
         self.sequence += 1
-        return page[_CHECKED_BYTES:_HEADER_BYTES]
+        return header_seal(page)
 
     def close(self) -> bool:
         """Give back the space after the last record, and the lock. A segment without records is removed.
@@ -380,14 +381,16 @@ class RecordReader:
             self._read_parts(descriptor, [page], at)
             self._read_staged(descriptor, body, buffer, offset)
             return
-        parts = [buffer[:whole], last] if whole < len(buffer) else [buffer]
+        is_padded = whole < len(buffer)
+        parts = [buffer[:whole], last] if is_padded else [buffer]
         if offset:
             self._read_parts(descriptor, [page], at)
             self._read_parts(descriptor, parts, body + offset)
         else:
             # Most reads: one call takes the header and the body.
             self._read_parts(descriptor, [page, *parts], at)
-        copy_bytes(buffer[whole:], last[: len(buffer) - whole])
+        if is_padded:
+            copy_bytes(buffer[whole:], last[: len(buffer) - whole])
 
     def _read_staged(self, descriptor: int, body: int, buffer: memoryview, offset: int) -> None:
         scratch, done = self._staging.take(STAGING_BYTES), 0
