@@ -328,6 +328,8 @@ def test_latest_is_found_before_it_is_synchronised(regions: Regions) -> None:
 @pytest.mark.real_time
 def test_region_says_when_it_knows_too_little(regions: Regions) -> None:
     put(regions.quick, 5)
+    # A centre that has just begun asks its regions first.
+    wait_until(lambda: status(regions.quick, "GET", 6, Max_Staleness="9") == 404, "the centre to have begun")
     with frozen(regions.centre.process.pid):
         assert status(regions.quick, "GET", 5) == 200
         assert status(regions.quick, "GET", 6, Max_Staleness="0") == 503
