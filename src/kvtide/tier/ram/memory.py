@@ -215,13 +215,15 @@ class FramedTier(CountingTier, ABC, Generic[FramesT]):
         """Keep an object and its frames for a reader meanwhile; a use of it. None if it is not here."""
         with self._lock:
             resident, frames = self._residents.get(object_id), self._frames
-            held = None if resident is None or frames is None else (resident, frames)
-            self._hits += held is not None
-            self._misses += held is None
-            if resident is not None:
+            if resident is None or frames is None:
+                self._misses += 1
+                held = None
+            else:
+                self._hits += 1
                 resident.leases += 1
                 resident.last_use_s = self._clock.wall_s()
                 self.order.note_use(object_id)
+                held = resident, frames
         try:
             yield held
         finally:
