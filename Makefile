@@ -29,8 +29,9 @@ test: .venv/installed
 	$(BIN)/python -m pytest
 
 # Real vLLM has an environment of its own: it pins what we leave open. Several minutes, the first time many.
+VLLM_TESTS ?= tests/vllm
 test-vllm: .venv-vllm/installed
-	.venv-vllm/bin/python -m pytest -W default $(AGAIN) tests/vllm
+	.venv-vllm/bin/python -m pytest -W default $(VLLM_TESTS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
