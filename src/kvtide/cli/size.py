@@ -12,7 +12,7 @@ from kvtide.cli.report import JsonOption, format_bytes, narrow_table, say
 
 CONFIG_BYTES_MAX = 4 << 20
 _DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
-# What `lossless` leaves of a block, measured on SmolLM2-135M (docs/codec.md, "Figures"): 1 / 1.197, 1.165, 1.490.
+# What `lossless` leaves of a block, measured on SmolLM2-135M (docs/codec.md, "Measured"): 1 / 1.197, 1.165, 1.490.
 _LOSSLESS_SHARE = {"float32": 0.835, "float16": 0.858, "bfloat16": 0.671}
 # Bits an element of who asks for a KL of 5e-3 or, of cachegen, for a level: docs/benchmarks/codecs.md, the same model.
 _LOSSY_BITS = {"cachegen:2": 4.33, "tide (profile light)": 3.14, "tide-layer": 1.73, "tide-deep": 0.96}
