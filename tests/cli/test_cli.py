@@ -1,5 +1,6 @@
 """`kvtide`: what it says of odd objects and of mistakes, before a demo and before it serves."""
 
+import io
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from tests.doors.user import kvtide
 from tests.store.test_cache import fill, metas_of
 from tests.stores import stored_records
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
 from kvtide.cli.app import app
+from kvtide.cli.demo import DemoRequest, shown
 from kvtide.clock import SystemClock
 from kvtide.importance import UseRecord, record_id
 from kvtide.outcomes import Choice, Decided, Why
@@ -141,6 +144,17 @@ def test_bad_choices_are_refused_before_any_work(words: str, tmp_path: Path) -> 
 
 def test_short_prefix_is_refused() -> None:
     assert CliRunner().invoke(app, ["demo", "--prefix-tokens", "10"]).exit_code == 2
+
+
+def test_chart_says_which_waits_were_not_measured() -> None:
+    measured = [DemoRequest("", "", 10 * n, 0, 0.5, float(n), n in (1, 10), None) for n in range(1, 11)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    for each in shown(measured, 1536):
+        console.print(each)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.count("~") for line in lines[4:]] == [0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
+    assert lines[-1].count("█") + lines[-1].count("░") == 27
 
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,8 @@ CELLS = {
 
 COMMANDS = table(
     """
-cold and warm, side by side | make demo | README.md: Begin | @real | OURS
-    tests/e2e/test_demo.py::test_demo_restores_every_full_block_and_answers_the_same
+a chat of ten requests, with kvtide and without | make demo | README.md: Begin | @real | OURS
+    tests/e2e/test_demo.py::test_chat_of_the_demo_restores_every_full_block_across_a_restart
 what a store holds | kvtide stats | @look | @tiny | OURS
 objects of a store | kvtide ls --verify --sort --limit --namespace | @look | @tiny | OURS
 remove objects | kvtide rm --yes | @look | @tiny | OURS

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvtide.codec import Profile
 from kvtide.codec.rotary import FAMILIES, Rotary
 from kvtide.codec.tide.grid import UNITS
 from kvtide.engines import calibrate_command, option_bytes, read_profile
-from kvtide.engines.calibrate import TideCalibration, restored_kl, split_texts
+from kvtide.engines.calibrate import TideCalibration, split_texts
 from kvtide.engines.calibrate.calibration import JUDGED_TOKENS
 from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts
 from kvtide.engines.transformers import CachedModel, ModelContexts, attach, model_layout
@@ -75,6 +76,26 @@ def stored_by(cached: CachedModel) -> list[str]:
     assert cached.flush(60)
     metas = cached.prefixes.metas(JUDGED[0].numpy())[0]
     return [codec for codec, _ in codec_ids_of(cached.cache.tiers, metas)]
+
+
+def restored_kl(cached: CachedModel, exact: CachedModel, input_ids: torch.Tensor, answer_ids: Sequence[int]) -> float:
+    """Return the mean KL, in nats, of an answer's tokens after a prompt, (1, tokens), as restored from the exact.
+
+    exact: the model with a store that has the prompt as it was computed; what that lacks is computed.
+    """
+    whole = torch.cat([input_ids, input_ids.new_tensor([answer_ids])], dim=1)
+    with torch.inference_mode():
+        right, said = (
+            _after(each.restored(input_ids), cached.model, whole, len(answer_ids)) for each in (exact, cached)
+        )
+    return float((right.exp() * (right - said)).sum(-1).mean())
+
+
+def _after(past: Any, model: Any, whole: torch.Tensor, count: int) -> torch.Tensor:
+    """Return log probabilities of the last `count` tokens, of which `past` holds a prefix."""
+    rest = whole[:, past.get_seq_length() :]
+    said: torch.Tensor = model(rest, past_key_values=past, logits_to_keep=count + 1).logits[0, :-1]
+    return said.float().log_softmax(-1)
 
 
 @pytest.fixture(scope="module", params=PLAIN)

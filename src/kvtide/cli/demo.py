@@ -1,163 +1,200 @@
-"""`kvtide demo`: prefill once, restore in another process, on a real model; says what that was worth.
+"""`kvtide demo`: a chat of ten requests to a real model, restarted half-way; charts the waits for the first tokens.
 
-Its runs are `demo_run`, in processes of their own: a job goes there and its result comes back, a line of JSON each.
+Its runs are `demo_run`, in processes of their own: a job goes there and its results come back, a line of JSON each.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import typer
 
-from kvtide.cli.report import JsonOption, cpu_name, format_bytes, progress_bars, say
+from kvtide.cli.report import JsonOption, cpu_name, format_bytes, narrow_table, progress_bars, say
 from kvtide.cli.store import DEFAULT_STORE, StoreOption
 from kvtide.codec import CodecRegistry
 from kvtide.tier import disk_path
 
-# New processes that restore, one after the other: half a second on a shared machine is too short to be judged once.
-_WARM_RUNS = 3
-# Shown beside the codec that was asked for.
-_LOSSY = "tide"
+# A chat about the first of Python's own help texts, in the order of their names.
+QUESTIONS = (
+    "What is this text about?",
+    "What does an assert statement do?",
+    "What happens when its condition is false?",
+    "When is __debug__ false?",
+    "May a program assign to __debug__?",
+    "What does an assignment statement do?",
+    "What is a target list?",
+    "Can a target be an attribute?",
+    "What is a subscription?",
+    "Sum it all up in one sentence.",
+)
+# Requests before the restart: the process ends, and a new one goes on with the chat.
+_BEFORE = 5
+_BAR_COLUMNS = 27
 
 
 class DemoJob(msgspec.Struct, frozen=True):
-    """The work of one run. `is_cold`: prefill, and store. `exact`: a codec that stored the prompt, to compare with."""
+    """Questions of a chat to one process, and what was said before, as tokens. store: empty for the model alone."""
 
     store: str
     codec: str
-    prefix_tokens: int
+    context_tokens: int
     answer_tokens: int
-    is_cold: bool
-    exact: str = ""
+    questions: Sequence[str]
+    chat: Sequence[int] = ()
 
 
 class DemoRun(msgspec.Struct, frozen=True):
-    """Measurements of one run. `was_warm`: the store had blocks of this prompt, and a cold run left the cache out."""
+    """Measurements of one request. `chat`: all that was said until then, its answer included."""
 
     prompt_tokens: int
     hit_tokens: int
-    was_warm: bool
     ttft_s: float
     raw_bytes: int
-    stored_bytes: int
-    answer_ids: list[int]
+    read_bytes: int
     answer: str
-    kl: float = 0.0
+    chat: list[int]
 
 
 class DemoAnswer(msgspec.Struct, frozen=True):
-    """The result of a job, or the user's mistake; neither after a fault, which stderr shows."""
+    """The result of a question, or the user's mistake; neither after a fault, which stderr shows."""
 
     result: DemoRun | None = None
     mistake: str = ""
 
 
-class RestoredRun(msgspec.Struct, frozen=True):
-    """The same prompt and answer by a codec, in new processes; bytes are those of the blocks that one restored.
+class DemoRequest(msgspec.Struct, frozen=True):
+    """A request with kvtide and without. `is_measured`: it was asked without; else `is_answer_same` is not known."""
 
-    `warm_ttft_s`: the median of the processes. `kl`: of the answer's next-token distributions from the exact ones.
-    """
-
-    codec: str
-    hit_tokens: int
-    warm_ttft_s: float
-    identical_tokens: bool
-    raw_bytes: int
-    stored_bytes: int
-    kl: float
+    question: str
     answer: str
+    prompt_tokens: int
+    hit_tokens: int
+    ttft_s: float
+    plain_ttft_s: float
+    is_measured: bool
+    is_answer_same: bool | None
 
 
 def demo(
     url: StoreOption = DEFAULT_STORE,
     codec: Annotated[str, typer.Option("--codec", help="Codec of new blocks.")] = "lossless",
     prefix_tokens: Annotated[
-        int, typer.Option("--prefix-tokens", min=256, max=7000, help="Shared context before the question.")
-    ] = 2048,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=2, max=512)] = 48,
+        int, typer.Option("--prefix-tokens", min=256, max=7000, help="Text before the first question.")
+    ] = 1536,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=2, max=512)] = 16,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a question over a long text twice: a cold process prefills and stores, a new one restores."""
+    """Chat about a text, ten requests and a restart: what one waits for with kvtide, and without."""
     path = disk_path(url)
     if path is None:
         raise ValueError(f"the demo needs a store that a second process can open, as disk:///path, got {url!r}")
     CodecRegistry().make(codec)
-    cold = DemoJob(str(path.absolute()), codec, prefix_tokens, answer_tokens, is_cold=True)
-    warm = msgspec.structs.replace(cold, is_cold=False)
-    # Blocks of lossy codecs have a namespace of their own: the first run stores them, and restores them the next time.
-    jobs = {f"{codec}: prefill and store": cold}
-    jobs |= {f"{codec}: new process {number} of {_WARM_RUNS}": warm for number in range(1, _WARM_RUNS + 1)}
-    jobs[f"{_LOSSY}: prefill and store"] = msgspec.structs.replace(warm, codec=_LOSSY, answer_tokens=2)
-    jobs[f"{_LOSSY}: new process"] = msgspec.structs.replace(warm, codec=_LOSSY, exact="lossless")
-    first, *others, _, lossy = _done(jobs)
-    if first.was_warm:
-        note = "The store has this text from an earlier run: the full prefill is measured without it."
-        print(note, file=sys.stderr)
-    exact, tide = _restored(codec, first, others), _restored(_LOSSY, first, [lossy])
-    result = msgspec.to_builtins(exact) | {
-        "prompt_tokens": first.prompt_tokens,
-        "cold_ttft_s": first.ttft_s,
-        "warm_ttft_s_runs": [run.ttft_s for run in others],
-        "speedup": first.ttft_s / exact.warm_ttft_s,
-        "was_warm": first.was_warm,
-        "store": cold.store,
-        "tide": tide,
+    store = str(path.absolute())
+    job = DemoJob(store, codec, prefix_tokens, answer_tokens, QUESTIONS[:_BEFORE])
+    with _processes() as ask:
+
+        def without(index: int, chat: Sequence[int]) -> DemoRun:
+            alone = msgspec.structs.replace(job, store="", questions=[QUESTIONS[index]], chat=chat)
+            return ask(f"without kvtide: {index + 1}", alone)[0]
+
+        # Three requests are asked without it too, between the others: neighbours on the machine slow down both.
+        plain = {0: without(0, ())}
+        runs = ask("with kvtide", job)
+        plain[_BEFORE - 1] = without(_BEFORE - 1, runs[-2].chat)
+        second = msgspec.structs.replace(job, questions=QUESTIONS[_BEFORE:], chat=runs[-1].chat)
+        runs += ask("with kvtide, after a restart", second)
+        plain[len(runs) - 1] = without(len(runs) - 1, runs[-2].chat)
+    requests = _requests(runs, plain)
+    with_s, plain_s = sum(each.ttft_s for each in requests), sum(each.plain_ttft_s for each in requests)
+    result = {
+        "codec": codec,
+        "store": store,
+        "requests": msgspec.to_builtins(requests),
+        "restart_before": _BEFORE + 1,
+        "was_warm": runs[0].hit_tokens > 0,
+        "wait_s": with_s,
+        "plain_wait_s": plain_s,
+        "speedup": plain_s / with_s,
+        "restart_speedup": requests[_BEFORE].plain_ttft_s / requests[_BEFORE].ttft_s,
+        "raw_bytes": runs[_BEFORE].raw_bytes,
+        "read_bytes": runs[_BEFORE].read_bytes,
     }
-    say(result, as_json, *_shown(first, exact, tide), f"Answer: {exact.answer.strip()}", f"store: {cold.store}")
+    machine = f"{cpu_name()}, cores: {os.cpu_count() or 1}"
+    say(result, as_json, *shown(requests, prefix_tokens), *_summed(requests, runs, codec), f"store: {store}; {machine}")
 
 
-def _restored(codec: str, cold: DemoRun, runs: Sequence[DemoRun]) -> RestoredRun:
-    return RestoredRun(
-        codec=codec,
-        hit_tokens=min(run.hit_tokens for run in runs),
-        warm_ttft_s=statistics.median(run.ttft_s for run in runs),
-        identical_tokens=all(run.answer_ids == cold.answer_ids for run in runs),
-        raw_bytes=runs[0].raw_bytes,
-        stored_bytes=runs[0].stored_bytes,
-        kl=runs[0].kl,
-        answer=runs[0].answer,
-    )
-
-
-def _shown(cold: DemoRun, exact: RestoredRun, tide: RestoredRun) -> list[str]:
-    cores = os.cpu_count() or 1
-    machine = f"{cores} {'core' if cores == 1 else 'cores'} ({cpu_name()})"
-    restored = f"s in a new process, {exact.hit_tokens:,} tokens restored"
-    stored = f"{format_bytes(exact.raw_bytes)} in {format_bytes(exact.stored_bytes)}"
-    lossy = f"in {format_bytes(tide.stored_bytes)}, KL {tide.kl:.4f}"
+def _requests(runs: Sequence[DemoRun], plain: dict[int, DemoRun]) -> list[DemoRequest]:
+    tokens, waits = zip(*((each.prompt_tokens, each.ttft_s) for each in plain.values()), strict=True)
     return [
-        f"SmolLM2-135M, {cold.prompt_tokens:,} tokens, on {machine}:",
-        f"{cold.ttft_s:8.2f} s to the first token by a full prefill",
-        f"{exact.warm_ttft_s:8.2f} {restored}: [bold]{cold.ttft_s / exact.warm_ttft_s:.1f} times faster[/]",
-        f"           {exact.codec}: {_same(exact)}; {stored}",
-        f"{tide.warm_ttft_s:8.2f} {restored}",
-        f"           {tide.codec}, which is lossy: {_same(tide)}; {lossy}",
+        DemoRequest(
+            question=QUESTIONS[index],
+            answer=run.answer,
+            prompt_tokens=run.prompt_tokens,
+            hit_tokens=run.hit_tokens,
+            ttft_s=run.ttft_s,
+            plain_ttft_s=float(np.interp(run.prompt_tokens, tokens, waits)),
+            is_measured=index in plain,
+            is_answer_same=plain[index].chat == run.chat if index in plain else None,
+        )
+        for index, run in enumerate(runs)
     ]
 
 
-def _same(found: RestoredRun) -> str:
-    return "the same answer token for token" if found.identical_tokens else "another answer"
+def shown(requests: Sequence[DemoRequest], context_tokens: int) -> Iterator[object]:
+    """Yield the chart of a chat about a text of so many tokens: its title, what its signs mean, a line a request."""
+    yield f"A chat with SmolLM2-135M about a text of {context_tokens:,} tokens."
+    yield "Seconds to the first token: █ with kvtide, ░ so many more without it."
+    yield "~ was not asked without it: read off the line between those that were."
+    longest_s = max(max(each.ttft_s, each.plain_ttft_s) for each in requests)
+    rows = []
+    for number, each in enumerate(requests):
+        if number == _BEFORE:
+            rows.append(["", "", "", "", "", "restart: a new process"])
+        filled, whole = (round(_BAR_COLUMNS * wait / longest_s) for wait in (each.ttft_s, each.plain_ttft_s))
+        waits = f"{each.ttft_s:.2f} s", f"{'' if each.is_measured else '~'}{each.plain_ttft_s:.2f} s"
+        bar = "█" * max(1, filled) + "░" * (whole - max(1, filled))
+        rows.append([str(number + 1), f"{each.prompt_tokens:,}", f"{each.hit_tokens:,}", *waits, bar])
+    yield narrow_table(["request", ">tokens", ">restored", ">with", ">without", ""], rows)
 
 
-def _done(jobs: Mapping[str, DemoJob]) -> list[DemoRun]:
-    """Do jobs by name, one after the other, each in a process of its own and with a bar."""
+def _summed(requests: Sequence[DemoRequest], runs: Sequence[DemoRun], codec: str) -> Iterator[str]:
+    for name, some in (("In all", requests), ("After the restart", requests[_BEFORE:])):
+        with_s, plain_s = sum(each.ttft_s for each in some), sum(each.plain_ttft_s for each in some)
+        yield f"{name} {with_s:.1f} s instead of {plain_s:.1f} s: [bold]{plain_s / with_s:.1f} times less[/]"
+    asked = [each.is_answer_same for each in requests if each.is_measured]
+    restored = runs[_BEFORE]
+    yield f"{sum(map(bool, asked))} of {len(asked)} answers that were compared are the same, token for token"
+    yield f"{codec}: {format_bytes(restored.read_bytes)} read for {format_bytes(restored.raw_bytes)} of keys and values"
+    if runs[0].hit_tokens:
+        yield "The store has this chat from an earlier demo: its first request was restored too."
+
+
+@contextmanager
+def _processes() -> Iterator[Callable[[str, DemoJob], list[DemoRun]]]:
+    """Give a function that does a job in a process of its own, shows how far it is, and returns its results."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "kvtide.cli.demo_run"]
-    done = list[DemoRun]()
     with progress_bars() as show, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as runs:
         assert runs.stdin is not None and runs.stdout is not None
-        for name, job in jobs.items():
-            show(name, 0, 1)
-            runs.stdin.write(msgspec.json.encode(job) + b"\n")
-            runs.stdin.flush()
-            answer = msgspec.json.decode(runs.stdout.readline() or b"{}", type=DemoAnswer)
-            if answer.result is None:
-                raise ValueError(answer.mistake or f"a run of the demo failed ({name}); its error is above")
-            done.append(answer.result)
-            show(name, 1, 1)
-    return done
+        stdin, stdout = runs.stdin, runs.stdout
+
+        def ask(name: str, job: DemoJob) -> list[DemoRun]:
+            results = list[DemoRun]()
+            stdin.write(msgspec.json.encode(job) + b"\n")
+            stdin.flush()
+            for done in range(len(job.questions)):
+                show(name, done, len(job.questions))
+                answer = msgspec.json.decode(stdout.readline() or b"{}", type=DemoAnswer)
+                if answer.result is None:
+                    raise ValueError(answer.mistake or f"a run of the demo failed ({name}); its error is above")
+                results.append(answer.result)
+            show(name, len(results), len(results))
+            return results
+
+        yield ask

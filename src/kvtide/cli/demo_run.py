@@ -1,13 +1,15 @@
-"""Runs of the demo, each in a process of its own: answer, report. Started by `kvtide demo`.
+"""Runs of the demo, each in a process of its own: ask, measure, report. Started by `kvtide demo`.
 
-Takes `DemoJob`s on stdin and gives a `DemoAnswer` to each on stdout, a line of JSON each. A run is a fork of a process
-that has imported torch, loaded the model and computed nothing, so that six runs do that once.
+Takes `DemoJob`s on stdin and gives a `DemoAnswer` to each question on stdout, a line of JSON each. A run is a fork of a
+process that has imported torch, loaded the model and computed nothing, so that five runs do that once.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -16,10 +18,9 @@ import msgspec
 from kvtide.cli.demo import DemoAnswer, DemoJob, DemoRun
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
-from kvtide.engines.calibrate import restored_kl
 from kvtide.engines.transformers import CachedModel, attach, load_to_fork, model_fingerprint
 
-_QUESTION = "\n\nIn one or two sentences: what is this text about?"
+_MARKER = "<<said>>"
 
 
 class _Watch:
@@ -40,60 +41,66 @@ class _Watch:
         return self._times_s[2] - self._times_s[0]
 
 
-def _prompt_ids(tokenizer: Any, prefix_tokens: int) -> list[int]:
-    text = "\n\n".join(f"{name}\n{topics[name]}" for name in sorted(topics))
-    marker = "<<context>>"
-    chat = [{"role": "user", "content": f"{marker}{_QUESTION}"}]
-    head, _, tail = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False).partition(marker)
-    head_ids, text_ids = tokenizer(head).input_ids, tokenizer(text[: 8 * prefix_tokens]).input_ids
-    shared = [*head_ids, *text_ids][:prefix_tokens]
-    if len(shared) < prefix_tokens:
-        raise ValueError(f"the demo's text has {len(shared)} tokens, {prefix_tokens} were asked for")
-    return [*shared, *tokenizer(tail).input_ids]
+def _prompt_ids(tokenizer: Any, job: DemoJob, chat: Sequence[int], question: str) -> list[int]:
+    """Return a question behind a chat, as tokens; the first one stands behind a text of so many tokens.
+
+    The chat's own tokens go on, where text made of them might be cut into tokens in another way.
+    """
+    if chat:
+        turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARKER}]
+        said = [*turns, {"role": "user", "content": question}]
+    else:
+        said = [{"role": "user", "content": f"{_MARKER}\n\n{question}"}]
+    head, _, tail = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False).partition(_MARKER)
+    if not chat:
+        text = "\n\n".join(f"{name}\n{topics[name]}" for name in sorted(topics))
+        text_ids = tokenizer(text[: 8 * job.context_tokens]).input_ids
+        chat = [*tokenizer(head).input_ids, *text_ids][: job.context_tokens]
+        if len(chat) < job.context_tokens:
+            raise ValueError(f"the demo's text has {len(chat)} tokens, {job.context_tokens} were asked for")
+    return [*chat, *tokenizer(tail).input_ids]
 
 
-def _run(job: DemoJob, tokenizer: Any, model: Any) -> DemoRun:
-    input_ids = tokenizer(" ", return_tensors="pt").input_ids.new_tensor([_prompt_ids(tokenizer, job.prefix_tokens)])
+def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
+    """Ask a job's questions one after the other; yield measurements of each call of generate."""
+    tensor = tokenizer(" ", return_tensors="pt").input_ids.new_tensor
     # The first call in a process pays for warm-up that has nothing to do with caching.
-    model.generate(input_ids[:, :8], max_new_tokens=2, do_sample=False)
-    name = model_fingerprint(model)
-    profiles = installed_profiles()
-    with attach(model, job.store, codec=job.codec, profiles=profiles, fingerprint=name) as cached:
-        found = _answer(job, cached, tokenizer, input_ids)
-        if not job.exact:
-            return found
-        with attach(model, job.store, codec=job.exact, fingerprint=name) as exact:
-            return msgspec.structs.replace(found, kl=restored_kl(cached, exact, input_ids, found.answer_ids))
+    model.generate(tensor([_prompt_ids(tokenizer, job, job.chat, "")[:8]]), max_new_tokens=2, do_sample=False)
+    chat = job.chat
+    opened: AbstractContextManager[CachedModel | None] = nullcontext()
+    if job.store:
+        name = model_fingerprint(model)
+        opened = attach(model, job.store, codec=job.codec, profiles=installed_profiles(), fingerprint=name)
+    with opened as cached:
+        for question in job.questions:
+            prompt_ids = _prompt_ids(tokenizer, job, chat, question)
+            input_ids, watch = tensor([prompt_ids]), _Watch()
+            wanted = {"attention_mask": input_ids.new_ones(input_ids.shape), "max_new_tokens": job.answer_tokens}
+            output = (cached or model).generate(input_ids, streamer=watch, do_sample=False, **wanted)
+            answer_ids = output[0][len(prompt_ids) :].tolist()
+            # The chat's template brings the mark of the answer's end.
+            chat = [*prompt_ids, *(token for token in answer_ids if token != tokenizer.eos_token_id)]
+            last = cached.last if cached else None
+            hit_tokens = last.hit_tokens if last else 0
+            yield DemoRun(
+                prompt_tokens=len(prompt_ids),
+                hit_tokens=hit_tokens,
+                ttft_s=watch.ttft_s,
+                raw_bytes=hit_tokens // cached.layout.tokens * cached.layout.raw_bytes if cached else 0,
+                read_bytes=last.stored_bytes_read if last else 0,
+                answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
+                chat=chat,
+            )
+        if cached:
+            cached.flush(60.0)
 
 
-def _answer(job: DemoJob, cached: CachedModel, tokenizer: Any, input_ids: Any) -> DemoRun:
-    """Return measurements of a call of generate."""
-    was_warm = cached.hit_tokens(input_ids) > 0
-    # A cold run on a warm store measures the full prefill all the same.
-    generate = cached.model.generate if job.is_cold and was_warm else cached.generate
-    watch, mask = _Watch(), input_ids.new_ones(input_ids.shape)
-    wanted = {"attention_mask": mask, "max_new_tokens": job.answer_tokens, "do_sample": False}
-    output = generate(input_ids, streamer=watch, **wanted)
-    cached.flush(60.0)
-    answer_ids = output[0][input_ids.shape[1] :].tolist()
-    last, used_bytes = cached.last, cached.cache.stats().tiers[-1].used_bytes
-    return DemoRun(
-        prompt_tokens=input_ids.shape[1],
-        hit_tokens=last.hit_tokens if last else 0,
-        was_warm=was_warm,
-        ttft_s=watch.ttft_s,
-        raw_bytes=job.prefix_tokens // cached.layout.tokens * cached.layout.raw_bytes,
-        stored_bytes=last.stored_bytes_read if last else used_bytes,
-        answer_ids=answer_ids,
-        answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
-    )
-
-
-def _answered(job: DemoJob, tokenizer: Any, model: Any) -> DemoAnswer:
+def _answered(job: DemoJob, tokenizer: Any, model: Any) -> None:
     try:
-        return DemoAnswer(_run(job, tokenizer, model))
+        for result in _runs(job, tokenizer, model):
+            _say(DemoAnswer(result))
     except ValueError as error:
-        return DemoAnswer(mistake=str(error))
+        _say(DemoAnswer(mistake=str(error)))
 
 
 def _say(answer: DemoAnswer) -> None:
@@ -112,7 +119,7 @@ def main() -> None:
             return
         child = os.fork()
         if child == 0:
-            _say(_answered(job, *loaded))
+            _answered(job, *loaded)
             # Python would take two seconds to let go of torch.
             os._exit(0)
         if os.waitpid(child, 0)[1]:

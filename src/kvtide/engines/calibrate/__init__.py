@@ -1,7 +1,6 @@
 """Fitting profiles to a model: what moves in its cache, and what the model says of the outcome."""
 
 from kvtide.engines.calibrate.calibration import TideCalibration
-from kvtide.engines.calibrate.judge import restored_kl
 from kvtide.engines.calibrate.texts import (
     TextSplit,
     calibration_texts,
@@ -17,7 +16,6 @@ __all__ = [
     "calibration_texts",
     "held_out_texts",
     "read_texts",
-    "restored_kl",
     "snippets",
     "split_texts",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Codec
-from kvtide.engines.transformers import CachedModel, Context, ModelContexts
+from kvtide.engines.transformers import Context, ModelContexts
 from kvtide.types import Section
 from kvtide.wire import pack_object, parse_object
 
@@ -91,23 +91,3 @@ def upper_means(sums: NDArray[np.float64], squares: NDArray[np.float64], count: 
     variances = spread / (known - 1) * (1 + 1 / count)
     found: list[float] = (means + np.sqrt(variances)).tolist()
     return found
-
-
-def restored_kl(cached: CachedModel, exact: CachedModel, input_ids: torch.Tensor, answer_ids: Sequence[int]) -> float:
-    """Return the mean KL, in nats, of an answer's tokens after a prompt, (1, tokens), as restored from the exact.
-
-    exact: the model with a store that has the prompt as it was computed; what that lacks is computed.
-    """
-    whole = torch.cat([input_ids, input_ids.new_tensor([answer_ids])], dim=1)
-    with torch.inference_mode():
-        right, said = (
-            _after(each.restored(input_ids), cached.model, whole, len(answer_ids)) for each in (exact, cached)
-        )
-    return float((right.exp() * (right - said)).sum(-1).mean())
-
-
-def _after(past: Any, model: Any, whole: torch.Tensor, count: int) -> torch.Tensor:
-    """Return log probabilities of the last `count` tokens, of which `past` holds a prefix."""
-    rest = whole[:, past.get_seq_length() :]
-    said: torch.Tensor = model(rest, past_key_values=past, logits_to_keep=count + 1).logits[0, :-1]
-    return said.float().log_softmax(-1)
