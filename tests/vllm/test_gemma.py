@@ -20,12 +20,11 @@ def gemma() -> Any:
 
 def test_windows_of_a_real_model_come_back_exactly(gemma: Any, answers_of: Any, tmp_path: Path) -> None:
     ids = gemma.tokenize(evaluation_texts()[1].content[:8000])
-    long, branch, short = ids[:1400], [*ids[:900], *ids[1500:1600]], ids[:500]
-    kept = kvtide_transfer(str(tmp_path / "store"), codec="lossless")
-    prompts = [long, branch, short, long]
-    plain, found = answers_of(gemma.folder, (None, kept), prompts, 12, enable_prefix_caching=False)
-    assert [each["ids"] for each in found] == [each["ids"] for each in plain]
-    # Another end behind a shared beginning, within the window, across it. Of the first load nobody knows yet what it
-    # takes; after it a busy machine may compute sooner.
-    assert [each["cached_tokens"] for each in found[:2]] == [0, 896]
-    assert found[2]["cached_tokens"] in (0, 384) and found[3]["cached_tokens"] in (0, 1280)
+    # Within the window, across it, and another end behind a shared beginning. What is left to compute is too short to
+    # be timed, so that no load is given up for being slower, on however busy a machine.
+    prompts = [ids[:440], ids[:1330], [*ids[:900], *ids[1500:1550]]]
+    kept = kvtide_transfer(str(tmp_path / "store"), codec="lossless", load_s_max=100)
+    plain, stored, restored = answers_of(gemma.folder, (None, kept, kept), prompts, 12, enable_prefix_caching=False)
+    assert [each["ids"] for each in stored] == [each["ids"] for each in plain]
+    assert [each["ids"] for each in restored] == [each["ids"] for each in plain]
+    assert [each["cached_tokens"] for each in restored] == [384, 1280, 896]
