@@ -17,8 +17,8 @@ TEXT_BYTES_MAX = 1 << 20
 TEXT_BYTES_MIN = 7000
 
 # Kind and file; the folders are the standard library (std) and the installed packages (site). More than are needed: a
-# distribution may leave some out. No file is in two lists. Nothing was fitted or tuned on these, but
-# that where a sink begins was held against the first eight:
+# distribution may leave some out. No file is in two lists. Nothing was fitted or tuned on these, but where a sink
+# begins was held against the first eight:
 _EVALUATION = (
     ("licence", "site/matplotlib-*.dist-info/LICENSE"),
     ("python", "std/zipfile.py"),
