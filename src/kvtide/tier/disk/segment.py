@@ -31,6 +31,8 @@ _RECORD = struct.Struct("<8sHHI32s32s16sQQQQQ32sI68s")
 _SEGMENT = struct.Struct("<8sHHIQQQ200s")
 _CHECKED_BYTES = 240
 _HEADER_BYTES = 256
+# The checksum in a header page: equal ones are of equal headers.
+_SEAL = slice(_CHECKED_BYTES, _HEADER_BYTES)
 # The end of the year 9999: times after it are a clock's fault.
 _WALL_S_MAX = 253_402_300_799.0
 
@@ -105,11 +107,6 @@ def pack_record_header(header: RecordHeader) -> bytes:
     return (fields + xxhash.xxh3_128_digest(fields)).ljust(ALIGN_BYTES, b"\0")
 
 
-def header_seal(page: bytes | memoryview) -> bytes:
-    """Return the checksum in a header page, unchecked: equal ones are of equal headers."""
-    return bytes(page[_CHECKED_BYTES:_HEADER_BYTES])
-
-
 def record_state(page: memoryview, expected: RecordHeader) -> RecordState | None:
     """Return the state of the expected record by its header page; None if it is not what stands here."""
     found = parse_record_header(page, expected.segment, expected.offset)
@@ -160,7 +157,7 @@ def _is_whole(page: bytes | bytearray | memoryview, magic: bytes) -> bool:
     view = memoryview(page)
     if len(view) < _HEADER_BYTES or view[: len(magic)] != magic:
         return False
-    return xxhash.xxh3_128_digest(view[:_CHECKED_BYTES]) == view[_CHECKED_BYTES:_HEADER_BYTES]
+    return xxhash.xxh3_128_digest(view[:_CHECKED_BYTES]) == view[_SEAL]
 
 
 # Bodies that are not page-aligned in memory pass through buffers of this size; the last two pages take ends.
@@ -291,7 +288,7 @@ class SegmentWriter:
         self.files.write_full(self.direct, [page], self.tail)
         self.tail += record_bytes(header.size)
         self.sequence += 1
-        return header_seal(page)
+        return bytes(page[_SEAL])
 
     def close(self) -> bool:
         """Give back the space after the last record, and the lock. A segment without records is removed.
@@ -360,7 +357,7 @@ class RecordReader:
             ends = aligned_buffer(2 * ALIGN_BYTES)
         try:
             self._read(segment.descriptor, header.offset, ends, buffer, offset)
-            seal = header_seal(ends)
+            seal = bytes(ends[_SEAL])
             if seal == entry.seal:
                 return RecordState.LIVE
             state = record_state(ends[:ALIGN_BYTES], header)
