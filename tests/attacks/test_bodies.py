@@ -464,3 +464,23 @@ def test_server_ends_while_somebody_asks_without_pause(tmp_path: Path) -> None:
         stopping.start()
         stopping.join(15)
         assert not stopping.is_alive()
+
+
+def test_reader_whose_object_left_the_memory_while_it_waited_is_served_from_the_disk(tmp_path: Path) -> None:
+    """Issue 47: it was sent as a file in memory, of no bytes, and the connection ended with a fault of ours."""
+    limits, tiers = ServerLimits(memory_bytes_max=16 * MIB), ("memory://", f"disk://{tmp_path}")
+    with running_server(tiers=tiers, limits=limits) as server, ThreadPoolExecutor(1) as threads:
+        data = {number: object_bytes(number, 3 * MIB) for number in (1, 2)}
+        for number in data:
+            assert ask(server, "PUT", path_of(number), "", data[number])[0].status == 201
+        memory = server.store.open_tiers["memory"]
+        second = next(info.id for info in memory.objects() if info.id.key == object_id(2).key)
+        # In the page cache, where lending it needs no waiting.
+        assert sum(len(path.read_bytes()) for path in tmp_path.glob("segments/*")) > 6 * MIB
+        with sending(server, head("GET", OBJECT, "")):
+            wait_until(lambda: counted(server, "kvtide_object_reads_total", result="found") == 1, "it to have begun")
+            hits = memory.stats().hits
+            other = threads.submit(ask, server, "GET", path_of(2), "")
+            wait_until(lambda: memory.stats().hits > hits, "the other to wait for its share")
+            assert memory.delete(second, "evicted")
+        assert other.result()[1] == data[2]

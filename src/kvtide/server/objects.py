@@ -116,10 +116,12 @@ class Lending:
             except TimeoutError:
                 raise RequestRefused(429, "readers hold all the memory they may", retry_after_s=1.0) from None
             lent = tier.lend(stored, can_wait=False)
-            if lent is None or lent.size != size:
-                # It was evicted or replaced meanwhile.
-                _release(lent)
+            if lent is None or lent.file is not None or lent.size != size:
+                # It was evicted or replaced meanwhile: a slower tier may have it in a file, which takes no share.
                 self._memory.give_back(owner, size)
+                if lent is not None and lent.file is not None:
+                    return lent
+                _release(lent)
                 return None
         return LentObject(size, lent.head, lent.views, None, partial(self._take_back, lent, owner))
 
