@@ -310,6 +310,7 @@ def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
             stopping = threading.Thread(target=server.stop)
             stopping.start()
             assert idle.recv(1) == b""
+            assert [ask(server, "GET", what)[0].status for what in ("/healthz", "/metrics", 1)] == [503] * 3
             busy.sendall(object_bytes(2)[10:])
             assert busy.recv(1000).startswith(b"HTTP/1.1 201 ")
             stopping.join()

@@ -98,6 +98,7 @@ def test_shutdown_says_not_ready_while_requests_are_still_taken() -> None:
         stopping.start()
         wait_until(lambda: is_ready(server)[0] == 503, "the end")
         assert is_ready(server)[1]["is_draining"]
+        assert [ask(server.service.health_port, path)[0] for path in ("/healthz", "/livez")] == [503, 200]
         # New connections, and more than one request on each.
         connection = HTTPConnection("127.0.0.1", server.address.port, timeout=20)
         for path, status in (("/metrics", 200), ("/healthz", 503), ("/metrics", 200)):

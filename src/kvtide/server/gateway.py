@@ -63,7 +63,7 @@ class Gateway:
         self._listing = Listing(self._backing.store, self._backing.names)
         # Connections between a request's head and the end of its answer.
         self._busy: set[Guest] = set()
-        # No more requests are taken.
+        # Requests that come now hear 503.
         self._is_draining = False
 
     async def serve(self, stream: Connection, guest: Guest) -> None:
@@ -100,7 +100,10 @@ class Gateway:
         exchange.is_kept_alive = head.is_kept_alive and not self._is_draining
         self._busy.add(guest)
         try:
-            await self._answer(exchange, guest, common_name)
+            if self._is_draining:
+                await exchange.refuse(RequestRefused(503, "draining", retry_after_s=1.0))
+            else:
+                await self._answer(exchange, guest, common_name)
             if exchange.has_unread_body:
                 await stream.linger(stream.now_s() + _LINGER_S_MAX)
             return exchange.is_kept_alive and not self._is_draining
@@ -242,7 +245,7 @@ class Gateway:
         return found
 
     def drain(self) -> set[Guest]:
-        """Take no more requests on connections that are here. Return those that are busy with one that will end."""
+        """Answer 503 to requests that come from now on. Return connections that are busy with an earlier one."""
         self._is_draining = True
         return self._busy
 

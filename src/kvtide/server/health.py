@@ -102,8 +102,10 @@ class Health:
         value: object
         try:
             path = parse_request_head(data).target.partition("?")[0]
-            if path in {"/livez", "/healthz"}:
+            if path == "/livez" or (path == "/healthz" and not self.is_draining):
                 status, value = 200, {"is_alive": True}
+            elif path == "/healthz":
+                status, value = 503, {"is_draining": True}
             elif path == "/readyz":
                 parts, is_draining = await self._parts(), self.is_draining
                 is_ready = all(parts.values()) and not is_draining

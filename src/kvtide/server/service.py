@@ -107,19 +107,21 @@ class Service:
             if stopping in done:
                 self.health.is_draining = True
                 done, _ = await asyncio.wait(accepting, timeout=self.live.settings.drain_delay_s)
+            # Its waits for a centre that is silent and ours for connections are over at the same time.
+            self._backing.stop()
+            # Who connects until the last request has ended hears 503, so that balancers need not guess.
+            await self.acceptor.drain(gateway.drain, self.live.limits.drain_s_max)
             for task in (*accepting, stopping, beside):
                 task.cancel()
             await asyncio.gather(*accepting, stopping, beside, return_exceptions=True)
+            for listener in listeners:
+                listener.close()
+            await self.acceptor.end()
+            self._access_log.flush()
             for task in accepting:
                 if task in done:
                     # It ends by a fault alone: better no server than one that is deaf.
                     task.result()
-            for listener in listeners:
-                listener.close()
-            # Its waits for a centre that is silent and ours for connections are over at the same time.
-            self._backing.stop()
-            await self.acceptor.drain(gateway.drain, self.live.limits.drain_s_max)
-            self._access_log.flush()
         for address in self._addresses:
             if address.path:
                 Path(address.path).unlink(missing_ok=True)

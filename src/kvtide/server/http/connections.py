@@ -583,16 +583,21 @@ class Acceptor:
             _log.error("a connection ended with a fault of ours", exc_info=task.exception())
 
     async def drain(self, busy: Callable[[], Collection[Guest]], drain_s_max: float) -> None:
-        """Close idle connections, wait for those that are `busy` from now on, then end those too."""
+        """Close idle connections and wait for those that are `busy` now. Newcomers are no reason to wait."""
         staying = busy()
+        ending = [task for guest, task in self._tasks.items() if guest in staying]
         for guest, task in self._tasks.items():
             if guest not in staying:
                 task.cancel()
-        if self._tasks:
-            _, late = await asyncio.wait(list(self._tasks.values()), timeout=drain_s_max)
-            for task in late:
-                task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if ending:
+            await asyncio.wait(ending, timeout=drain_s_max)
+
+    async def end(self) -> None:
+        """End all connections. Call it once none is accepted."""
+        ending = list(self._tasks.values())
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
 
 
 def _turn_away(sock: socket.socket) -> None:
