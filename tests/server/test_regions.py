@@ -298,6 +298,22 @@ def test_region_that_never_heard_of_the_centre_does_not_guess(tmp_path: Path) ->
         assert ask(one, "GET", GENERATION)[0].status == 503
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_region_answers_without_its_centre_once_it_has_heard_of_it(tmp_path: Path, is_known: bool) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack)
+        world.centre.stop()
+        one = world.regions[0]
+        one.stop()
+        if not is_known:
+            Path(f"{one.settings.manifest}.records").unlink()
+        again = RunningServer(one.settings)
+        again.start()
+        stack.callback(again.stop)
+        put(again, 1)
+        assert [ask(again, "GET", number)[0].status for number in (1, 2)] == ([200, 404] if is_known else [503, 503])
+
+
 def test_what_was_invalidated_is_not_synchronised(tmp_path: Path) -> None:
     with ExitStack() as stack:
         world = World(tmp_path, stack, sync_bytes_s_max=1.0)
