@@ -81,7 +81,7 @@ def test_profile_that_is_not_here_is_named(tmp_path: Path, layout: BlockLayout, 
     assert found.needs.startswith(f"codec cachegen-2 with profile {profile.digest.hex()[:16]}, of model ")
     assert explain_prompt(tier, namespace(), PROMPT, 16, CodecRegistry([profile])).hit_blocks == 1
     (tmp_path / "mine").write_bytes(profile.to_bytes())
-    for files, where in (([], ""), ([str(tmp_path / "mine")], str(tmp_path / "mine"))):
+    for files, where in (([], ""), (["--profile", str(tmp_path / "mine")], str(tmp_path / "mine"))):
         said = CliRunner().invoke(app, ["profile", "ls", *files, "--json", "--store", str(tmp_path)]).stdout
         (row,) = json.loads(said)["rows"]
         assert (row["profile"], row["objects"], row["found"]) == (profile.digest.hex(), 1, where)

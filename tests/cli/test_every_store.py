@@ -93,7 +93,7 @@ def test_every_command_looks_into_it(store: str, layout: BlockLayout, tmp_path: 
     words = ("explain", "--tokens", tmp_path / "tokens", "--block-tokens", 16, "--namespace", row["namespace"][:6])
     assert kvtide(*words, "--store", store)["hit_tokens"] == 48
     assert kvtide("profile", "ls", "--store", store)["rows"] == []
-    ping = kvtide("ping", store, "--tries", 3, "--prefill-tokens-s", 0.001)
+    ping = kvtide("ping", "--store", store, "--tries", 3, "--prefill-tokens-s", 0.001)
     assert ping["objects_read"] == BLOCKS and ping["bytes_s"] > 0 and ping["round_trip_s"] > 0
     assert [each["pays_from_tokens"] for each in ping["rows"]] == [16]
     findings = kvtide("doctor", "--store", store)["rows"]
@@ -143,7 +143,7 @@ def test_looking_changes_no_file(tmp_path: Path, layout: BlockLayout, open_cache
     for command in ("stats", "ls", "ls --verify", "profile ls", "doctor", explain):
         kvtide(*command.split(), "--store", store)
         assert snapshot(store) == before, command
-    kvtide("ping", store)
+    kvtide("ping", "--store", store)
     assert snapshot(store) == before
     refused("stats", "--store", tmp_path)
     assert list(tmp_path.glob("segments")) == []
@@ -222,7 +222,7 @@ def test_all_is_removed_only_after_a_yes(tmp_path: Path, layout: BlockLayout, op
 def test_store_that_does_not_answer_is_one_line(command: str, url: str, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("[1]")
     words = ["--tokens", tmp_path / "tokens"] if command == "explain" else []
-    refused(*command.split(), *words, *([url] if command == "ping" else ["--store", url]))
+    refused(*command.split(), *words, "--store", url)
 
 
 def test_pool_is_listed_without_a_dead_server(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:

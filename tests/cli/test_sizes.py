@@ -32,14 +32,14 @@ def test_size_is_what_the_models_cache_takes(
     config: dict[str, Any], elements: int, others: int, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = json.loads(CliRunner().invoke(app, ["size", str(tmp_path), "--disk-gb", "50", "--json"]).stdout)
+    said = json.loads(CliRunner().invoke(app, ["size", "--model", str(tmp_path), "--disk-gb", "50", "--json"]).stdout)
     assert (said["shape"]["elements_a_token"], said["shape"]["other_layers"]) == (elements, others)
     rows = {row["codec"]: row for row in said["rows"]}
     assert rows["raw"]["gb_per_1000_tokens"] == pytest.approx(1000 * elements * 2 / 1e9)
     assert rows["raw"]["disk_tokens"] == int(50e9 / (elements * 2))
     sizes = [row["gb_per_1000_tokens"] for row in said["rows"]]
     assert sizes == sorted(sizes, reverse=True)
-    lines = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["size", str(tmp_path)]).stdout.splitlines()
+    lines = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["size", "--model", str(tmp_path)]).stdout.splitlines()
     assert max(map(len, lines)) <= 80
 
 
@@ -49,7 +49,7 @@ def test_size_is_what_the_models_cache_takes(
 def test_config_that_does_not_say_is_one_line(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    result = CliRunner().invoke(app, ["size", str(tmp_path)])
+    result = CliRunner().invoke(app, ["size", "--model", str(tmp_path)])
     assert isinstance(result.exception, ValueError) and "\n" not in str(result.exception)
 
 

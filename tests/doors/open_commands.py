@@ -27,12 +27,12 @@ remove objects | kvtide rm --yes | @look | @tiny | OURS
 commands on every kind of store | --store disk:// http:// pool:// valkey:// s3:// | @look
     servers, a pool, Valkey, SeaweedFS | OURS
     tests/cli/test_every_store.py::test_every_command_looks_into_it
-profiles that a store needs | kvtide profile ls | @look | a made-up profile | OURS
+profiles that a store needs | kvtide profile ls --profile | @look | a made-up profile | OURS
     tests/test_explain.py::test_profile_that_is_not_here_is_named
 profiles put, fetched and removed | kvtide profile put get rm | @look | every kind of store | OURS
     tests/cli/test_every_store.py::test_profiles_come_and_go
-from where on loading pays | kvtide ping URL --prefill-tokens-s | @look | @process | OURS
-how large a model's cache is | kvtide size MODEL --disk-gb | @look | configs of known models | OURS
+from where on loading pays | kvtide ping --store URL --prefill-tokens-s | @look | @process | OURS
+how large a model's cache is | kvtide size --model --disk-gb | @look | configs of known models | OURS
     tests/cli/test_sizes.py::test_size_is_what_the_models_cache_takes
 why a prompt missed | kvtide explain | @look | @tiny | OURS
 which group of layers ended a hit | kvtide explain --model | @look | Gemma 3, tiny, random weights | OURS

@@ -114,10 +114,10 @@ def test_doctor_looks_at_this_machine(store: Path) -> None:
 @door("from where on loading pays")
 def test_ping_measures_a_server_and_stores_nothing(tiny_model: Any) -> None:
     with server_process() as server:
-        assert kvtide("ping", server.url)["bytes_s"] is None
+        assert kvtide("ping", "--store", server.url)["bytes_s"] is None
         answer(tiny_model, server.url, PROMPT)
         speeds = ("--prefill-tokens-s", 0.01, "--prefill-tokens-s", 1e12)
-        said = kvtide("ping", server.url, *speeds)
+        said = kvtide("ping", "--store", server.url, *speeds)
         assert [row["pays_from_tokens"] for row in said["rows"]] == [BLOCK, None]
         assert kvtide("stats", "--store", server.url)["objects"] == BLOCKS
 

@@ -49,7 +49,7 @@ SaltOption = Annotated[
     ),
 ]
 DigestArgument = Annotated[str, typer.Argument(help="Leading hex digits of the profile's digest.")]
-FilesArgument = Annotated[list[Path] | None, typer.Argument(help="Profiles beside those that are installed.")]
+FilesOption = Annotated[list[Path] | None, typer.Option("--profile", help="Profiles beside those that are installed.")]
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 
 _TIDE_KINDS = tuple(f"tide-{cost}" for cost in COSTS)
@@ -136,7 +136,7 @@ def get(
 
 @app.command()
 def ls(
-    files: FilesArgument = None,
+    files: FilesOption = None,
     url: StoreOption = DEFAULT_STORE,
     limit: HeadsOption = STATS_LIMIT,
     as_json: JsonOption = False,

@@ -1,4 +1,4 @@
-"""`kvtide size MODEL`: how large a model's cache is, by codec, and what a disk holds of it. Reads the config alone."""
+"""`kvtide size`: how large a model's cache is, by codec, and what a disk holds of it. Reads the config alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SizeRow(msgspec.Struct, frozen=True):
 
 
 def size(
-    model: Annotated[Path, typer.Argument(help="A model's folder, or its config.json.")],
+    model: Annotated[Path, typer.Option("--model", help="A model's folder, or its config.json.")],
     disk_gb: Annotated[float, typer.Option("--disk-gb", min=0.001, help="Room on the disk, in 10^9 bytes.")] = 100.0,
     dtype: Annotated[str, typer.Option("--dtype", help="Of the cache, if not the config's.")] = "",
     as_json: JsonOption = False,

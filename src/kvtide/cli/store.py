@@ -316,8 +316,8 @@ class PingResult(msgspec.Struct, frozen=True):
 
 
 def ping(
-    url: Annotated[str, typer.Argument(help="A store's URL or folder.")],
-    tries: Annotated[int, typer.Option("--tries", min=1, max=1000)] = 20,
+    url: StoreOption = DEFAULT_STORE,
+    tries: Annotated[int, typer.Option("--tries", min=1, max=1000, help="Round trips that are measured.")] = 20,
     prefill: Annotated[
         list[float] | None, typer.Option("--prefill-tokens-s", help="Speed of your engine; several times.")
     ] = None,
