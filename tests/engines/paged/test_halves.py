@@ -258,6 +258,20 @@ def test_deleted_block_fails_its_pages_and_is_forgotten(second: ToyEngine) -> No
     assert second.ask("c", PROMPT) == BLOCK
 
 
+def test_load_in_which_anything_is_raised_is_a_miss_and_nobody_waits_for_it(
+    second: ToyEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    second.worker.cache.load = broken  # type: ignore[method-assign, assignment]
+    hit, pages, failed = second.load("b", PROMPT)
+    assert failed == set(pages[: hit // PAGE_TOKENS])
+    assert second.worker.take_counts()["failed_loads"] == 1
+    assert "can't load into pages, served as a miss: a bug" in caplog.text
+    assert second.ask("b", PROMPT) == 0
+
+
 def test_private_store_counts_what_was_ordered(engines: Engines) -> None:
     engine = engines("memory://")
     engine.compute("a", PROMPT)

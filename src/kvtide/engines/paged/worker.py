@@ -43,6 +43,8 @@ COPY_BYTES_MAX = 128 << 20
 NO_PREFILL = PrefillSpeed(1.0)
 # A streamed load whose time is over still gets what is under way.
 READ_S_MIN = 0.05
+# A load in which something was raised that is no tier's fault.
+FAULTY = LoadReport(0, 0, MissReason.FAULT)
 
 
 class LoadOutcome(NamedTuple):
@@ -129,7 +131,7 @@ class WorkerHalf:
                 self._loads[order.request] = load
             if not has_pages:
                 # The engine may still be at work on the pages, and nobody can tell.
-                self._finish(load, LoadReport(0, 0, MissReason.FAULT))
+                self._finish(load, FAULTY)
             # A copy is over sooner than a thread has woken up.
             elif load.is_kept and len(ids) * self._pool.layout.raw_bytes <= COPY_BYTES_MAX:
                 self._run(load)
@@ -148,6 +150,10 @@ class WorkerHalf:
         return True
 
     def _run(self, load: PageLoad) -> None:
+        # The engine waits for a load until it has ended, whatever went wrong in it.
+        self._finish(load, self.cache.guarded("load into pages", partial(self._bring, load), FAULTY))
+
+    def _bring(self, load: PageLoad) -> LoadReport:
         kept, blocks = load.restore_kept(self.cache.guarded), len(load.order.blocks)
         report = LoadReport(kept, 0, None)
         if kept < blocks:
@@ -159,7 +165,7 @@ class WorkerHalf:
             report = self._load_states(load, report, self._states)
         if load.order.tail and report.blocks == blocks:
             report = self._load_tail(load, report)
-        self._finish(load, report)
+        return report
 
     def _load_whole(self, load: PageLoad, kept: int) -> LoadReport:
         metas = self._metas(load, kept)
