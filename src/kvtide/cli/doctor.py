@@ -48,6 +48,12 @@ _OPTIONAL = {
 }
 
 
+def install_hint(module: str | None) -> str | None:
+    """The command that installs a module which is optional; None for others."""
+    found = _OPTIONAL.get((module or "").partition(".")[0])
+    return found[1] if found is not None else None
+
+
 def store_findings(url: str) -> list[DoctorFinding]:
     """Look at a store of any URL. ValueError for a URL that is none, or a folder that is no store."""
     path = disk_path(url)

@@ -88,7 +88,7 @@ def explain(
 ) -> None:
     """Say why a prompt hits only so many tokens: first missing block, evicted, corrupt, profile, other namespace."""
     if (text is None) == (tokens is None):
-        raise ValueError("give the prompt as --text FILE or as --tokens FILE")
+        raise ValueError("give the prompt, as in: kvtide explain --text FILE --model FOLDER, or --tokens FILE")
     registry = CodecRegistry([*installed_profiles(), *(read_profile(path) for path in profile or ())])
     with looking_at(url) as tier:
         ids = _token_ids(tokens) if tokens is not None else _tokenized(text, model)
@@ -145,7 +145,9 @@ def _token_ids(path: Path) -> list[int]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[int])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"expected a JSON list of token ids in {path}: {error}") from error
+        raise ValueError(
+            f"expected a JSON list of token ids in {path}: {error}: of a text, kvtide explain --text FILE"
+        ) from error
 
 
 def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
@@ -153,7 +155,7 @@ def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
     matching = [namespace for namespace in namespaces if namespace.hex().startswith((prefix or "").lower())]
     if len(matching) != 1:
         names = ", ".join(namespace.hex()[:12] for namespace in namespaces) or "none"
-        raise ValueError(f"--namespace must name one of the store's namespaces ({names}), got {prefix!r}")
+        raise ValueError(f"--namespace names one of the store's ({names}), got {prefix!r}: kvtide stats")
     return matching[0]
 
 

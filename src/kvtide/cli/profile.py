@@ -241,9 +241,9 @@ def calibrate(
     from kvtide.engines.transformers import converted_folder
 
     if codec not in _KINDS:
-        raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got {codec!r}")
+        raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got --codec {codec!r}")
     if output is None and url is None:
-        raise ValueError("say where the profile is to go: --store URL, --output FILE, or both")
+        raise ValueError("say where the profile is to go, as in kvtide calibrate FOLDER --store URL, or --output FILE")
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     own = [each.content for each in (read_texts(text) if text else snippets(pieces) if pieces else [])]

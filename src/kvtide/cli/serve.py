@@ -99,7 +99,7 @@ def _serve(
             member.open()
         asyncio.run(_run(service, settings))
     except (OSError, TierUnavailable) as error:
-        raise ValueError(f"can't serve: {error}") from error
+        raise ValueError(f"can't serve: {error}: kvtide doctor --store URL says who answers there") from error
     finally:
         if member is not None:
             member.close()
@@ -150,7 +150,7 @@ def _clients(url: str) -> Iterator[Sequence[RecordsClient]]:
         with ExitStack() as stack:
             yield [stack.enter_context(client) for client in records_clients(url, SystemClock())]
     except (TierUnavailable, RequestRefused) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"{error}: kvtide doctor --store URL looks at the servers") from error
 
 
 def invalidate(

@@ -78,10 +78,11 @@ def below_seal(tier: Tier) -> Tier:
 def _tier_at(url: str) -> Tier:
     """The tier of a store, not yet opened; nothing is made."""
     if url.startswith("memory://"):
-        raise ValueError("memory:// is the memory of one process: ask the server that has it, http://host:port")
+        raise ValueError("memory:// is the memory of one process: ask its server: --store http://HOST:PORT")
     path = disk_path(url)
     if path is not None and not (path / "segments").is_dir():
-        raise ValueError(f"no store at {path}: it has no folder named segments, nothing was ever stored there")
+        what = "kvtide demo stores a chat" if url == DEFAULT_STORE else "kvtide doctor --store URL looks at the place"
+        raise ValueError(f"no store at {path}: it has no folder named segments, nothing was ever stored there: {what}")
     return open_tier(url, Limits(), SystemClock(), lambda key: False)
 
 
@@ -91,7 +92,7 @@ def _opened(tier: Tier, action: Callable[[], None]) -> Iterator[Tier]:
         action()
         yield tier
     except TierUnavailable as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"{error}: kvtide doctor --store URL says what mends it") from error
     finally:
         tier.close()
 
@@ -268,10 +269,12 @@ def rm(
     """Remove objects by leading hex digits (at least 4) of their key or namespace."""
     chosen = [prefix.lower() for prefix in prefixes or []]
     if bool(chosen) == everything:
-        raise ValueError("name what to remove by hex digits of key or namespace, or give --all")
+        raise ValueError(
+            "name what to remove by hex digits of key or namespace, as kvtide ls shows them, or give --all"
+        )
     for prefix in chosen:
         if len(prefix) < 4 or set(prefix) - set("0123456789abcdef"):
-            raise ValueError(f"expected at least 4 hex digits, got {prefix!r}")
+            raise ValueError(f"expected at least 4 hex digits, as kvtide ls shows them, got {prefix!r}")
     with changing(url) as tier:
         infos = listed(tier, namespace)
         if everything and not is_sure and not _agreed(len(infos), sum(info.size for info in infos), url, as_json):

@@ -222,7 +222,7 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
     if not (address.is_local or settings.grants or settings.is_open_to_all):
         raise ValueError(
             f"{address} can be reached by others and no grant asks them for a token: "
-            "add [[grants]], listen on 127.0.0.1, or say --open-to-all"
+            "add [[grants]] of what kvtide token prints, listen on 127.0.0.1, or say --open-to-all"
         )
     Proxies(settings.trusted_proxies)
     if settings.health is not None and parse_address(settings.health).path:
