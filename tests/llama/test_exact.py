@@ -1,0 +1,124 @@
+"""Answers from restored rows, compared with those of a fresh model in every bit of every logit."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from tests.llama.conftest import ask
+
+from kvtide.engines.llamacpp import attach
+
+F32, F16, Q8_0, BF16 = 0, 1, 8, 30
+LENGTHS = (100, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, 640, 1025, 1300)
+
+
+def cases() -> list[dict[str, Any]]:
+    """Every model, attention and cache type with batches in turn."""
+    batches = itertools.cycle([(64, 64), (96, 32), (128, 128), (256, 64), (100, 64), (512, 512), (2048, 256)])
+    kinds = itertools.product((("llama", None), ("gemma3", None), ("gemma3", False)), (False, True), (F16, Q8_0))
+    found: list[dict[str, Any]] = []
+    for ((model, swa_full), flash, kind), (batch, ubatch) in zip(kinds, batches, strict=False):
+        # Quantised values need flash attention.
+        types = {"type_k": kind, "type_v": kind if flash else F16}
+        found.append(
+            {"model": model, "swa_full": swa_full, "flash_attn": flash, "n_batch": batch, "n_ubatch": ubatch, **types}
+        )
+    for kind in (F32, BF16):
+        found.append({"model": "llama", "flash_attn": True, "n_batch": 128, "type_k": kind, "type_v": kind})
+    return found
+
+
+@pytest.mark.parametrize("options", cases(), ids=lambda each: "-".join(map(str, each.values())))
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_restored_answers_are_those_of_a_fresh_model(
+    opened: Any, tokens: list[int], tmp_path: Path, options: dict[str, Any], codec: str
+) -> None:
+    lengths = [int(each) for each in np.random.default_rng(len(str(options))).choice(LENGTHS, 4, replace=False)]
+    plain = {}
+    for length in lengths:
+        with opened(**options) as llm:
+            plain[length] = ask(llm, tokens[:length])
+    for is_second in (False, True):
+        with opened(**options) as llm, attach(llm, tmp_path, codec=codec) as cached:
+            for length in lengths:
+                # Behind an answer to something else, whose tokens are other ones.
+                ask(llm, tokens[1000:1040], 2)
+                assert ask(llm, tokens[:length]).is_same(plain[length]), (length, cached.last)
+                restored = (length - 1) // cached.served.step * cached.served.step
+                assert not is_second or cached.last.hit_tokens == restored
+            assert cached.flush(10)
+
+
+def test_chat_in_one_process_is_as_without_a_cache(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    said: list[list[list[int]]] = [[], []]
+    for number in (0, 1):
+        with opened() as llm:
+            cached = attach(llm, tmp_path) if number else None
+            if cached is not None:
+                cached.__enter__()
+            history: list[int] = []
+            for turn in range(10):
+                history += tokens[60 * turn : 60 * turn + 50]
+                said[number].append(ask(llm, history, 30).ids)
+                history += said[number][-1]
+            if cached is not None:
+                cached.close()
+    assert said[0] == said[1]
+
+
+def test_chat_goes_on_after_a_restart_with_what_its_context_had(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    history, restored = tokens[:300], []
+    for turn in range(4):
+        with opened() as llm, attach(llm, tmp_path, codec="raw") as cached:
+            history = history + ask(llm, history, 100).ids
+            restored.append(cached.last.hit_tokens)
+            assert cached.flush(10)
+        history = history + tokens[400 + 20 * turn : 420 + 20 * turn]
+    # Turns leave 399, 519 and 639 tokens, since nobody has computed the last of an answer: 3 and 4 blocks of 128.
+    assert restored == [0, 384, 512, 512]
+
+
+def test_prompts_do_not_take_rows_that_a_conversation_left(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    with opened() as llm, attach(llm, tmp_path) as cached:
+        ask(llm, tokens[:50])
+        ask(llm, tokens[:50] + tokens[500:900], 2)
+        assert cached.flush(10)
+        # It began behind 50 tokens of the context: batches end elsewhere.
+        assert cached.hit_tokens(tokens[:50] + tokens[500:900]) == 0
+    with opened() as llm:
+        plain = ask(llm, tokens[:50] + tokens[500:900])
+    with opened() as llm, attach(llm, tmp_path):
+        assert ask(llm, tokens[:50] + tokens[500:900]).is_same(plain)
+
+
+def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    options = {"model": "gemma3", "swa_full": False, "n_batch": 64}
+    with opened(**options) as llm:
+        plain = ask(llm, tokens[:200] + tokens[900:950])
+    with opened(**options) as llm, attach(llm, tmp_path):
+        ask(llm, tokens[:800])
+        assert ask(llm, tokens[:200] + tokens[900:950]).is_same(plain)
+
+
+def test_lossy_blocks_are_apart_and_quantised_rows_refuse_them(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    with opened() as llm, attach(llm, tmp_path, codec="cachegen:1") as cached:
+        ask(llm, tokens[:600], 1)
+        assert cached.flush(10)
+    with opened() as llm, attach(llm, tmp_path, codec="cachegen:1") as cached:
+        assert cached.hit_tokens(tokens[:600]) == 512
+        assert len(ask(llm, tokens[:600]).ids) == 12
+    with opened() as llm, attach(llm, tmp_path) as cached:
+        assert cached.hit_tokens(tokens[:600]) == 0
+    with opened(type_k=Q8_0) as llm, pytest.raises(ValueError, match="must be lossless or raw"):
+        attach(llm, tmp_path, codec="cachegen:1")
+
+
+def test_model_is_as_before_after_the_cache_closed(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    with opened() as llm:
+        with attach(llm, tmp_path):
+            ask(llm, tokens[:200])
+        assert not {"generate", "eval", "load_state"} & set(vars(llm))
+        assert isinstance(llm, llama_cpp.Llama) and ask(llm, tokens[:200]).ids

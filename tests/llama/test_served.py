@@ -1,0 +1,79 @@
+"""Whose blocks are whose, and models that are refused with the reason."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.llama.conftest import ask
+from tests.llama.tiny import write_mamba
+
+from kvtide.engines.llamacpp import attach
+from kvtide.errors import UnsupportedModel
+
+
+def hits(opened: Any, store: Path, prompt: list[int], model: Any = "llama", salt: bytes = b"", **options: Any) -> int:
+    """Ask once; return how many tokens were stored before."""
+    with opened(model, **options) as llm, attach(llm, store, tenant_salt=salt) as cached:
+        found = int(cached.hit_tokens(prompt))
+        ask(llm, prompt, 1)
+        assert cached.flush(10)
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_batch": 256},
+        {"flash_attn": True},
+        {"rope_freq_base": 20000.0},
+        {"rope_freq_scale": 0.5},
+        {"type_k": 0},
+        {"kv_overrides": {"llama.attention.layer_norm_rms_epsilon": 1e-3}},
+        {"salt": b"another"},
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_what_changes_the_rows_changes_their_names(
+    opened: Any, tokens: list[int], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    assert [hits(opened, tmp_path, tokens[:400]) for _ in range(2)] == [0, 384]
+    assert hits(opened, tmp_path, tokens[:400], **change) == 0
+    assert hits(opened, tmp_path, tokens[:400], n_ctx=1024, seed=3) == 384
+
+
+def test_models_of_equal_shape_are_told_apart_by_their_weights_and_not_by_their_path(
+    opened: Any, models: Callable[..., Path], tokens: list[int], tmp_path: Path
+) -> None:
+    model, store = tmp_path / "model.gguf", tmp_path / "store"
+    shutil.copy(models(), model)
+    assert hits(opened, store, tokens[:400], model) == 0
+    model.rename(tmp_path / "renamed.gguf")
+    assert hits(opened, store, tokens[:400], tmp_path / "renamed.gguf") == 384
+    shutil.copy(models(seed=1), model)
+    assert hits(opened, store, tokens[:400], model) == 0
+
+
+def test_file_that_was_replaced_under_a_loaded_model_is_refused(
+    opened: Any, models: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model.gguf"
+    shutil.copy(models(), model)
+    with opened(model) as llm:
+        shutil.copy(models(seed=1), tmp_path / "new")
+        (tmp_path / "new").rename(model)
+        with pytest.raises(UnsupportedModel, match="was replaced after the model was loaded"):
+            attach(llm, tmp_path / "store")
+
+
+def test_models_that_keep_states_are_refused_with_the_reason(opened: Any, tmp_path: Path) -> None:
+    with opened(write_mamba(tmp_path / "mamba.gguf")) as llm:
+        with pytest.raises(UnsupportedModel, match="layers that keep a state"):
+            attach(llm, tmp_path / "store")
+        assert ask(llm, [5, 6, 7]).ids
+
+
+def test_contexts_for_embeddings_are_refused_with_the_reason(opened: Any, tmp_path: Path) -> None:
+    with opened(embedding=True) as llm, pytest.raises(UnsupportedModel, match="is for embeddings"):
+        attach(llm, tmp_path / "store")
