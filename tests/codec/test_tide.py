@@ -30,8 +30,8 @@ from kvtide.codec.tide import COSTS, Steps, TideCodec, is_staged
 from kvtide.codec.tide.coding import apart_tokens
 from kvtide.codec.tide.fit import transform_layers
 from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, LossLaw, PositionLaw, Powers, Purpose, law_table
-from kvtide.codec.tide.model import TideModel, quality_of_units, units_of_quality
-from kvtide.codec.tide.section import split_base, split_refinement
+from kvtide.codec.tide.model import OwnLoss, TideModel, quality_of_units, units_of_quality
+from kvtide.codec.tide.section import split_base, split_refinement, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
@@ -324,6 +324,74 @@ def test_quality_goes_through_the_curve() -> None:
             units_of_quality(curve, quality)
     with pytest.raises(CorruptPayload, match="rise"):
         units_of_quality(curve[::-1].copy(), 1e-3)
+
+
+GAIN = TideCodec(fitted(LAYOUT), 1e-2, 1).gain(META, BITS)
+OWN = TideCodec(
+    fitted(LAYOUT).with_arrays(
+        {
+            "own_gains": np.array([[-30, GAIN, 2], [30, GAIN, 2]], np.float32),
+            "own_deviation": np.array([0.3], np.float32),
+        }
+    ),
+    1e-2,
+    1,
+)
+
+
+def louder(factor: float) -> BlockBits:
+    """The same block with values that lie so much farther from their means."""
+    values = floats(BITS)
+    mean = values.mean(axis=2, keepdims=True)
+    found: BlockBits = (mean + np.float32(factor) * (values - mean)).view(BITS.dtype)
+    return found
+
+
+def test_block_gets_the_step_at_which_its_own_loss_is_what_was_asked() -> None:
+    usual = OWN.steps.final_units
+    found = [(OWN.encode(META, louder(factor)), louder(factor)) for factor in (0.8, 1.0, 1.25)]
+    units = [steps_of(memoryview(sections[0].data)).final_units for sections, _ in found]
+    assert units[0] > units[1] > units[2]
+    assert abs(units[1] - usual) <= 2
+    for sections, bits in found:
+        # Gains are whole units, and one step has another gain than the next.
+        assert OWN.quality_of(sections) == pytest.approx(1e-2, rel=0.2)
+        OWN.check_decoded(META, bits, sections)
+        assert OWN.quality_of([each for each in sections if each.id.refinement == 0]) > 2e-2
+
+
+def test_one_step_for_all_leaves_room_for_what_blocks_deviate() -> None:
+    codec = OWN.rounded()
+    assert codec.steps.final_units == TideCodec(fitted(LAYOUT), 1e-2 * np.exp(-0.3), 1).rounded().steps.final_units
+    for factor in (0.8, 1.25):
+        assert steps_of(memoryview(codec.encode(META, louder(factor))[0].data)) == codec.steps
+
+
+def test_own_loss_of_blocks_that_nobody_has_seen_the_like_of_is_bounded() -> None:
+    own = OwnLoss(np.array([[0.0, 1.0, 0.5]]), 0.3)
+    assert own.factor(-400, 1.0) == 1.0
+    assert own.factor(0, 1.5) == pytest.approx(np.exp(0.3))
+    assert own.factor(0, 60.0) == pytest.approx(np.exp(2.0))
+    assert own.factor(0, -60.0) == pytest.approx(np.exp(-0.7))
+
+
+@pytest.mark.parametrize(
+    ("gains", "deviation"),
+    [
+        ([[0, 1, 0]], [0.3]),
+        ([[0, 1, 1]], [-0.3]),
+        ([[0, 1, 1]], [np.inf]),
+        ([[0, np.nan, 1]], [0.3]),
+        ([[0, 1, 1], [0, 1, 1]], [0.3]),
+        ([[0, 1]], [0.3]),
+        (np.empty((0, 3)), [0.3]),
+        ([[0, 1, 1]], [0.3, 0.3]),
+    ],
+)
+def test_own_losses_that_are_none_are_refused(gains: Any, deviation: Any) -> None:
+    arrays = {"own_gains": np.array(gains, np.float32), "own_deviation": np.array(deviation, np.float32)}
+    with pytest.raises(CorruptPayload, match=r"gains by step|own_gains|own_deviation"):
+        TideModel(fitted(LAYOUT).with_arrays(arrays))
 
 
 def test_registry_wants_a_profile_where_the_model_is_known() -> None:

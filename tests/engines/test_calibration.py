@@ -18,7 +18,7 @@ from kvtide.engines.calibrate import calibration as module
 from kvtide.engines.calibrate import split_texts
 from kvtide.engines.calibrate import texts as corpus
 from kvtide.engines.calibrate.calibration import TideCalibration
-from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes
+from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes, own_losses
 from kvtide.engines.calibrate.sensitivity import LossShares, cache_sensitivity, finer_weights, loss_shares
 from kvtide.engines.transformers import ModelContexts
 from kvtide.engines.transformers.groups import model_layout
@@ -62,6 +62,8 @@ def test_report_has_a_rising_curve_of_held_out_texts(fitted: Any) -> None:
         assert fine.kl < coarse.kl
         assert fine.bits_per_element > coarse.bits_per_element
     assert profile.texts == 4
+    assert profile.arrays["own_gains"].shape == (3, 3)
+    assert 0 <= profile.arrays["own_deviation"][0] < 1
     # Those of the levels that are asked for; rounded ones have a curve of their own.
     assert np.array_equal(profile.arrays["trellis_curve"][:, 2], np.array([p.kl for p in report.points], np.float32))
     assert len(profile.arrays["curve"]) >= 5
@@ -114,6 +116,22 @@ def test_curve_of_few_held_out_texts_allows_for_others(fitted: Any, tiny_model: 
         judge.add(ids)
         kls.append(judge.judge(0, judge.code(0, codec).decoded).kl)
     assert point.kl > 1.5 * np.mean(kls)
+
+
+def test_own_losses_find_what_goes_with_gains_and_trust_few_texts_little() -> None:
+    rng = np.random.default_rng(5)
+    found = {}
+    for count in (1, 5, 200):
+        excess = rng.normal(size=count)
+        gains = np.stack([3 + excess, 2 + 0.5 * excess], axis=1)
+        kls = np.exp(0.4 * excess)[:, None] * np.array([1e-3, 1e-2])
+        (own,), usual = own_losses([gains], (-20, 0), kls)
+        found[count] = own["own_deviation"][0], usual
+        assert np.allclose(own["own_gains"][:, 1], gains.mean(axis=0), rtol=1e-5)
+        assert own["own_gains"][0, 2] == pytest.approx(1, abs=0.4)
+    assert found[1][0] == 0 < found[5][0] < found[200][0] == pytest.approx(0.4, abs=0.06)
+    # Of many texts the rest of their deviation is known: there is none here.
+    assert np.allclose(found[200][1], [1e-3, 1e-2], rtol=0.15)
 
 
 @pytest.mark.parametrize(("count", "held_out"), [(5, 0), (6, 2), (12, 4), (18, 6), (48, 8), (200, 12)])

@@ -6,6 +6,7 @@ unbroken run of a range's refinements is there decodes to values at that run's s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from typing import Self
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.coding import Fit, apart_tokens, decode_range, encode_range
+from kvtide.codec.tide.coding import Fit, Projected, apart_tokens, decode_range, encode_range, project
 from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.law import LossLaw
 from kvtide.codec.tide.model import QUALITY_MAX, QUALITY_MIN, TideModel, check_quality, place_groups
 from kvtide.codec.tide.promise import Seen, check_decoded_error, check_promise, promise_of
-from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, StoredLayers, load_values, steps_of
+from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, StoredLayers, gains_of, load_values, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
@@ -60,7 +61,8 @@ class TideCodec:
         # The step has this quality, or a better one by less than a unit.
         self.quality = quality
         self.steps = self._steps_for(quality, refinements) if self.model else Steps(0, refinements)
-        self._is_held = True
+        # Blocks are held to the profile's promise, and each gets the step at which its own loss is what was asked.
+        self._is_held = self._is_own = True
 
     def _steps_for(self, quality: float, refinements: int) -> Steps:
         model = self._profiled()
@@ -76,16 +78,17 @@ class TideCodec:
     def with_steps(self, steps: Steps) -> Self:
         """Return a codec to measure with, at a stated step; it encodes what the profile does not fit, too."""
         codec = copy(self)
-        codec.steps, codec._is_held = steps, False
+        codec.steps, codec._is_held, codec._is_own = steps, False, False
         codec.quality = self.model.quality_at(steps, 0) if self.model else self.quality
         return codec
 
     def rounded(self) -> Self:
-        """Return a codec of the same quality whose levels lie on no trellis: what devices encode."""
+        """Return a codec of the same quality whose levels lie on no trellis, all at one step: as devices encode."""
         codec = copy(self)
-        if self.model is not None and self.steps.is_trellis:
-            units = self.model.final_units(self.quality, is_trellis=False)
-            codec.steps = Steps(units, self.steps.refinements)
+        codec._is_own = False
+        if self.model is not None:
+            quality = max(self.quality * math.exp(-self.model.own_loss.deviation), QUALITY_MIN)
+            codec.steps = Steps(self.model.final_units(quality, is_trellis=False), self.steps.refinements)
         return codec
 
     @property
@@ -119,20 +122,32 @@ class TideCodec:
         check_bits(bits, meta.layout)
         if self.model is None or not self.model.profile.fits(meta.layout):
             raise UnencodableBlock("tide needs a profile of this model's shape")
-        sections: list[Section] = []
-        fit: Fit = []
-        turns, apart = self.model.turns(meta, is_back=True), apart_tokens(meta, bits)
-        for start, stop in _ranges(self.model):
-            stored = StoredLayers(bits[start:stop], meta.layout.dtype, start, turns)
-            coded, seen = encode_range(self.model, self._path, self.steps, stored, apart.copy())
+        model, sections, apart = self.model, list[Section](), apart_tokens(meta, bits)
+        projected = self._projected(meta, bits, self.steps, apart)
+        if self._is_own:
+            steps = model.own_steps(self.steps, self.quality, _gain(projected))
+            if steps != self.steps:
+                projected = self._projected(meta, bits, steps, apart)
+        if self._is_held:
+            fit: Fit = [group for each in projected for group in each.fit]
+            check_promise(fit, int(np.count_nonzero(apart == 0)))
+        for (start, stop), each in zip(_ranges(model), projected, strict=True):
+            coded = encode_range(model, self._path, each)
             ids = (SectionId(SectionKind.DATA, refinement, start, stop) for refinement in range(len(coded)))
             sections += map(Section, ids, coded)
-            fit += seen
-        if self._is_held:
-            check_promise(fit, int(np.count_nonzero(apart == 0)))
         if sum(len(section.data) for section in sections) >= meta.layout.raw_bytes:
             raise UnencodableBlock("the block does not get smaller")
         return sections
+
+    def gain(self, meta: BlockMeta, bits: BlockBits) -> float:
+        """Return how much louder than usual a block's loudest tokens are at this step, in units; see `OwnLoss`."""
+        return _gain(self._projected(meta, bits, self.steps, apart_tokens(meta, bits)))
+
+    def _projected(self, meta: BlockMeta, bits: BlockBits, steps: Steps, apart: NDArray[np.uint8]) -> list[Projected]:
+        model = self._profiled()
+        turns = model.turns(meta, is_back=True)
+        layers = [StoredLayers(bits[start:stop], meta.layout.dtype, start, turns) for start, stop in _ranges(model)]
+        return [project(model, steps, each, apart, self._path) for each in layers]
 
     def check_decoded(self, meta: BlockMeta, bits: BlockBits, sections: Sequence[Section]) -> None:
         """Decode what was encoded of a block and hold it to the promise. UnencodableBlock if it does not keep it.
@@ -145,7 +160,7 @@ class TideCodec:
         except CorruptPayload as error:
             raise UnencodableBlock(f"what was encoded can't be decoded: {error}") from error
         assert model is not None
-        turns, units = model.turns(meta, is_back=True), self.steps.final_units
+        turns, units = model.turns(meta, is_back=True), steps_of(memoryview(sections[0].data)).final_units
         is_coded, fit, rounding = apart_tokens(meta, bits) == 0, [], 0.0
         for start, stop in _ranges(model):
             exact, found = (load_values(StoredLayers(each[start:stop], dtype, start, turns)) for each in (bits, out))
@@ -173,12 +188,14 @@ class TideCodec:
             decode_range(model, self._path, meta.layout.tokens, run, target)
 
     def quality_of(self, sections: Sequence[Section]) -> float:
-        """Return the measured KL at the coarsest step of a range of layers here. CorruptPayload as in `decode`."""
-        model, found = self._profiled(), []
+        """Return the block's own KL at the coarsest step of a range of layers here. CorruptPayload as in `decode`."""
+        model, found, gains = self._profiled(), [], []
         for run in _runs(model, sections).values():
             steps = steps_of(run[0])
-            found.append(model.quality_at(steps, max(0, steps.refinements + 1 - len(run))))
-        return max(found)
+            found.append((model.quality_at(steps, max(0, steps.refinements + 1 - len(run))), steps.final_units))
+            gains.append(gains_of(run[0])[-1])
+        quality, units = max(found)
+        return quality * model.own_loss.factor(units, float(np.mean(gains)))
 
     def quality_without(self, quality: float, refinements: int) -> float:
         """Return the measured KL at the step so many refinements above that of `quality`."""
@@ -191,6 +208,10 @@ class TideCodec:
     def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
         """Return what each block of a hit adds to the KL of an answer, by the profile's law."""
         return LossLaw(self._profiled().positions, tuple(losses)).lost(blocks, block_tokens)
+
+
+def _gain(projected: Sequence[Projected]) -> float:
+    return float(np.mean([each.loudness.gains[-1] for each in projected]))
 
 
 def _ranges(model: TideModel) -> list[tuple[int, int]]:

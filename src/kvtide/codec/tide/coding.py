@@ -71,29 +71,37 @@ _NO_PULLS = np.empty((0, 4), dtype=np.int8)
 Fit = list[tuple[Promise, Seen]]
 
 
+class Projected(NamedTuple):
+    """A range's coefficients in steps, a table for each of its groups, and what is said of its tokens.
+
+    apart: 1 for each token that is kept apart, those that are too loud to be coded among them.
+    """
+
+    steps: Steps
+    stored: StoredLayers
+    apart: NDArray[np.uint8]
+    tables: list[Items]
+    loudness: Loudness
+    fit: Fit
+
+
 class Levels(NamedTuple):
     """A range's coefficients at each step, the base's first: (components, tokens), tokens by loudness."""
 
     rows: RangeRows
     loudness: Loudness
     values: list[Items]
-    fit: Fit
 
 
-def encode_range(
-    model: TideModel, path: str, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8]
-) -> tuple[list[bytes], Fit]:
-    """Return base and refinements of some layers, and how well the profile fits. UnencodableBlock if not finite.
-
-    apart: 1 for each token that is kept apart; those that are too loud to be coded are marked, too.
-    """
-    levels = levels_of(model, steps, stored, apart, path)
+def encode_range(model: TideModel, path: str, projected: Projected) -> list[bytes]:
+    """Return base and refinements of some layers."""
+    levels, (steps, stored, apart, *_) = levels_of(model, projected, path), projected
     sections = []
     for refinement in range(steps.refinements + 1):
         lists, state_counts = list_section(levels, steps, refinement, path)
         sections.append(SectionBytes(steps, lists.encode(model.tables_of(steps)), state_counts))
     kept = keep_apart(stored, np.flatnonzero(apart).astype(np.uint16), model.octaves_of(stored.layers))
-    return [join_base(sections[0], Base(levels.loudness, kept)), *map(join_refinement, sections[1:])], levels.fit
+    return [join_base(sections[0], Base(levels.loudness, kept)), *map(join_refinement, sections[1:])]
 
 
 def first_apart(meta: BlockMeta) -> NDArray[np.uint8]:
@@ -118,12 +126,14 @@ def apart_tokens(meta: BlockMeta, bits: BlockBits) -> NDArray[np.uint8]:
     return apart
 
 
-def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8], path: str) -> Levels:
-    """Return the levels of some layers; marks too loud tokens in `apart`. UnencodableBlock if not finite."""
-    rows = place_groups(model, stored.layer_start, steps.final_units)
+def project(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8], path: str) -> Projected:
+    """Return the coefficients of some layers at a step. UnencodableBlock if a value is not finite.
+
+    apart: 1 for each token that is kept apart whatever its coefficients; it stays as it is.
+    """
     coded = _coded(model, stored.layer_start, steps.final_units)
     fraction_bits = _FRACTION_BITS if steps.is_trellis else 0
-    projected, fit = [], []
+    tables, fit, apart = [], [], apart.copy()
     for each in coded:
         here, out = stored.of(each.layers), np.empty((len(apart), each.columns), dtype=np.int16)
         block = (here.as_bytes, here.bits.shape, here.dtype.code, here.native_turns)
@@ -132,16 +142,22 @@ def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArr
         )
         if seen is None:
             raise UnencodableBlock("a value is not finite")
-        projected.append(out)
+        tables.append(out)
         fit.append((each.promise, Seen._make(seen)))
     loud = np.zeros(stored.bits.shape[2], dtype=np.float32)
-    for found, each in zip(projected, coded, strict=True):
+    for found, each in zip(tables, coded, strict=True):
         # A token that only a later group was too loud for.
         found[apart == 1] = 0
         _native.tide_loudness(path, found, each.weights, loud)
-    loudness = _parts(loud / np.float32(1 << fraction_bits))
-    items, places = np.empty((len(rows.scales), len(loud)), dtype=np.int16), loudness.places
-    for found, each in zip(projected, coded, strict=True):
+    return Projected(steps, stored, apart, tables, _parts(loud / np.float32(1 << fraction_bits)), fit)
+
+
+def levels_of(model: TideModel, projected: Projected, path: str) -> Levels:
+    """Return the levels of projected layers."""
+    steps, stored, _, tables, loudness, _ = projected
+    rows = place_groups(model, stored.layer_start, steps.final_units)
+    items, places = np.empty((len(rows.scales), len(loudness.parts)), dtype=np.int16), loudness.places
+    for found, each in zip(tables, _coded(model, stored.layer_start, steps.final_units), strict=True):
         _native.tide_arrange(path, found, places, each.row_of, items[each.rows])
     levels = [items]
     if steps.is_trellis:
@@ -153,7 +169,7 @@ def levels_of(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArr
     for _ in range(steps.refinements):
         levels.insert(0, np.empty_like(items))
         _native.tide_third(path, levels[1], levels[0])
-    return Levels(rows, loudness, levels, fit)
+    return Levels(rows, loudness, levels)
 
 
 class _Coded(NamedTuple):
@@ -253,7 +269,7 @@ def _plain_rows(
 
 def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> tuple[Lists, bytes]:
     """Return a section's lists, filled, and how a trellis shares them out; no bytes without one."""
-    rows, (_, gains), values, _ = levels
+    rows, (_, gains), values = levels
     planes, has_states = rows.planes(steps.base_units, refinement), _is_last(steps, refinement)
     after = [values[refinement]]
     for plane in planes[:0:-1]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.profile import Profile
-from kvtide.codec.tide.coding import apart_tokens, levels_of, list_section
+from kvtide.codec.tide.coding import apart_tokens, levels_of, list_section, project
 from kvtide.codec.tide.fit import COSTS, rounded_tables, table_bytes, trellis_tables
 from kvtide.codec.tide.grid import TABLES, THIRD, TOPS, TRELLIS_TABLES, part_sizes, top_tables
 from kvtide.codec.tide.model import TideModel, first_trellis, make_trellis
@@ -55,14 +55,14 @@ class TideCounts:
             stored = StoredLayers(here, meta.layout.dtype, start, model.turns(meta, is_back=True))
             for refinements in (0, _COUNT_REFINEMENTS):
                 units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
-                self._count(Steps(units, refinements), stored, apart.copy())
+                self._count(Steps(units, refinements), stored, apart)
                 if has_trellis:
-                    self._count(Steps(units, refinements, is_trellis=True), stored, apart.copy())
+                    self._count(Steps(units, refinements, is_trellis=True), stored, apart)
         if has_trellis:
             self.state["trellis_blocks"] += 1
 
     def _count(self, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8]) -> None:
-        levels = levels_of(self._model, steps, stored, apart, self._path)
+        levels = levels_of(self._model, project(self._model, steps, stored, apart, self._path), self._path)
         refinements = range(steps.refinements + 1)
         counts = [list_section(levels, steps, each, self._path)[0].symbol_counts() for each in refinements]
         if steps.is_trellis:

@@ -105,6 +105,28 @@ def _between(known: NDArray[np.float64], wanted: NDArray[np.float64], at: float)
     return float(wanted[i] + share * (wanted[i + 1] - wanted[i]))
 
 
+# A block's own loss is so many times the curve's at least and at most, as logarithms: what lies beyond was not seen.
+_OWN_LOG_MIN, _OWN_LOG_MAX = -0.7, 2.0
+
+
+class OwnLoss(NamedTuple):
+    """A block's own loss beside the curve's, told by how loud its loudest tokens are, which its base says.
+
+    by_step: rows of step in units, the mean of texts' gains there and their standard deviation. deviation: nats of the
+    logarithm of KL for one such deviation; 0 where nothing was measured.
+    """
+
+    by_step: NDArray[np.float64]
+    deviation: float
+
+    def factor(self, units: int, gain: float) -> float:
+        """Return a block's loss over the curve's at a step; gain: of the loudest part, the mean of ranges."""
+        if self.deviation == 0:
+            return 1.0
+        usual, spread = (float(np.interp(units, self.by_step[:, 0], self.by_step[:, i])) for i in (1, 2))
+        return math.exp(min(max(self.deviation * (gain - usual) / spread, _OWN_LOG_MIN), _OWN_LOG_MAX))
+
+
 class Group:
     """The components of layers [layer_start, layer_stop): their scales, falling, and what they are made of."""
 
@@ -290,6 +312,7 @@ class TideModel:
         self.tables: RansTables = RansTables.parse(arrays["tables"].tobytes(), TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
         self.trellis: Trellis | None = _read_trellis(arrays)
+        self.own_loss = _own_loss(arrays)
         self.positions = read_law_table(arrays.get("law"))
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
 
@@ -342,6 +365,13 @@ class TideModel:
         """Return the step at which levels have a quality; see `units_of_quality`."""
         return units_of_quality(self._curve(is_trellis), quality)
 
+    def own_steps(self, steps: Steps, quality: float, gain: float) -> Steps:
+        """Return the step at which a block's own loss is `quality`. gain: as it was found at these steps."""
+        wanted = quality / self.own_loss.factor(steps.final_units, gain)
+        return steps._replace(
+            final_units=self.final_units(min(max(wanted, QUALITY_MIN), QUALITY_MAX), steps.is_trellis)
+        )
+
     def quality_at(self, steps: Steps, missing: int) -> float:
         """Return the KL that was measured at a step of which so many refinements are missing."""
         # A path's levels, cut to thirds, lose no more than rounded ones at that step.
@@ -367,6 +397,18 @@ class TideModel:
         """Return how keys of a block of this model turn; see `KeyRotation`."""
         key = ("turns", meta.start, meta.layout.tokens, int(is_back))
         return self.remembered(key, lambda: KeyRotation(meta, self.rotary, is_back), TURNS_MAX)
+
+
+def _own_loss(arrays: _Arrays) -> OwnLoss:
+    """Return what the arrays `own_gains` and `own_deviation` say, which a profile may lack."""
+    if "own_gains" not in arrays:
+        return OwnLoss(np.zeros((1, 3)), 0.0)
+    by_step = _shaped(arrays, "own_gains", (len(arrays["own_gains"]), 3)).astype(np.float64)
+    (deviation,) = _shaped(arrays, "own_deviation", (1,)).astype(np.float64).tolist()
+    is_rising = len(by_step) > 0 and (np.diff(by_step[:, 0]) > 0).all()
+    if not (np.isfinite(by_step).all() and is_rising and (by_step[:, 2] > 0).all() and 0 <= deviation < math.inf):
+        raise CorruptPayload("gains by step must rise with it, deviations must be above zero")
+    return OwnLoss(by_step, deviation)
 
 
 def _octaves(arrays: _Arrays, shape: tuple[int, ...]) -> Octaves | None:

@@ -210,6 +210,11 @@ def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, 
     return reader.body(), Base(loudness, Apart(positions, scales, values))
 
 
+def gains_of(data: memoryview) -> NDArray[np.int64]:
+    """Return how much louder than usual the tokens of a base section are, part by part. CorruptPayload if it is cut."""
+    return np.frombuffer(_Reader(data).take(PARTS), dtype=np.int8).astype(np.int64)
+
+
 def _read_loudness(reader: _Reader, tokens: int) -> Loudness:
     gains = np.frombuffer(reader.take(PARTS), dtype=np.int8).astype(np.int64)
     packed = np.frombuffer(reader.take(-(-tokens // PARTS)), dtype=np.uint8)

@@ -31,7 +31,7 @@ from kvtide.codec.tide import (
     joint_power,
     joint_stages,
 )
-from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes, upper_means
+from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes, own_losses
 from kvtide.engines.calibrate.sensitivity import (
     SHARE_TOKENS,
     SHARE_UNITS,
@@ -57,6 +57,8 @@ _CURVE_UNITS = (-64, -55)
 _CURVE_REFINEMENTS = 4
 # Steps of the objects whose levels lie on a trellis.
 _TRELLIS_UNITS = range(-60, 21, 13)
+# Steps at which texts' gains are measured: between them they change little by little.
+_GAIN_UNITS = (-47, -21, 5)
 # Fitted texts whose bits held-out ones are compared with: bits differ by 4 % from text to text.
 _COMPARED_TEXTS = 2
 # Held-out texts that take this much more than fitted ones: more text is wanted.
@@ -64,7 +66,7 @@ OVERFIT_RATIO = 1.25
 # Below this, more texts bring less than they cost.
 WORTH_MORE_TEXTS = 1.02
 _SEED = 1
-_STATE_VERSION = 8
+_STATE_VERSION = 9
 _Item = TypeVar("_Item")
 Progress = Callable[[str, int, int], None]
 State = dict[str, NDArray[Any]]
@@ -129,10 +131,11 @@ class TideCalibration:
         counts = self._counts(drafts, done, progress)
         placeholder = drafts[0].arrays["curve"]
         middle = self._finished(drafts, counts, (placeholder, placeholder))
-        by_levels, ratio = self._curve(middle, done, progress)
+        by_levels, own, ratio = self._curve(middle, done, progress)
         rising = by_levels[-1]
         curves = _curve_array(by_levels[0]), _curve_array(rising)
         profiles = [*self._finished(drafts, counts, curves), *self._joined(drafts, counts, curves)]
+        profiles = [each.with_arrays(arrays) for each, arrays in zip(profiles, own, strict=False)]
         if profiles[0].group:
             together = hashlib.sha256(b"".join(each.digest for each in profiles)).digest()
             profiles = [each.with_arrays({"calibration": np.frombuffer(together, dtype=np.uint8)}) for each in profiles]
@@ -235,42 +238,53 @@ class TideCalibration:
 
     def _curve(
         self, profiles: Sequence[Profile], done: State, progress: Progress
-    ) -> tuple[list[list[CurvePoint]], float | None]:
-        """Judge held-out texts: rising points of rounded levels, then of a trellis; and bits over fitted ones'."""
+    ) -> tuple[list[list[CurvePoint]], list[State], float | None]:
+        """Judge held-out texts: rising points of rounded levels, then of a trellis; own losses; bits over fitted ones'.
+
+        Own losses are arrays of profiles: each group's, then that of all rows.
+        """
         fitted, held_out = self._texts
         judged, codecs = held_out or fitted, [TideCodec(profile) for profile in profiles]
-        has_trellis = codecs[0].steps.is_trellis
-        all_units = [*_curve_units(), *(_TRELLIS_UNITS if has_trellis else ())]
-        rows, rounded = len(all_units), len(_curve_units())
-        state: State = {"sums": np.zeros((rows, 3)), "squares": np.zeros(rows), "fitted": np.zeros(2)}
+        all_units = [*_curve_units(), *(_TRELLIS_UNITS if codecs[0].steps.is_trellis else ())]
+        state: State = {
+            "rows": np.zeros((len(judged), len(all_units), 3)),
+            "gains": np.zeros((len(judged), len(_GAIN_UNITS), len(codecs))),
+            "fitted": np.zeros(2),
+        }
         for position, ids in self._each("curve", judged, state, done, progress):
-            found = self._judged(codecs, ids)
-            state["sums"] += found
-            state["squares"] += found[:, 1] ** 2
+            state["rows"][position], state["gains"][position] = self._judged(codecs, ids)
             if held_out and position < min(_COMPARED_TEXTS, len(fitted)):
                 state["fitted"] += self._coarsest(codecs, fitted[position])
-        sums, kls = state["sums"], upper_means(state["sums"][:, 1], state["squares"], len(judged))
-        points = [
-            CurvePoint(units, float(bits / blocks), kl)
-            for units, (bits, _, blocks), kl in zip(all_units, sums, kls, strict=True)
-        ]
+        all_kls, (bits, _, blocks) = state["rows"][:, :, 1], state["rows"].sum(axis=0).T
+        layers = [shape.layout.layers for shape in self._shapes]
+        gains = [*np.moveaxis(state["gains"], 2, 0), np.average(state["gains"], axis=2, weights=layers)]
+        own, kls = own_losses(gains, _GAIN_UNITS, all_kls)
+        points = [CurvePoint(*each) for each in zip(all_units, (bits / blocks).tolist(), kls.tolist(), strict=True)]
+        rounded = len(_curve_units())
         by_levels = [_rising(each) for each in (points[:rounded], points[rounded:]) if each]
         coarsest = max(points[:rounded], key=lambda point: point.step_units)
-        bits, blocks = state["fitted"]
-        return by_levels, float(coarsest.bits_per_element / (bits / blocks)) if held_out else None
+        fitted_bits, fitted_blocks = state["fitted"]
+        ratio = float(coarsest.bits_per_element / (fitted_bits / fitted_blocks)) if held_out else None
+        return by_levels, own, ratio
 
-    def _judged(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
-        """Return a row for each point of the curve: bits an element times blocks; KL; blocks."""
+    def _judged(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> tuple[NDArray[np.float64], ...]:
+        """Return a row for each point, bits an element times blocks, KL, blocks; and gains of (steps, groups)."""
         tokens = self._context(ids)
         judge, rows = WholeJudge(self._contexts, ids[: tokens + JUDGED_TOKENS + 1], tokens), []
         blocks = tokens // self._block_tokens
         all_steps = [Steps(units, _CURVE_REFINEMENTS) for units in _CURVE_UNITS]
-        if codecs[0].steps.is_trellis:
+        if has_trellis := codecs[0].steps.is_trellis:
             all_steps += [Steps(units, 0, is_trellis=True) for units in _TRELLIS_UNITS]
         for steps in all_steps:
             for coded in coded_prefixes([codec.with_steps(steps) for codec in codecs], judge.context):
                 rows.append((coded.bits_per_element * blocks, judge.kl(coded.decoded), blocks))
-        return np.array(rows, dtype=np.float64)
+        gains = np.zeros((len(_GAIN_UNITS), len(codecs)))
+        for at, units in enumerate(_GAIN_UNITS):
+            for group, codec in enumerate(codecs):
+                at_step = codec.with_steps(Steps(units, 0, has_trellis))
+                pairs = zip(judge.context.metas[group], judge.context.blocks[group], strict=True)
+                gains[at, group] = np.mean([at_step.gain(*pair) for pair in pairs])
+        return np.array(rows, dtype=np.float64), gains
 
     def _coarsest(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
         """Return the bits an element that a text takes at the coarsest step of the curve, times blocks; and blocks."""
