@@ -28,6 +28,7 @@ ATTACH = table(
 restore a stored prefix | attach(model, "disk:///var/cache/kvtide") | @hf | @tiny | PREFIX
 restore what was answered | cached.flush(10) | @hf | @tiny | OURS
 memory alone | attach(model, "memory://") | @hf | @tiny | OURS
+one line a request in the log | logging.basicConfig(level=logging.INFO) | @hf | @tiny | OURS
 lossless codec | codec="lossless" | @hf | @tiny | OURS
 raw codec | codec="raw" | @hf | @tiny | ASCEND
 tide codec and its quality | codec="tide:5e-3", profiles=… | @hf | @tiny | OURS

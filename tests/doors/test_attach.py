@@ -1,6 +1,8 @@
 """Doors of `attach`: each option shows in tokens, bytes or answers on a tiny Llama."""
 
 import copy
+import logging
+import re
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -51,6 +53,24 @@ def test_the_next_turn_restores_the_answer_too(tiny_model: Any, tmp_path: Path) 
     # 100 and 20 tokens, the last one not run: 119 // 16 * 16.
     assert second.hit_tokens == 112
     assert torch.equal(second.output, tiny_model.generate(turn, max_new_tokens=4, do_sample=False))
+
+
+@door("one line a request in the log")
+def test_log_says_of_each_call_whether_it_worked_and_what_was_gained(
+    tiny_model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvtide.engines.transformers")
+    for _ in range(2):
+        with attach(tiny_model, str(tmp_path), block_tokens=BLOCK) as cached:
+            cached.cache.judge.note_prefill(0, 100, 1000.0)
+            for beams in (1, 2):
+                cached.generate(PROMPT, max_new_tokens=1, num_beams=beams)
+    lines = [each.getMessage() for each in caplog.records if each.levelno == logging.INFO]
+    assert lines[0] == "0 of 100 tokens restored; 6 blocks to be stored"
+    assert re.fullmatch(
+        r"96 of 100 tokens restored from disk in 0.\d+ s, about 9\d\d.\d+ s saved; 0 blocks .*", lines[2]
+    )
+    assert lines[1] == lines[3] == "0 of 100 tokens restored: beam_search keeps a cache of its own shape"
 
 
 @door("memory alone")

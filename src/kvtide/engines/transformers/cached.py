@@ -212,7 +212,7 @@ class CachedModel:
         self._sought = self._identity.fingerprint
 
     def _note_bypass(self, reason: str, prompt_tokens: int) -> None:
-        self.last = GenerateReport(prompt_tokens, 0, 0.0, 0, 0, reason)
+        self._note(GenerateReport(prompt_tokens, 0, 0.0, 0, 0, reason))
         if reason not in self._bypass_logged:
             self._bypass_logged.add(reason)
             _log.warning("running without the cache: %s", reason)
@@ -234,7 +234,8 @@ class CachedModel:
             opened = importance.open(self.model, metas, is_near, len(row.tokens) - tokens)
             if opened is not None:
                 tokens, load_s = opened.load.tokens, self._clock.monotonic_s() - began_s
-                return _Begun(rows, opened.past, tokens, report._replace(hit_tokens=tokens, load_s=load_s), opened)
+                report = report._replace(hit_tokens=tokens, load_s=load_s, found_in=self._found_in(is_near))
+                return _Begun(rows, opened.past, tokens, report, opened)
         if streaming is not None:
             if hint is not None:
                 self.cache.advise([meta.id for meta in row.metas[0]], hint)
@@ -243,6 +244,8 @@ class CachedModel:
             hint = None
         if importance is None:
             rows = [self.prefixes.find(each, hint) for each in rows]
+        hit_tokens = self._block_tokens * rows[0].hit.blocks if rows[0].hit is not None else 0
+        found_in = self._found_in(self.prefixes.is_near(rows[0], hit_tokens))
         restored = self.prefixes.restore(rows, began_s)
         ended_by = rows[0].hit.ended_by if rows[0].hit is not None else None
         report = report._replace(
@@ -250,6 +253,7 @@ class CachedModel:
             load_s=self._clock.monotonic_s() - began_s,
             stored_bytes_read=restored.stored_bytes,
             ended_by=None if ended_by is None else self._identity.groups[ended_by].group.name,
+            found_in=found_in,
         )
         return _Begun(rows, restored.past, restored.columns, report)
 
@@ -267,7 +271,7 @@ class CachedModel:
             return None
         tokens = found.tokens
         report = GenerateReport(len(row.tokens), tokens, found.ready_s, found.received_bytes, 0, None, found)
-        return _Begun([row], engine.past, tokens, report)
+        return _Begun([row], engine.past, tokens, report._replace(found_in=self._found_in(is_near=False)))
 
     def _run(
         self,
@@ -307,8 +311,17 @@ class CachedModel:
             importance.ways.note(is_part, is_near, report.hit_tokens, seconds, now_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         store = partial(self._store, sequences, call, past, begun, states, observed)
-        self.last = report._replace(blocks_queued=self.cache.guarded("queue blocks", store, 0))
+        self._note(report._replace(blocks_queued=self.cache.guarded("queue blocks", store, 0)))
         return output
+
+    def _note(self, report: GenerateReport) -> None:
+        self.last = report
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("%s", report.told(self.cache.judge.prefill()))
+
+    def _found_in(self, is_near: bool) -> str:
+        fastest, *others = self.cache.tiers.tier_names
+        return fastest if is_near or not others else " or ".join(others)
 
     def _store(
         self,

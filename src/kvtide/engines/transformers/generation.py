@@ -19,6 +19,7 @@ from transformers.generation import GenerationMode
 
 from kvtide.clock import Clock
 from kvtide.engines.transformers.selective import SelectedLayers
+from kvtide.plan import PrefillSpeed
 from kvtide.store.load.streamed import StreamedReport
 
 # What `generate` may be told besides its GenerationConfig without the keys and values depending on it.
@@ -44,7 +45,7 @@ class GenerateReport(NamedTuple):
     """The cache's part in the last call. `bypass` names the reason if it was left out.
 
     selected: what was loaded of the restored tokens, where only a part was. ended_by: the group of layers without whose
-    part the hit would have gone on.
+    part the hit would have gone on. found_in: the tiers that the restored tokens came from.
     """
 
     prompt_tokens: int
@@ -56,6 +57,21 @@ class GenerateReport(NamedTuple):
     streamed: StreamedReport | None = None
     selected: SelectedLayers | None = None
     ended_by: str | None = None
+    found_in: str = ""
+
+    def told(self, prefill: PrefillSpeed | None) -> str:
+        """One line: did it work, and what was gained. prefill: the engine's speed as far as it was measured."""
+        if self.bypass is not None:
+            return f"0 of {self.prompt_tokens} tokens restored: {self.bypass}"
+        came = f"{self.hit_tokens} of {self.prompt_tokens} tokens restored"
+        if self.hit_tokens:
+            came += f" from {self.found_in} in {self.load_s:.3f} s"
+            if prefill is None:
+                came += "; what that saved is known once the engine was timed"
+            else:
+                saved_s = prefill.seconds(0, self.hit_tokens) - self.load_s
+                came += f", about {abs(saved_s):.3f} s {'saved' if saved_s >= 0 else 'lost'}"
+        return f"{came}; {self.blocks_queued} blocks to be stored"
 
 
 class FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
