@@ -7,6 +7,7 @@ import pytest
 
 import truth
 from kvtide.engines.plugin import TESTED_VLLM
+from kvtide.engines.surface import snapshots
 from truth import ROOT, TRUTH
 
 
@@ -23,7 +24,7 @@ def test_page_claims_what_the_data_says(page: Path) -> None:
         ("It takes Phi-4 too.", "'Phi-4' is not known"),
         ("It takes Gemma 5.", "'Gemma 5' is not known"),
         ("It takes Llama-3.3-70B.", "'Llama-3.3-70B' is not known"),
-        ("It runs in vLLM 0.33.", "'vLLM 0.33' is not known"),
+        ("It runs in vLLM 0.35.", "'vLLM 0.35' is not known"),
         ("It runs in Ollama.", "'Ollama' is not known"),
         ("It ran on a B200.", "'B200' is not known"),
         ("| restart | 0.17 s |", "the figure '0.17 s' is not known"),
@@ -57,3 +58,4 @@ def test_versions_are_those_that_tests_run_with() -> None:
     names = " ".join(each["name"] for each in TRUTH["support"])
     assert f"transformers {version('transformers').rpartition('.')[0]}" in names
     assert all(f"vLLM {each.rpartition('.')[0]}," in names for each in TESTED_VLLM)
+    assert all(f"vLLM {each}" in names for each in snapshots())

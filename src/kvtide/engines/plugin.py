@@ -11,7 +11,8 @@ from importlib.metadata import packages_distributions
 
 _log = logging.getLogger(__name__)
 
-# The connector's interface is experimental and changes between versions: the tests ran on these.
+# The connector's interface is experimental and changes between versions: the tests ran on these. Of others `surface`
+# says what is there.
 TESTED_VLLM = ("0.32.0",)
 
 

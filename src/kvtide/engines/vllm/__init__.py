@@ -4,16 +4,19 @@
                        "kv_connector_extra_config": {"store": "disk:///var/cache/kvtide"}}'
 """
 
+from pathlib import Path
+
 import vllm
 from kvtide.engines import untested_vllm
-from kvtide.errors import UnsupportedModel
 
 try:
     from kvtide.engines.vllm.connector import KVTideConnector
-except ImportError as error:
-    # Names move between versions: what to install says more than which name is missing.
-    if (command := untested_vllm(vllm.__version__)) is not None:
-        raise UnsupportedModel(f"vLLM {vllm.__version__} is not tested: {command}") from error
+except ImportError:
+    # Names move between versions: a text of all that this one lacks says more than the first.
+    if untested_vllm(vllm.__version__) is not None:
+        from kvtide.engines.surface import vllm_warning
+
+        vllm_warning(vllm.__version__, Path(vllm.__file__).parent)
     raise
 
 __all__ = ["KVTideConnector"]

@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtide.clock import SystemClock
 from kvtide.codec import AwaitingCodec, CodecRegistry, LayeredCodec, ProfileShape
@@ -193,8 +192,11 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if connector_output.kv_connector_worker_meta is not None:
             self.scheduler.heard(connector_output.kv_connector_worker_meta.report)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Say where loaded tokens come from: by the store, in front of which a worker's memory may have them."""
+        # vLLM 0.31 has no such sources, and does not ask.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         source = CacheHitSource.DISK if self._settings.is_local else CacheHitSource.EXTERNAL_UNSPECIFIED
         if self._settings.store.startswith("memory://"):
             source = CacheHitSource.HOST

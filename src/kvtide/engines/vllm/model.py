@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -28,6 +29,8 @@ from kvtide.engines.paged import Namespaces, files_fingerprint
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import NamespaceSpec
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: KVDtype.FLOAT32, torch.float16: KVDtype.FLOAT16, torch.bfloat16: KVDtype.BFLOAT16}
 # Elements of one byte, which are taken in pairs.
@@ -120,11 +123,14 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
 # What is refused
 
 
+@cache
 def check_version() -> None:
-    """UnsupportedModel, with the command that installs a tested version, for a vLLM that is not tested."""
-    command = untested_vllm(vllm.__version__)
-    if command is not None:
-        raise UnsupportedModel(f"vLLM {vllm.__version__} is not tested: {command}")
+    """Warn, once, of a vLLM that is not tested. UnsupportedModel if it lacks something that is used."""
+    if untested_vllm(vllm.__version__) is not None:
+        # Who runs a tested one needs none of it.
+        from kvtide.engines.surface import vllm_warning
+
+        _log.warning("%s", vllm_warning(vllm.__version__, Path(vllm.__file__).parent))
 
 
 def check_policy(engine_config: Any) -> None:

@@ -1,0 +1,103 @@
+"""The connector's scheduler half under vLLM's own scheduler, without an engine: also on sources of another version.
+
+KVTIDE_VLLM_SOURCES=FOLDER (an unpacked wheel) has all tests of this folder import vLLM from there.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvtide.engines.paged.sequence import StepCommands, WorkerReport
+from kvtide.engines.vllm.connector import StepReport
+from kvtide_lab.bench.engine_process import kvtide_transfer
+
+PAGE, PROMPT = 128, list(range(5, 665))
+
+
+class Stepped:
+    """vLLM's scheduler with our half in it; each step ends as the test says that the workers' ended."""
+
+    def __init__(self, model: Path) -> None:
+        transfer = KVTransferConfig(**kvtide_transfer("memory://", fingerprint="f", load="async"))
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True}
+        config = EngineArgs(
+            model=str(model), dtype="float32", kv_transfer_config=transfer, **options
+        ).create_engine_config()
+        spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=3, head_size=64, dtype=torch.float32)
+        group = KVCacheGroupSpec([f"layers.{layer}" for layer in range(30)], spec)
+        caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[group])
+        config.cache_config.num_gpu_blocks = 64
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(PAGE, sha256)
+        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), block_size=PAGE)
+
+    def add(self, name: str) -> Request:
+        sampling = SamplingParams(temperature=0, max_tokens=1)
+        sampling.update_from_generation_config({}, eos_token_id=2)
+        request = Request(name, PROMPT, sampling, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, **said: Any) -> tuple[dict[str, int], StepCommands]:
+        """Return the tokens that a step computes, by request, and our orders."""
+        output = self.scheduler.schedule()
+        orders = output.kv_connector_metadata.orders
+        tokens = dict(output.num_scheduled_tokens)
+        report = StepReport(WorkerReport(orders.step))
+        result = KVConnectorOutput(**{"finished_recving": set(), "kv_connector_worker_meta": report, **said})
+        names = list(tokens)
+        ran = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[[7]] * len(names),
+            kv_connector_output=result,
+        )
+        self.scheduler.update_from_output(output, ran)
+        return tokens, orders
+
+
+@pytest.fixture
+def stepped(model: Path) -> Any:
+    made = Stepped(model)
+    yield made
+    made.scheduler.shutdown()
+
+
+def test_prompt_is_ordered_to_be_stored_and_loaded_by_the_next_request(stepped: Stepped) -> None:
+    stepped.add("a")
+    tokens, orders = stepped.step()
+    assert (tokens, len(orders.stores), orders.loads) == ({"a": len(PROMPT)}, len(PROMPT) // PAGE, ())
+    assert stepped.scheduler.reset_prefix_cache()
+    request = stepped.add("b")
+    tokens, orders = stepped.step()
+    (load,) = orders.loads
+    assert (tokens, load.request, len(load.blocks), len(load.pages)) == ({}, "b", 5, 5)
+    stepped.step(finished_recving={"b"})
+    tokens, orders = stepped.step()
+    assert (tokens, orders.stores) == ({"b": len(PROMPT) - 5 * PAGE}, ())
+    assert request.is_finished()
+    stepped.scheduler.connector.scheduler.check()
+
+
+def test_pages_that_a_load_did_not_fill_are_computed(stepped: Stepped) -> None:
+    stepped.add("a")
+    stepped.step()
+    assert stepped.scheduler.reset_prefix_cache()
+    request = stepped.add("b")
+    (load,) = stepped.step()[1].loads
+    stepped.step(finished_recving={"b"}, invalid_block_ids=set(load.pages[2:]))
+    tokens, _ = stepped.step()
+    assert tokens == {"b": len(PROMPT) - 2 * PAGE}
+    assert request.is_finished()
