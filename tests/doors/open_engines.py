@@ -20,8 +20,23 @@ CELLS = {
     "@came": "docs/vllm.md: What came",
     "@request": "docs/vllm.md: Options of a request",
     "@interface": "its interface, no live engine",
+    "@llama": "llama-cpp-python on a processor, `make test-llama`",
+    "@quick-llama": "docs/llamacpp.md: Quick start",
+    "@in-python": "docs/llamacpp.md: In Python",
     "@small-vllm": "real vLLM on a processor, small random weights",
 }
+
+LLAMA = table(
+    """
+a GGUF model, its prompts kept | kvtide llama MODEL.gguf --store --batch --context | @quick-llama | @llama | OURS
+    tests/llama/test_server.py::test_prompt_outlives_a_server_that_was_told_to_end
+restore a prompt of llama-cpp-python | attach(llm, "disk:///var/cache/kvtide") | @in-python | @llama | OURS
+    tests/llama/test_exact.py::test_restored_answers_are_those_of_a_fresh_model
+llama-cpp-python's own cache | llm.set_cache(KVTideCache("disk:///var/cache/kvtide")) | @in-python | @llama | OURS
+    tests/llama/test_door.py::test_set_cache_attaches_the_model_that_asks
+""",
+    CELLS,
+)
 
 ATTACH = table(
     """

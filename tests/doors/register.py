@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tests.doors.capability import Capability, left_table
 from tests.doors.open_commands import COMMANDS, LAB
-from tests.doors.open_engines import ATTACH, VLLM
+from tests.doors.open_engines import ATTACH, LLAMA, VLLM
 from tests.doors.open_servers import SERVE, STORES
 
 __all__ = ["LEFT", "OPEN", "door"]
@@ -23,6 +23,7 @@ Test = TypeVar("Test", bound=Callable[..., object])
 OPEN: Mapping[str, Sequence[Capability]] = {
     "Hugging Face transformers": ATTACH,
     "vLLM and SGLang": VLLM,
+    "llama.cpp": LLAMA,
     "Stores by URL": STORES,
     "Servers": SERVE,
     "Commands": COMMANDS,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtide.cli import demo, doctor, explain, profile, serve, size, store
+from kvtide.cli import demo, doctor, explain, llama, profile, serve, size, store
 from kvtide.config import wait_passively
 
 app = typer.Typer(
@@ -54,7 +54,7 @@ def options(context: typer.Context, version: Annotated[bool, version_option("kvt
 
 for command in (
     *(demo.demo, doctor.doctor, store.stats, store.ls, store.rm, store.ping, size.size, explain.explain),
-    *(serve.serve, serve.token, serve.invalidate, serve.record, profile.calibrate),
+    *(llama.llama, serve.serve, serve.token, serve.invalidate, serve.record, profile.calibrate),
 ):
     app.command()(command)
 app.add_typer(profile.app, name="profile")

@@ -2,10 +2,12 @@
 
 from kvtide.engines.llamacpp.cached import CachedLlama, LlamaReport, attach
 from kvtide.engines.llamacpp.door import KVTideCache
+from kvtide.engines.llamacpp.server import serve_model
 
 __all__ = [
     "CachedLlama",
     "KVTideCache",
     "LlamaReport",
     "attach",
+    "serve_model",
 ]

@@ -1,0 +1,63 @@
+"""`kvtide llama`, a process as a user starts it: OpenAI's API, a log line a request, and an end that loses nothing."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MESSAGES = [{"role": "user", "content": "Tell me what tides are. " * 20}]
+
+
+@contextmanager
+def served(model: Path, store: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run the command until it is killed; its process, and where it is."""
+    command = [sys.executable, "-m", "kvtide.cli", "llama", str(model), "--store", str(store), "--port", "0", *options]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            lines = [process.stdout.readline(), process.stdout.readline()]
+            found = re.search(r"on (http://\S+)", lines[1])
+            assert found, (lines, log.read_text())
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+def ask_chat(url: str) -> dict[str, Any]:
+    """Ask by OpenAI's API; return the answer."""
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 8, "temperature": 0.0}).encode()
+    request = urllib.request.Request(f"{url}/chat/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_prompt_outlives_a_server_that_was_told_to_end(models: Any, tmp_path: Path, number: signal.Signals) -> None:
+    said = []
+    for log in (tmp_path / "first.log", tmp_path / "second.log"):
+        with served(models(), tmp_path / "store", log, "--context", "1024") as (process, url):
+            said.append(ask_chat(url)["choices"][0]["message"])
+            process.send_signal(number)
+            assert process.wait(30) == 0, log.read_text()
+    assert said[0] == said[1]
+    assert "0 from the store" in (tmp_path / "first.log").read_text()
+    assert re.search(r"\d+ prompt tokens: 0 from the context, 640 from the store", log.read_text())
+
+
+def test_model_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvtide.cli", "llama", str(tmp_path / "no.gguf"), "--store", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "give the path of a model in GGUF" in ended.stderr
