@@ -34,7 +34,7 @@ OPEN = {
     ),
     *("server.settings", "tier.base", "tier.breaker", "tier.buffers", "tier.faults", "tier.files", "tier.source"),
     *("tier.http.records", "tier.stack.invalidation"),
-    *("engines.paged.device", "engines.surface", "plan.base", "plan.policies"),
+    *("engines.paged.device", "engines.paged.proof", "engines.surface", "plan.base", "plan.policies"),
     *("store.profiles", "store.repack", "store.load.run", "store.load.sparse", "store.load.streamed"),
 }
 PRODUCT = Path(__file__).resolve().parents[1] / "src" / "kvtide"

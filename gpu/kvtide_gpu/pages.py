@@ -49,7 +49,7 @@ class KernelPages:
         layout: BlockLayout,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._plain = DevicePages(layers, layout)
+        self._plain = DevicePages.of_rows(layers, layout)
         self.layout = layout
         self.page_tokens = self._plain.page_tokens
         self._kernels = kernels
@@ -195,4 +195,4 @@ def opened_pages(kernels: CudaKernels, layers: Sequence[torch.Tensor], layout: B
         return pages
     except (ImportError, DeviceFault, ValueError) as error:
         _log.warning("no kernels for the engine's pages, torch copies them: %s", error)
-        return DevicePages(layers, layout)
+        return DevicePages.of_rows(layers, layout)

@@ -63,7 +63,7 @@ def pages_of(kernels: Kernels, layers: list[torch.Tensor], layout: BlockLayout =
 
 
 def held(layers: list[torch.Tensor], layout: BlockLayout, pages: list[int]) -> BlockBits:
-    return DevicePages(layers, layout).capture(pages).block()
+    return DevicePages.of_rows(layers, layout).capture(pages).block()
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, ODD, WIDE])
@@ -168,7 +168,7 @@ class Engine:
     def compute(self) -> None:
         for position in range(2):
             bits = smooth_bits(SMALL, 40 + position)
-            DevicePages(self.layers, SMALL).scatter(bits, range(3 * position, 3 * position + 3), 0)
+            DevicePages.of_rows(self.layers, SMALL).scatter(bits, range(3 * position, 3 * position + 3), 0)
         stores = tuple(StoreOrder("a", block, tuple(range(3 * i, 3 * i + 3))) for i, block in enumerate(self.blocks))
         orders = StepCommands(1, (), stores, is_idle=False)
         self.worker.start(orders)

@@ -101,7 +101,7 @@ def pages(count: int, device: torch.device) -> tuple[list[torch.Tensor], PageTar
 
 
 def read_pages(layers: list[torch.Tensor], order: list[int]) -> BlockBits:
-    return DevicePages([layer.view(torch.bfloat16) for layer in layers], LAYOUT).capture(order).block()
+    return DevicePages.of_rows([layer.view(torch.bfloat16) for layer in layers], LAYOUT).capture(order).block()
 
 
 def test_many_blocks_go_to_their_pages_and_nowhere_else(kernels: Kernels) -> None:
@@ -252,7 +252,7 @@ def test_values_that_are_not_finite_are_refused(kernels: Kernels) -> None:
 
 def test_many_blocks_are_read_from_their_pages(kernels: Kernels) -> None:
     storage = torch.zeros((LAYOUT.layers, 9, 2, 8, 16), dtype=torch.int16, device=kernels.device)
-    pool = DevicePages([layer.view(torch.bfloat16) for layer in storage], LAYOUT)
+    pool = DevicePages.of_rows([layer.view(torch.bfloat16) for layer in storage], LAYOUT)
     source = page_target(list(storage), LAYOUT)
     metas = [block_meta(LAYOUT, 2, position) for position in range(2)]
     blocks = [smooth_bits(LAYOUT, 20 + i) for i in range(2)]

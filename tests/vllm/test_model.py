@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 import vllm
+from kvtide.clock import SystemClock
 from kvtide.engines import plugin
 from kvtide.engines import vllm as house
 from kvtide.engines.paged.device import DevicePages
@@ -147,9 +149,6 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([_spec(dtype=torch.uint8)], {}, "float32, float16, bfloat16 or fp8"),
     ([_spec(dtype=torch.int8, kv_quant_mode=PER_HEAD)], {}, "float32, float16, bfloat16 or fp8"),
     ([_spec(dtype=torch.float16, kv_quant_mode=PER_HEAD)], {}, "float32, float16, bfloat16 or fp8"),
-    # Pages whose order has no name.
-    ([_fp8()], {"device": "cuda"}, "on a GPU"),
-    ([_latent()], {"device": "cuda"}, "on a GPU"),
     ([_latent(head_size=575)], {}, "no halves"),
     ([_latent(model_version="deepseek_v4")], {}, "deepseek_v4"),
     # Groups that can't be filled.
@@ -157,7 +156,6 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([_spec(), _state(num_speculative_blocks=1)], {}, "drafted"),
     ([_state()], {}, "states alone"),
     ([_spec(), _latent()], {}, "MLAAttentionSpec"),
-    ([_spec(), _window()], {"device": "cuda"}, "on a GPU"),
     # What spreads or adds caches.
     ([_spec()], {"stages": 2}, "pipeline"),
     ([_spec()], {"context": 2}, "context parallel"),
@@ -189,6 +187,27 @@ def test_latents_are_one_row_a_token_and_one_copy_for_all_ranks() -> None:
     assert one == other
 
 
+@pytest.mark.parametrize(
+    ("specs", "opaque"),
+    [
+        ([_spec()], ""),
+        ([_spec(), _window()], ""),
+        ([_spec(), _state()], ""),
+        ([_spec(), _window(head_size=32)], "auto of torch.float32 on cuda in vLLM"),
+        ([_fp8()], "auto of torch.float32 on cuda in vLLM"),
+        ([_latent()], "latents of auto on cuda in vLLM"),
+    ],
+)
+def test_whatever_a_gpu_keeps_is_served_under_names_that_say_what_decides_its_bytes(
+    specs: list[Any], opaque: str
+) -> None:
+    served, on_cpu = _served(_config(device="cuda"), _caches(*specs)), None
+    assert served.opaque.startswith(opaque) and bool(opaque) == bool(served.opaque)
+    if served.states is not None:
+        on_cpu = _served(_config(), _caches(*specs))
+        assert served.namespaces.of(b"") != on_cpu.namespaces.of(b"")
+
+
 def test_fp8_is_refused_where_vllm_has_no_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(f"torch.cpu.{name}", lambda: False)
@@ -200,29 +219,112 @@ def test_pages_of_another_shape_are_refused() -> None:
     model = _served(_config(), _caches(_spec()))
     pages = torch.zeros((4, 2, 8, 128), dtype=torch.float32)
     with pytest.raises(UnsupportedModel, match="must be"):
-        page_pools(model, {"a": pages, "b": pages}, None, SETTINGS)
+        page_pools(model, {"a": pages, "b": pages}, _config(), SETTINGS, SystemClock())
     with pytest.raises(UnsupportedModel, match="do not match"):
-        page_pools(model, {"a": pages}, None, SETTINGS)
+        page_pools(model, {"a": pages}, _config(), SETTINGS, SystemClock())
 
 
-@pytest.mark.parametrize(("is_asked_for", "is_installed"), [(False, True), (True, True), (True, False)])
-def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offer: Any, is_asked_for: bool, is_installed: bool, caplog: Any
+def _on_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    specs: list[Any],
+    layers: list[torch.Tensor],
+    backend: str = "FLASH_ATTN",
+    **options: Any,
+) -> vllm_pages.EnginePages:
+    """Take layers a, b, then c and so on, for the pages of groups on a GPU."""
+    attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+    monkeypatch.setattr(vllm_pages, "get_layers_from_vllm_config", lambda *args: {"a": attention})
+    names = [f"layer.{number}" for number in range(len(layers))]
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names[at :: len(specs)]) for at, spec in enumerate(specs)]
+    config, settings = (
+        _config(device="cuda"),
+        ConnectorSettings.parse({"store": "memory://", "fingerprint": "f", **options}),
+    )
+    served = _served(config, SimpleNamespace(kv_cache_groups=groups), settings)
+    return page_pools(served, dict(zip(names, layers, strict=True)), config, settings, SystemClock())
+
+
+def _pages(
+    tokens: int = 16, content: int = 128, dtype: torch.dtype = torch.float32, heads: int = 2, parts: int = 1
+) -> Any:
+    """40 pages as a GPU's kernels stride them: heads behind tokens."""
+    return (
+        torch.zeros((40 * parts, tokens // parts, heads, content), dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
+        .view(dtype)
+        .transpose(1, 2)
+    )
+
+
+GPU_CACHES: dict[str, tuple[list[Any], list[torch.Tensor]]] = {
+    "rows": ([_spec()], [_pages(), _pages()]),
+    "pages of several kernels' pages": ([_spec()], [_pages(parts=4)] * 1),
+    "windows": ([_spec(), _window()], [_pages(), _pages(), _pages(), _pages()]),
+    "states": ([_spec(), _state()], [_pages(), torch.zeros((40, 1, 1, 64), dtype=torch.int8)]),
+    "latents": ([_latent()], [_pages(content=576, dtype=torch.bfloat16, heads=1)]),
+    "fp8": ([_fp8()], [_pages(dtype=torch.float8_e4m3fn)]),
+    "several shapes": ([_spec(), _window(block_size=32, head_size=32)], [_pages(), _pages(32, 64, parts=2)]),
+}
+
+
+@pytest.mark.parametrize("kind", GPU_CACHES)
+def test_whatever_a_gpu_keeps_is_proved_and_then_served(
+    monkeypatch: pytest.MonkeyPatch, kind: str, caplog: Any
 ) -> None:
-    attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
-    monkeypatch.setattr(vllm_pages, "get_layers_from_vllm_config", lambda *args: {"a": attention, "b": attention})
-    if is_installed:
-        (tmp_path / "made_up.py").write_text("def pages(layers, layout, multiprocessors): return multiprocessors")
-        offer("kvtide-gpu", "kvtide.device", "pages = made_up:pages")
-    else:
+    caplog.set_level("INFO")
+    found = _on_gpu(monkeypatch, *GPU_CACHES[kind])
+    assert found.refused == ""
+    assert found.counts["proofs|proved"] == 1 and found.counts["proof_seconds"] > 0
+    assert re.search(r"proved on cpu: \d groups, \d.\d\d s", caplog.text)
+    assert all(isinstance(each, DevicePages) for each in (found.pool, found.states) if each is not None)
+
+
+def test_device_that_fails_its_proof_serves_nothing_and_says_why(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(DevicePages, "follow", lambda self: None)
+    monkeypatch.setattr(DevicePages, "scatter", lambda *args: None)
+    found = _on_gpu(monkeypatch, *GPU_CACHES["windows"])
+    assert found.counts["proofs|failed"] == 1
+    assert "cpu failed its proof: a block that came in differs in" in caplog.text
+    assert "differs in" in found.refused
+
+
+def test_pages_of_an_unknown_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedModel, match=r"backend \['MADE_UP'\] are not known"):
+        _on_gpu(monkeypatch, *GPU_CACHES["rows"], backend="MADE_UP")
+
+
+KERNELS = """
+from kvtide.engines.paged.device import DeviceLayer, DevicePages
+
+class Kernels(DevicePages):
+    def scatter(self, bits, pages, skip_pages):
+        super().scatter(bits ^ {wrong}, pages, skip_pages)
+
+    def close(self):
+        open({closed!r}, "w")
+
+def pages(layers, layout, multiprocessors):
+    return Kernels([DeviceLayer(layer) for layer in layers], layout, 16)
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_asked_for", "kernels"), [(False, "right"), (True, "right"), (True, "wrong"), (True, "missing")]
+)
+def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for_and_proved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offer: Any, is_asked_for: bool, kernels: str, caplog: Any
+) -> None:
+    if kernels == "missing":
         monkeypatch.setattr("kvtide.engines.entry_points", lambda **wanted: ())
-    served = _served(_config(), _caches(_spec()))
-    # On no processor, and no device needed.
-    pages = torch.zeros((4, 2, 16, 128), dtype=torch.float32, device="meta")
-    settings = ConnectorSettings.parse({"store": "memory://", "device_kernels": is_asked_for})
-    pool, _ = vllm_pages.page_pools(served, {"a": pages, "b": pages}, None, settings)
-    assert pool == 32 if is_asked_for and is_installed else isinstance(pool, DevicePages)
-    assert ("pip install 'kvtide[gpu]'" in caplog.text) == (is_asked_for and not is_installed)
+    else:
+        source = KERNELS.format(wrong=int(kernels == "wrong"), closed=str(tmp_path / "closed"))
+        # A module is imported once.
+        (tmp_path / f"{kernels}_kernels.py").write_text(source)
+        offer("kvtide-gpu", "kvtide.device", f"pages = {kernels}_kernels:pages")
+    found = _on_gpu(monkeypatch, *GPU_CACHES["rows"], device_kernels=is_asked_for)
+    assert (type(found.pool).__name__ == "Kernels") == (is_asked_for and kernels == "right")
+    assert (tmp_path / "closed").exists() == (kernels == "wrong")
+    assert ("pip install 'kvtide[gpu]'" in caplog.text) == (kernels == "missing")
+    assert ("kernels failed their proof: a block that came in differs in" in caplog.text) == (kernels == "wrong")
 
 
 def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +334,8 @@ def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytes
     connector._settings, connector._codec = ConnectorSettings.parse(options), "cachegen"
     connector._model, connector._vllm_config, connector._clock = SimpleNamespace(label="", slots=None), None, None
     connector._registry = None
-    pool = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
-    monkeypatch.setattr(module, "page_pools", lambda *args: (pool, None))
+    pool: Any = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
+    monkeypatch.setattr(module, "page_pools", lambda *args: vllm_pages.EnginePages(pool, None))
     cache = SimpleNamespace(open=list, tiers=SimpleNamespace(tier_names=()))
     monkeypatch.setattr(module, "cache_for", lambda store, codec, *args, **rest: seen.append(codec) or cache)
     monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)

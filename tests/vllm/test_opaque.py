@@ -1,5 +1,6 @@
 """Caches whose pages kvtide keeps as they are, in the real engine: fp8, latents, and what AMX packs."""
 
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from tests.families import EXACT, LOSSY, TIDE, checkpoint, draft_checkpoint, families
 from tests.vllm.conftest import PAGE_TOKENS, flip_bytes
 
-from kvtide_lab.bench.engine_process import kvtide_transfer
+from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess, kvtide_transfer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -91,6 +92,34 @@ def test_all_groups_come_back_as_far_as_they_reach(answers_of: Any, family: str,
     for which in (0, 1):
         assert len({tuple(each[which]["ids"]) for each in answers}) == 1
         assert {each[which]["finish"] for each in answers} == {"length"}
+
+
+# Each family as it is asked above, and fp8.
+EMULATED = {name: (name, case.options) for name, case in GROUPED.items()}
+EMULATED |= {name: (case.family, case.options) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_each_cache_comes_back_where_the_device_is_an_emulated_one(
+    nursery: EngineNursery, name: str, tmp_path: Path
+) -> None:
+    family, options = EMULATED[name]
+    if "kv_cache_dtype" in options and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's fp8 needs a processor with AVX-512")
+    transfer = kvtide_transfer(str(tmp_path / "store"), codec="lossless")
+    transfer["kv_connector_module_path"] = "kvtide_lab.vllm.emulated_gpu"
+    wide = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096, **options}
+    wide["disable_log_stats"] = False
+    model = checkpoint(family, tmp_path / "model")
+    with EngineProcess(Path(sys.executable), model, nursery.log, transfer, wide, nursery=nursery) as process:
+        computed = process.ask(PROMPT, 4)
+        assert process.do("settle")["is_done"] and process.do("reset")["is_done"]
+        loaded = process.ask(PROMPT, 4)
+        metrics = process.do("check")["stats"]["metrics"]
+    assert (computed["cached_tokens"], loaded["cached_tokens"]) == (0, GROUPED.get(name, Grouped({})).restored[0])
+    assert loaded["ids"] == computed["ids"]
+    assert metrics["vllm:kvtide_proofs"] == 1
+    assert 0 < metrics["vllm:kvtide_proof_seconds"] < 5
 
 
 def test_draft_s_layers_come_back_beside_the_model_s(answers_of: Any, tmp_path: Path) -> None:

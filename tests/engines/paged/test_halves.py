@@ -431,6 +431,17 @@ def test_reset_serves_nothing_that_was_stored_before(engines: Engines) -> None:
     assert engine.ask("d", PROMPT) == 3 * BLOCK
 
 
+def test_pages_that_are_refused_are_left_alone_and_the_scheduler_hears_of_it(second: ToyEngine) -> None:
+    second.worker._is_refused = True
+    hit, pages, failed = second.load("b", PROMPT)
+    assert hit == 3 * BLOCK and failed == set(pages[: hit // PAGE_TOKENS])
+    assert not any(layer.any() for layer in second.layers)
+    # The report of that step was heard.
+    assert second.ask("c", PROMPT) == 0
+    assert second.step(ScheduledRequest("c", PROMPT, len(PROMPT), lambda: pages)).stores == ()
+    assert second.worker.cache.stats().blocks_stored == 0
+
+
 def test_block_counts_only_if_every_shard_has_it(engines: Engines) -> None:
     engine = engines(shards=2)
     engine.compute("a", PROMPT)

@@ -96,7 +96,7 @@ def _strided(axes: tuple[int, ...]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("axes", [(4, 0, 1, 2, 3), (4, 0, 2, 1, 3), (4, 1, 0, 2, 3), (0, 4, 1, 2, 3), (0, 4, 2, 1, 3)])
 def test_device_pages_take_and_give_blocks_in_every_stride_order(axes: tuple[int, ...]) -> None:
     layers, bits = _strided(axes), random_block(4)
-    pool = DevicePages(layers, LAYOUT)
+    pool = DevicePages.of_rows(layers, LAYOUT)
     pool.scatter(bits, [9, 1], 0)
     written: Any = layers[2][9, 1, 3].view(torch.int16).numpy().view(np.uint16)
     assert written.tolist() == [*bits[2, 0, 3, 1], *bits[2, 1, 3, 1]]
@@ -113,7 +113,7 @@ def test_device_pages_wait_for_what_the_engine_has_queued(monkeypatch: pytest.Mo
     order = Order()
     monkeypatch.setattr(DeviceStream, "new", lambda device: OrderedStream("copies", order))
     monkeypatch.setattr(DeviceStream, "current", lambda device: OrderedStream("engine", order))
-    pool, bits = DevicePages(_strided((4, 0, 1, 2, 3)), LAYOUT), random_block(4)
+    pool, bits = DevicePages.of_rows(_strided((4, 0, 1, 2, 3)), LAYOUT), random_block(4)
     order.taken = Counter(engine=1)
     with pytest.raises(AssertionError, match="copies did not wait for"):
         pool.scatter(bits, [9, 1], 0)
@@ -127,7 +127,7 @@ def test_device_pages_wait_for_what_the_engine_has_queued(monkeypatch: pytest.Mo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_device_pages_on_a_gpu_give_back_what_they_took() -> None:
     layers = [layer.cuda() for layer in _strided((4, 0, 2, 1, 3))]
-    pool, bits = DevicePages(layers, LAYOUT), random_block(5)
+    pool, bits = DevicePages.of_rows(layers, LAYOUT), random_block(5)
     pool.scatter(bits, [9, 1], 0)
     captured = pool.capture([9, 1])
     for layer in layers:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvtide.block import BlockBits, BlockLayout
-from kvtide.engines.paged.pages import Captured, CellOrder, PagePool, block_of_cells, keys_values
+from kvtide.engines.paged.pages import Captured, PagePool, slot_page
 
-_INT_BITS = {2: torch.int16, 4: torch.int32}
+_INT_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+# Some 5 ms of a device: longer than it takes to queue a few copies.
+DELAY_CYCLES = 10_000_000
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that a device's maker gave it."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
 
 
 class DeviceStream:
@@ -52,85 +60,130 @@ class DeviceStream:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def delay(self) -> None:
+        """Keep what is queued from now on waiting for some milliseconds."""
+        if self._stream is not None:
+            with self.queue():
+                torch.cuda._sleep(DELAY_CYCLES)
+
     def uses(self, tensor: torch.Tensor) -> None:
         """Keep a tensor's memory from others until what is queued here is done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
 
-class DevicePages(PagePool):
-    """Pages that a device holds, each token's key before its value; in this machine's memory they need no streams.
+class DeviceLayer(NamedTuple):
+    """One layer's pages on a device, in the engine's strides, and its slots in a joined page (`join_pages`).
 
-    layers: one tensor (pages, kv_heads, page_tokens, 2 * head_dim) each, strided as the kernels like it.
+    pages: (pages, [parts of a page,] kv_heads, tokens, content), of which a block has `halves` of the content apart,
+    token by token; or (pages, content).
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], layout: BlockLayout) -> None:
+    pages: torch.Tensor
+    halves: int = 2
+    slots: tuple[int, ...] | None = None
+
+    def rooms(self) -> list[torch.Tensor]:
+        """Return views (pages, ...) in the order of a block."""
+        bits = self.pages.view(_INT_BITS[self.pages.element_size()])
+        return [bits] if bits.ndim == 2 else [part.transpose(-3, -2) for part in bits.chunk(self.halves, -1)]
+
+    def own(self, pages: Sequence[int], skip_pages: int = 0) -> tuple[list[int], list[int]]:
+        """Return the pages that it still has of `pages`, and where they come in a block that is skipped into."""
+        if self.slots is None:
+            return list(pages), list(range(skip_pages, skip_pages + len(pages)))
+        slots = [slot_page(page, slot) for page in pages for slot in self.slots]
+        here = [(page, at) for at, page in enumerate(slots, skip_pages * len(self.slots)) if page]
+        return [page for page, _ in here], [at for _, at in here]
+
+
+class DevicePages(PagePool):
+    """Pages that a device holds; in this machine's memory they need no streams."""
+
+    def __init__(self, layers: Sequence[DeviceLayer], layout: BlockLayout, page_tokens: int) -> None:
         self.layout = layout
-        self.page_tokens = layers[0].shape[2]
-        self._device = layers[0].device
-        self._layers = [layer.view(_INT_BITS[layout.dtype.item_bytes]) for layer in layers]
-        self._views = [keys_values(layer, CellOrder.SPLIT) for layer in self._layers]
+        self.page_tokens = page_tokens
+        self.layers = layers
+        self._rooms = [layer.rooms() for layer in layers]
+        self._device = layers[0].pages.device
         self._is_cuda = self._device.type == "cuda"
         self._copies = DeviceStream.new(self._device)
         self._after: Any = None
+        pages = layout.tokens // page_tokens
+        # How many pages a block has of each layer, and how many bytes they take in each room.
+        self._counts = [pages * len(layer.slots or (0,)) for layer in layers]
+        taken = sum(
+            count * room[0].nbytes for count, rooms in zip(self._counts, self._rooms, strict=True) for room in rooms
+        )
+        assert taken == layout.raw_bytes, f"{layout} takes {layout.raw_bytes} bytes, its pages {taken}"
+
+    @classmethod
+    def of_rows(cls, layers: Sequence[torch.Tensor], layout: BlockLayout) -> DevicePages:
+        """Return plain layers (pages, kv_heads, page_tokens, 2 * head_dim), each token's key before its value."""
+        return cls([DeviceLayer(layer) for layer in layers], layout, layers[0].shape[-2])
 
     def follow(self) -> None:
         """Put what is written from now on after what torch's current stream has queued."""
         self._after = DeviceStream.current(self._device).mark()
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block into `pages`; see PagePool."""
-        tokens = self.page_tokens
-        _, kv_heads, _, content = self._layers[0].shape
-        part = bits[:, :, skip_pages * tokens : (skip_pages + len(pages)) * tokens]
-        shape = (len(self._layers), 2, len(pages), tokens, kv_heads, content // 2)
-        shaped = part.reshape(shape).view(f"<i{bits.itemsize}")
-        with self._behind_engine():
-            host, chosen = self._pinned(torch.from_numpy(shaped)), self._numbers(pages)
-            for rooms, both in zip(self._views, host, strict=True):
-                for room, values in zip(rooms, both.to(self._device, non_blocking=True), strict=True):
-                    room[chosen] = values.transpose(1, 2)
+        """Write a block into `pages`; see PagePool. The engine's work that was followed comes before, and may go on."""
+        self._copies.wait_for(self._after)
+        with self._copies.queue():
+            data, start = self._pinned(torch.from_numpy(bits.reshape(-1).view(np.uint8))), 0
+            own = self._own(pages, skip_pages)
+            for layer, rooms, count in zip(self.layers, self._rooms, self._counts, strict=True):
+                chosen, here = own[layer.slots]
+                for room in rooms:
+                    stop = start + count * room[0].nbytes
+                    values = data[start:stop].view(room.dtype).view(count, *room.shape[1:])
+                    if here:
+                        room[chosen] = values[_span(here)].to(self._device, non_blocking=True)
+                    start = stop
+        # What was sent is the caller's again.
+        self._copies.finish()
 
     def capture(self, pages: Sequence[int]) -> Captured:
         """Gather the pages on the device when the engine's stream comes here; they go to the host beside it."""
-        chosen = self._numbers(pages)
-        gathered = torch.stack([layer[chosen] for layer in self._layers])
+        own = self._own(pages, 0)
+        if any(len(own[layer.slots][1]) < count for layer, count in zip(self.layers, self._counts, strict=True)):
+            raise ValueError("a page of the block was given up")
+        found = [
+            room[own[layer.slots][0]] for layer, rooms in zip(self.layers, self._rooms, strict=True) for room in rooms
+        ]
+        gathered = torch.cat([each.reshape(-1).view(torch.uint8) for each in found])
         self._copies.wait_for(DeviceStream.current(self._device).mark())
         with self._copies.queue():
-            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=self._is_cuda)
+            host = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=self._is_cuda)
             host.copy_(gathered, non_blocking=True)
         self._copies.uses(gathered)
         return _DeviceCaptured(self, host, self._copies.mark())
 
-    def write(self, cells: torch.Tensor, pages: Sequence[int]) -> None:
-        """Write cells (layers, pages, kv_heads, page_tokens, 2 * head_dim) of the host into pages. Done on return."""
-        with self._behind_engine():
-            chosen = self._numbers(pages)
-            for layer, copy in zip(self._layers, cells, strict=True):
-                layer[chosen] = copy.to(self._device, non_blocking=True)
-
-    @contextmanager
-    def _behind_engine(self) -> Iterator[None]:
-        """Queue copies behind what was followed, and wait: their source is the caller's again, the engine may read."""
-        self._copies.wait_for(self._after)
-        with self._copies.queue():
-            yield
-        self._copies.finish()
+    def _own(self, pages: Sequence[int], skip_pages: int) -> dict[Any, tuple[torch.Tensor, list[int]]]:
+        """Return by their slots the numbers of layers' pages on the device, and where they come in a block."""
+        own = {layer.slots: layer.own(pages, skip_pages) for layer in self.layers}
+        return {slots: (self._numbers(chosen), here) for slots, (chosen, here) in own.items()}
 
     def _numbers(self, pages: Sequence[int]) -> torch.Tensor:
         """Return page numbers on the device. From pageable memory the engine's thread would wait for its step here."""
-        return self._pinned(torch.tensor(list(pages))).to(self._device, non_blocking=True)
+        return self._pinned(torch.tensor(list(pages), dtype=torch.int64)).to(self._device, non_blocking=True)
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._is_cuda else tensor
 
 
-class _DeviceCaptured(Captured):
-    """Cells on their way to the host; `wait` returns when they are there."""
+def _span(numbers: list[int]) -> slice | list[int]:
+    """Return ascending numbers as a slice, which copies nothing, if none between them is missing."""
+    is_dense = numbers[-1] - numbers[0] == len(numbers) - 1
+    return slice(numbers[0], numbers[-1] + 1) if is_dense else numbers
 
-    def __init__(self, pool: DevicePages, cells: torch.Tensor, event: Any) -> None:
+
+class _DeviceCaptured(Captured):
+    """A block on its way to the host; `wait` returns when it is there."""
+
+    def __init__(self, pool: DevicePages, host: torch.Tensor, event: Any) -> None:
         self._pool = pool
-        self._cells = cells
+        self._host = host
         self._event = event
 
     def wait(self) -> None:
@@ -139,9 +192,8 @@ class _DeviceCaptured(Captured):
 
     def block(self) -> BlockBits:
         self.wait()
-        unsigned: Any = self._cells.numpy().view(self._pool.layout.bits_dtype)
-        return block_of_cells(np.ascontiguousarray(unsigned), self._pool.layout, CellOrder.SPLIT)
+        bits: BlockBits = self._host.numpy().view(self._pool.layout.bits_dtype).reshape(self._pool.layout.shape)
+        return bits
 
     def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        self.wait()
-        self._pool.write(self._cells[:, skip_pages : skip_pages + len(pages)], pages)
+        self._pool.scatter(self.block(), pages, skip_pages)

@@ -80,6 +80,8 @@ class SchedulerHalf:
         # A draft model's last row of a block goes by the token after it.
         self._volatile_blocks = int(is_drafted)
         self._tail_tokens = tail_tokens
+        # A worker's pages can't be used: nothing is loaded or stored any more.
+        self._is_refused = False
         self._epoch = b""
         self._sequences: dict[str, TrackedSequence] = {}
         self._loads: list[LoadOrder] = []
@@ -112,6 +114,8 @@ class SchedulerHalf:
         The last token always runs: its logits are the answer's next token. Nothing is changed by asking. Options and
         `extra` (of `TrackedSequence`) hold from the request's first call on.
         """
+        if self._is_refused:
+            return 0
         sequence = self._sequences.get(request) or self._tracked(request, salt, tokens, options, extra)
         sequence.computed_tokens = computed_tokens
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
@@ -237,7 +241,7 @@ class SchedulerHalf:
 
     def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         sequence = self._sequences.get(scheduled.request)
-        if sequence is not None:
+        if sequence is not None and not self._is_refused:
             yield from self._block_stores(sequence, scheduled)
             if self._namespaces.has_states and sequence.options.may_store:
                 yield from self._state_stores(sequence, scheduled)
@@ -323,6 +327,7 @@ class SchedulerHalf:
         """Learn from a worker: the step's duration, those of loads, and blocks that are not there after all."""
         now_s = self._clock.monotonic_s()
         self._heard = max(self._heard, report.step)
+        self._is_refused |= report.is_refused
         if report.step in self._steps:
             started_s, tokens = self._steps.pop(report.step)
             self.cache.judge.note_prefill(0, tokens, now_s - started_s)

@@ -84,18 +84,23 @@ class LoadTiming(NamedTuple):
 
 
 class WorkerReport(NamedTuple):
-    """A worker's findings of a step: promised blocks that are `lost`, requests whose loads `failed` or came `rough`."""
+    """A worker's findings of a step: promised blocks that are `lost`, requests whose loads `failed` or came `rough`.
+
+    is_refused: its pages are not to be used at all.
+    """
 
     step: int
     loads: tuple[LoadTiming, ...] = ()
     lost: tuple[BlockKey, ...] = ()
     failed: tuple[str, ...] = ()
     rough: tuple[str, ...] = ()
+    is_refused: bool = False
 
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Return this step's findings and another worker's, or later ones."""
         loads, lost, failed = self.loads + other.loads, self.lost + other.lost, self.failed + other.failed
-        return WorkerReport(self.step, loads, lost, failed, self.rough + other.rough)
+        is_refused = self.is_refused or other.is_refused
+        return WorkerReport(self.step, loads, lost, failed, self.rough + other.rough, is_refused)
 
 
 SALTS_MAX = 1024

@@ -56,7 +56,10 @@ class LoadOutcome(NamedTuple):
 
 
 class WorkerHalf:
-    """Carries out orders on one shard for the engine's thread; loads run in others. states: pages of layers' states."""
+    """Carries out orders on one shard for the engine's thread; loads run in others. states: pages of layers' states.
+
+    is_refused: the pages are not to be used; every load fails at once, and nothing is stored.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class WorkerHalf:
         kept_bytes_max: int = 0,
         states: PagePool | None = None,
         tail_tokens: int = 0,
+        is_refused: bool = False,
     ) -> None:
         assert not tail_tokens or isinstance(pool, HostPages)
         self.cache = cache
@@ -76,6 +80,7 @@ class WorkerHalf:
         self._kept = KeptBlocks(kept_bytes_max, pool.layout.raw_bytes, cache.tiers.is_valid)
         self._tokens = pool.layout.tokens
         self._tail_tokens = tail_tokens
+        self._is_refused = is_refused
         self._shard = shard
         self._label = label
         self._clock = clock
@@ -122,14 +127,14 @@ class WorkerHalf:
         self._step = orders.step
         # Once the scheduler has heard of it, the engine computes again what was not filled.
         self._failed_requests = {name: step for name, step in self._failed_requests.items() if step > orders.heard}
-        has_pages = not orders.loads or self.cache.guarded("follow", self._follow, False)
+        can_follow = not orders.loads or self.cache.guarded("follow", self._follow, False)
         for order in orders.loads:
             ids = [self.cache.tiers.named(block.ids[self._shard]) for block in order.blocks]
             load = PageLoad(order, ids, self._pool, self._kept, self._clock.monotonic_s())
             with self._changed:
                 assert order.request not in self._loads, f"{order.request} loads already"
                 self._loads[order.request] = load
-            if not has_pages:
+            if self._is_refused or not can_follow:
                 # The engine may still be at work on the pages, and nobody can tell.
                 self._finish(load, FAULTY)
             # A copy is over sooner than a thread has woken up.
@@ -146,7 +151,9 @@ class WorkerHalf:
             self.cache.prefetch([self._meta(block) for block in advice.prefetch])
 
     def _follow(self) -> bool:
-        self._pool.follow()
+        for pool in (self._pool, self._states):
+            if pool is not None:
+                pool.follow()
         return True
 
     def _run(self, load: PageLoad) -> None:
@@ -289,7 +296,7 @@ class WorkerHalf:
             # What was computed on top of pages that were never filled is no cache of anything, and nothing after a gap
             # could be matched.
             is_wanted = order.request not in self._failed_requests and order.request not in gaps
-            if not (is_wanted and self.cache.store([self._pending(order)])):
+            if not (is_wanted and not self._is_refused and self.cache.store([self._pending(order)])):
                 gaps.add(order.request)
                 # The scheduler half takes it for stored.
                 lost = (order.block.states if order.is_state else order.block.ids)[self._shard].key
@@ -340,7 +347,7 @@ class WorkerHalf:
         """Return what the scheduler half should know, once."""
         with self._changed:
             found, self._report = self._report, WorkerReport(0)
-        return found._replace(step=step)
+        return found._replace(step=step, is_refused=self._is_refused)
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call, by name: of loads that ended, of blocks and their profiles."""

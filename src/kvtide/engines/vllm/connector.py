@@ -92,6 +92,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests: dict[str, ServedRequest] = {}
         self._worker: WorkerHalf | None = None
         self._cache_counts: CacheCounts | None = None
+        self._proof_counts: dict[str, float] = {}
         self._outcome = LoadOutcome(set(), set(), set())
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -235,9 +236,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata.orders
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the engine's pages. UnsupportedModel if they are not as kvtide knows them."""
+        """Take the engine's pages, if they are proved. UnsupportedModel if they are not as kvtide knows them."""
         settings, model, codec = self._settings, self._model, self._codec
-        pool, states = page_pools(model, kv_caches, self._vllm_config, settings)
+        found = page_pools(model, kv_caches, self._vllm_config, settings, self._clock)
+        pool = found.pool
         # Pages that windows have given up can't be kept as they are.
         kept_bytes_max = settings.kept_bytes_max if model.slots is None else 0
         limits = settings.limits()
@@ -256,10 +258,13 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model.label,
             self._clock,
             kept_bytes_max,
-            states,
+            found.states,
             settings.tail_tokens,
+            bool(found.refused),
         )
-        self._worker.take_memory()
+        self._proof_counts = dict(found.counts)
+        if not found.refused:
+            self._worker.take_memory()
 
     def _seek_profile(self, cache: Cache, codec: AwaitingCodec) -> None:
         """Have the cache look for the model's profile in the store, and say how to make one."""
@@ -310,7 +315,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             counts = self._lookups.take()
         elif self._worker is not None and self._cache_counts is not None:
-            counts = self._worker.take_counts() | self._cache_counts.take()
+            counts = self._worker.take_counts() | self._cache_counts.take() | self._proof_counts
+            self._proof_counts = {}
         return LoadStats(counts) if counts else None
 
     @classmethod

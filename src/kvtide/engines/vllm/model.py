@@ -83,8 +83,8 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     _refuse_by_config(vllm_config)
     layers, is_drafted = _layers_of(kv_cache_config), _is_drafted(vllm_config)
     spec = layers.specs[0]
-    if layers.slots is not None:
-        _refuse_groups(vllm_config, settings)
+    if layers.slots is not None and settings.load == "layers":
+        raise UnsupportedModel("with several groups of layers vLLM takes failures between steps alone: load async")
     tokens = settings.block_tokens_for(layers.page_tokens)
     shapes = {(each.block_size, each.num_kv_heads, each.head_size, each.dtype) for each in layers.specs}
     is_uniform = len(shapes) == 1 and max(map(len, layers.slots or [()])) <= 1
@@ -99,7 +99,8 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     layout = _row_layout(spec, len(layers.names), tokens) if is_uniform else _mixed_layout(layers, tokens)
     states = _states_of(kv_cache_config, layers)
     # Of states each bit is kept, whatever the rows' codec.
-    text = " beside ".join(filter(None, [opaque, _state_order(kv_cache_config) if states is not None else ""]))
+    of_states = "" if states is None else _state_order(vllm_config, kv_cache_config)
+    text = " beside ".join(filter(None, [opaque, of_states]))
     if layers.slots is not None:
         # Grouping is vLLM's own, and decides the order of layers in a block.
         text = f"{text} groups {list(zip(layers.names, layers.slots, strict=True))}"
@@ -154,13 +155,6 @@ def _refuse_by_config(vllm_config: Any) -> None:
         raise UnsupportedModel(f"speculative method {speculative.method!r} is not known; {known} are")
     if model.runner_type != "generate":
         raise UnsupportedModel(f"only text generation is supported, got runner {model.runner_type!r}")
-
-
-def _refuse_groups(vllm_config: Any, settings: ConnectorSettings) -> None:
-    if vllm_config.device_config.device_type != "cpu":
-        raise UnsupportedModel("windows, states and several groups of layers: not on a GPU yet, use KVTideTier")
-    if settings.load == "layers":
-        raise UnsupportedModel("with several groups of layers vLLM takes failures between steps alone: load async")
 
 
 def _checked_rows(spec: Any) -> Any:
@@ -284,13 +278,13 @@ def _bytes_layout(size: int, tokens: int, unit: KVDtype) -> BlockLayout:
 def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
     """Return what decides the order inside a page, where kvtide does not know it or not take it apart; else ""."""
     cache_type, is_mla = vllm_config.cache_config.cache_dtype, type(spec) is MLAAttentionSpec
-    is_on_cpu = vllm_config.device_config.device_type == "cpu"
-    if (is_mla or spec.dtype in BYTE_DTYPES) and not is_on_cpu:
-        raise UnsupportedModel(f"latents and {cache_type} on a GPU: the order inside a page has no name there yet")
+    device = vllm_config.device_config.device_type
     if is_mla:
-        return f"latents of {cache_type} {_in_version()}"
-    if not is_on_cpu:
-        return ""
+        return f"latents of {cache_type} on {device} {_in_version()}"
+    if device != "cpu":
+        # Rows go into a block in an order of its own, whatever the strides.
+        is_plain = not is_mixed and spec.dtype in DTYPES
+        return "" if is_plain else f"{cache_type} of {vllm_config.model_config.dtype} on {device} {_in_version()}"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     # Bytes lie as the model's own precision would.
@@ -304,12 +298,14 @@ def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
     return f"{cache_type} of {precision} by {isa} {_in_version()}" if is_opaque else ""
 
 
-def _state_order(kv_cache_config: Any) -> str:
-    """Return what decides what the bytes of states mean: their kernels, which go by the processor."""
+def _state_order(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return what decides what the bytes of states mean: their kernels, which go by the device."""
     specs = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups if type(each.kv_cache_spec) is MambaSpec]
     kinds = sorted({f"{spec.mamba_type.name} {spec.shapes} {list(map(str, spec.dtypes))}" for spec in specs})
-    processor = f"bf16 {torch.cpu._is_avx512_bf16_supported()} amx {torch.cpu._is_amx_tile_supported()}"
-    return f"states of {', '.join(kinds)} by {processor} {_in_version()}"
+    device = vllm_config.device_config.device_type
+    if device == "cpu":
+        device = f"bf16 {torch.cpu._is_avx512_bf16_supported()} amx {torch.cpu._is_amx_tile_supported()}"
+    return f"states of {', '.join(kinds)} by {device} {_in_version()}"
 
 
 def _in_version() -> str:

@@ -3,89 +3,155 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from kvtide.clock import Clock
 from kvtide.engines import device_part
 from kvtide.engines.paged import CellOrder, HostPages, OpaqueLayer, OpaquePages, PagePool, cell_order
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import BYTE_DTYPES, DTYPES, ServedModel
+from kvtide.engines.vllm.stats import counted
 from kvtide.errors import UnsupportedModel
 
 _log = logging.getLogger(__name__)
 
-# Their kernels take a token's key, then its value, from the last axis of a page.
-_SPLIT_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"}
+# Their kernels take a token's key, then its value, from the last axis of a page; or a latent, then its key by RoPE.
+KNOWN_BACKENDS = {
+    *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
+    *("FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"),
+}
 _INT_BITS = {2: torch.int16, 4: torch.int32}
 
 
+class EnginePages(NamedTuple):
+    """The engine's pages and those of its states. refused: why a device's are not to be used, "" if they are."""
+
+    pool: PagePool
+    states: PagePool | None
+    counts: Mapping[str, float] = MappingProxyType({})
+    refused: str = ""
+
+
 def page_pools(
-    model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any, settings: ConnectorSettings
-) -> tuple[PagePool, PagePool | None]:
-    """Return the engine's pages and those of its states. UnsupportedModel if they are not as kvtide knows them."""
+    model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any, settings: ConnectorSettings, clock: Clock
+) -> EnginePages:
+    """Return the engine's pages, a device's once they are proved. UnsupportedModel if kvtide does not know them."""
     states = model.states
     names = {*model.layer_names, *(states.layer_names if states is not None else ())}
     if set(kv_caches) != names:
         raise UnsupportedModel(f"pages and layers do not match: {sorted(set(kv_caches) ^ names)[:4]}")
     layers = [kv_caches[name] for name in model.layer_names]
-    if model.dtype is None:
-        assert model.slots is not None
-        bytes_of = [OpaqueLayer(_bytes_of(layer), slots) for layer, slots in zip(layers, model.slots, strict=True)]
-        pool: PagePool = OpaquePages(bytes_of, model.layout, model.page_tokens)
-    else:
-        pool = _row_pool(model, layers, vllm_config, settings)
-    if states is None:
-        return pool, None
-    parts = zip(states.layer_names, states.layer_bytes, states.slots, strict=True)
-    state_layers = [OpaqueLayer(_bytes_of(kv_caches[name])[:, :size], (slot,)) for name, size, slot in parts]
-    return pool, OpaquePages(state_layers, states.layout, 1)
+    parts = [] if states is None else zip(states.layer_names, states.layer_bytes, states.slots, strict=True)
+    bytes_of = [(_bytes_of(kv_caches[name])[:, :size], (slot,)) for name, size, slot in parts]
+    if vllm_config.device_config.device_type == "cpu":
+        pool = _host_pool(model, layers, vllm_config)
+        pages_of = [OpaqueLayer(pages.numpy(), slots) for pages, slots in bytes_of]
+        return EnginePages(pool, None if states is None else OpaquePages(pages_of, states.layout, 1))
+    _check_backends(model, vllm_config)
+    return _proved(model, layers, bytes_of, settings, clock)
 
 
-def _bytes_of(layer: torch.Tensor) -> NDArray[np.uint8]:
+def _bytes_of(layer: torch.Tensor) -> torch.Tensor:
     """Return a layer's pages as (pages, bytes), without copying. UnsupportedModel if a page is not one run of bytes."""
     page = layer[0]
     if not page.is_contiguous():
         raise UnsupportedModel(f"pages of {tuple(layer.shape)} are strided inside: {layer.stride()}")
     flat = layer.as_strided((layer.shape[0], page.numel()), (layer.stride(0), 1), layer.storage_offset())
-    pages: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return pages
+    return flat.view(torch.uint8)
 
 
-def _row_pool(
-    model: ServedModel, layers: list[torch.Tensor], vllm_config: Any, settings: ConnectorSettings
-) -> PagePool:
+def _host_pool(model: ServedModel, layers: list[torch.Tensor], vllm_config: Any) -> PagePool:
     layout = model.layout
-    if model.dtype in BYTE_DTYPES:
-        layers = [layer.view(torch.bfloat16) if layer.dtype == model.dtype else layer for layer in layers]
-    wanted = (layout.kv_heads, model.page_tokens, 2 * layout.head_dim)
-    for name, layer in zip(model.layer_names, layers, strict=True):
-        if layer.ndim != 4 or tuple(layer.shape[1:]) != wanted or DTYPES.get(layer.dtype) is not layout.dtype:
-            found = f"{tuple(layer.shape)} of {layer.dtype}"
-            raise UnsupportedModel(f"pages of {name} must be (pages, {wanted}) of {layout.dtype.value}, got {found}")
-    if layers[0].device.type == "cpu":
-        order = CellOrder.SPLIT if model.opaque else _probed_order(layers[0], vllm_config)
-        bits = [layer.view(_INT_BITS[layout.dtype.item_bytes]).numpy().view(layout.bits_dtype) for layer in layers]
-        return HostPages(bits, layout, order, None if model.slots is None else [first for (first,) in model.slots])
-    attention = get_layers_from_vllm_config(vllm_config, Attention, list(model.layer_names))
-    backends = {layer.attn_backend.get_name() for layer in attention.values()}
-    if not backends <= _SPLIT_BACKENDS:
-        raise UnsupportedModel(f"pages of attention backend {sorted(backends - _SPLIT_BACKENDS)} are not known")
-    if settings.device_kernels:
-        try:
-            pool: PagePool = device_part("pages")(layers, layout, settings.device_multiprocessors)
-            return pool
-        except ImportError as error:
-            _log.warning("no kernels for the engine's pages, torch copies them: %s", error)
-    else:
-        _log.info("torch copies the engine's pages on %s; device_kernels would have kernels do it", layers[0].device)
-    from kvtide.engines.paged.device import DevicePages
+    if model.dtype is None:
+        assert model.slots is not None
+        parts = zip(map(_bytes_of, layers), model.slots, strict=True)
+        return OpaquePages([OpaqueLayer(pages.numpy(), slots) for pages, slots in parts], layout, model.page_tokens)
+    layers = _checked_rows(model, layers)
+    order = CellOrder.SPLIT if model.opaque else _probed_order(layers[0], vllm_config)
+    bits = [layer.view(_INT_BITS[layout.dtype.item_bytes]).numpy().view(layout.bits_dtype) for layer in layers]
+    return HostPages(bits, layout, order, None if model.slots is None else [first for (first,) in model.slots])
 
-    return DevicePages(layers, layout)
+
+def _checked_rows(model: ServedModel, layers: Sequence[torch.Tensor], parts: int = 1) -> list[torch.Tensor]:
+    """Return layers as rows of the layout's elements. UnsupportedModel for other shapes; pages may lie in `parts`."""
+    layout = model.layout
+    wanted = (layout.kv_heads, model.page_tokens // parts, 2 * layout.head_dim)
+    found = [layer.view(torch.bfloat16) if model.dtype in BYTE_DTYPES else layer for layer in layers]
+    for name, layer in zip(model.layer_names, found, strict=True):
+        if layer.ndim != 4 or tuple(layer.shape[1:]) != wanted or DTYPES.get(layer.dtype) is not layout.dtype:
+            shape = f"{tuple(layer.shape)} of {layer.dtype}"
+            raise UnsupportedModel(f"pages of {name} must be (pages, {wanted}) of {layout.dtype.value}, got {shape}")
+    return found
+
+
+# Pages on a device
+
+
+def _check_backends(model: ServedModel, vllm_config: Any) -> None:
+    attention = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(model.layer_names))
+    backends = {layer.get_attn_backend().get_name() for layer in attention.values()}
+    if not backends <= KNOWN_BACKENDS:
+        raise UnsupportedModel(f"pages of attention backend {sorted(backends - KNOWN_BACKENDS)} are not known")
+
+
+def _proved(
+    model: ServedModel,
+    layers: Sequence[torch.Tensor],
+    bytes_of: Sequence[tuple[torch.Tensor, tuple[int, ...]]],
+    settings: ConnectorSettings,
+    clock: Clock,
+) -> EnginePages:
+    # Who has no device needs none of it.
+    from kvtide.engines.paged.device import DeviceLayer, DevicePages, device_name
+    from kvtide.engines.paged.proof import prove
+
+    slots = model.slots or [None] * len(layers)
+    # A page of the engine's may be several of its kernels', one behind the other.
+    tokens = [model.page_tokens // len(own or (0,)) for own in slots]
+    parts = [each // layer.shape[2] for each, layer in zip(tokens, layers, strict=True)]
+    found, halves = (_checked_rows(model, layers, parts[0]), 2) if model.dtype is not None else (layers, 1)
+    split = [layer.unflatten(0, (-1, each)) if each > 1 else layer for layer, each in zip(found, parts, strict=True)]
+    rows = [DeviceLayer(layer, halves, own) for layer, own in zip(split, slots, strict=True)]
+    pool, states = DevicePages(rows, model.layout, model.page_tokens), None
+    proof, groups = prove(pool, rows, clock), {row.slots for row in rows}
+    if model.states is not None:
+        kept = [DeviceLayer(pages, 1, own) for pages, own in bytes_of]
+        states = DevicePages(kept, model.states.layout, 1)
+        proof, groups = proof.beside(prove(states, kept, clock)), groups | {each.slots for each in kept}
+    name, result = device_name(layers[0].device), "failed" if proof.reason else "proved"
+    counts = Counter({counted("proofs", result): 1.0, "proof_seconds": proof.seconds})
+    if proof.reason:
+        _log.warning("kvtide serves nothing here: %s failed its proof: %s", name, proof.reason)
+        return EnginePages(pool, states, counts, proof.reason)
+    _log.info("proved on %s: %d groups, %.2f s", name, len(groups), proof.seconds)
+    # Kernels know pages of one kind alone.
+    if not settings.device_kernels or model.slots is not None or parts[0] > 1:
+        return EnginePages(pool, states, counts)
+    kernels = _kernel_pool(pool, found, settings)
+    if kernels is pool:
+        return EnginePages(pool, states, counts)
+    proof = prove(kernels, rows, clock)
+    counts.update({counted("proofs", "failed" if proof.reason else "proved"): 1.0, "proof_seconds": proof.seconds})
+    if proof.reason:
+        _log.warning("torch copies the engine's pages: kernels failed their proof: %s", proof.reason)
+        kernels.close()
+    return EnginePages(pool if proof.reason else kernels, states, counts)
+
+
+def _kernel_pool(pool: PagePool, layers: Sequence[torch.Tensor], settings: ConnectorSettings) -> PagePool:
+    try:
+        found: PagePool = device_part("pages")(layers, pool.layout, settings.device_multiprocessors)
+        return found
+    except ImportError as error:
+        _log.warning("no kernels for the engine's pages, torch copies them: %s", error)
+        return pool
 
 
 def _probed_order(layer: torch.Tensor, vllm_config: Any) -> CellOrder:

@@ -60,6 +60,8 @@ COUNTED: Mapping[str, Counted] = MappingProxyType(
         "tier_evictions": Counted("Objects that left a tier for others.", ("tier",)),
         "tier_faults": Counted("Times that a tier failed.", ("tier",)),
         "request_options": Counted("Options in requests' kv_transfer_params, used or left out.", ("what",)),
+        "proofs": Counted("Starts on a device whose pages were proved, or failed their proof.", ("result",)),
+        "proof_seconds": Counted("Seconds that proofs took."),
         "hints_heard": Counted("Pieces of advice about sessions that came to a cache."),
         "hints_ignored": Counted("Those of them that no tier believed or takes."),
     }

@@ -1,0 +1,183 @@
+"""A device proves itself before the first request: blocks go out of the engine's own pages and come into them, by the
+very path that loads and stores will take, and every bit is compared.
+
+What pages hold is written and read by address here, and blocks are put together by numpy: neither is what is proved.
+Invariant: what the pages held before is there again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtide.block import BlockBits
+from kvtide.clock import Clock
+from kvtide.engines.paged.device import DeviceLayer, DeviceStream
+from kvtide.engines.paged.pages import Bytes, PagePool, join_pages
+from kvtide.errors import DeviceFault, KvtideError
+
+_SEED = 45
+
+
+class Proof(NamedTuple):
+    """A device's result. reason: why its pages are not to be served; "" if they are proved."""
+
+    reason: str
+    seconds: float
+
+    def beside(self, other: Proof) -> Proof:
+        """Return both as one: what is proved of a part is of no use alone."""
+        return Proof(self.reason or other.reason, self.seconds + other.seconds)
+
+
+def prove(pool: PagePool, layers: Sequence[DeviceLayer], clock: Clock) -> Proof:
+    """Prove the pages of `layers`, none of which is in use yet, by whatever moves them for `pool`."""
+    started_s, reason = clock.monotonic_s(), ""
+    try:
+        trial = _Trial(pool, layers)
+        try:
+            trial.run()
+        finally:
+            trial.put_back()
+    except (KvtideError, RuntimeError, ValueError) as error:
+        # RuntimeError: torch has no class of its own for what a device says.
+        reason = str(error) or type(error).__name__
+    return Proof(reason, clock.monotonic_s() - started_s)
+
+
+class _Memory:
+    """Some pages of all layers as their bytes in order of address, layer by layer."""
+
+    def __init__(self, layers: Sequence[DeviceLayer], numbers: Sequence[Sequence[int]]) -> None:
+        pages = [layer.pages[page] for layer, own in zip(layers, numbers, strict=True) for page in own]
+        self._runs = [run.view(torch.uint8) for page in pages for run in _runs(page)]
+
+    def read(self) -> torch.Tensor:
+        """Return a copy on the device."""
+        return torch.cat(self._runs)
+
+    def write(self, data: torch.Tensor) -> None:
+        """Queue the copies of what lies on the device."""
+        for run, part in zip(self._runs, data.split([len(run) for run in self._runs]), strict=True):
+            run.copy_(part)
+
+
+def _runs(page: torch.Tensor) -> list[torch.Tensor]:
+    """Return a page's memory as dense pieces."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(page.shape, page.stride(), strict=True))
+    if span == page.numel():
+        return [page.as_strided((span,), (1,))]
+    return [run for part in page.unbind(_by_address(page)[0]) for run in _runs(part)]
+
+
+def _by_address(page: torch.Tensor) -> list[int]:
+    """Return a page's axes, outermost in memory first."""
+    return sorted(range(page.ndim), key=lambda axis: (-page.stride(axis), axis))
+
+
+class _Trial:
+    """Blocks through pages that are spread over all there are, with an eye on the pages beside these."""
+
+    def __init__(self, pool: PagePool, layers: Sequence[DeviceLayer]) -> None:
+        self._pool, self._layers = pool, layers
+        self._engine = DeviceStream.current(layers[0].pages.device)
+        used = sorted({slot for layer in layers for slot in layer.slots or (0,)})
+        count, last = pool.layout.tokens // pool.page_tokens, min(len(layer.pages) for layer in layers) - 1
+        numbers = _spread(last, count * len(used))
+        # Groups may lie over one another: a page is one group's alone.
+        by_slot = [
+            numbers[used.index(slot) :: len(used)] if slot in used else [0] * count for slot in range(used[-1] + 1)
+        ]
+        self._pages = join_pages(by_slot, [1] * len(by_slot)) if layers[0].slots is not None else numbers
+        self._numbers = [layer.own(self._pages)[0] for layer in layers]
+        ends = (numbers[0], numbers[-1])
+        beside = sorted({0, *(page + step for page in ends for step in (-1, 1))} - {*numbers, last + 1})
+        self._own, self._beside = _Memory(layers, self._numbers), _Memory(layers, [beside] * len(layers))
+        self._before, self._before_beside = self._own.read(), self._beside.read()
+
+    def run(self) -> None:
+        """DeviceFault, with what went wrong, unless every bit came where it should."""
+        first = np.random.default_rng(_SEED).integers(0, 256, len(self._before), np.uint8)
+        # Every bit comes in both as 0 and as 1, and the engine's own writes are others.
+        second, engine_s = ~first, np.roll(first, 1)
+        sent = [torch.from_numpy(each).to(self._before.device) for each in (first, engine_s)]
+        self._engine.delay()
+        self._own.write(sent[0])
+        captured = self._pool.capture(self._pages)
+        self._own.write(sent[1])
+        _check("a block that went out", captured.block(), self._block(first))
+        self._engine.delay()
+        self._own.write(sent[1])
+        self._pool.follow()
+        self._pool.scatter(self._block(second), self._pages, 0)
+        _check("a block that came in", self._held(), second)
+        # A part of a block, of whose last page a group has none any more.
+        skip = min(1, len(self._pages) - 1)
+        part = self._pages[skip:]
+        if self._layers[0].slots is not None:
+            part[-1] -= self._numbers[0][-1] << 32 * self._layers[0].slots[-1]
+        captured.restore(part, skip)
+        _check("a part of a block that came in", self._held(), self._mixed(first, second, part, skip))
+        if not torch.equal(self._beside.read(), self._before_beside):
+            raise DeviceFault("pages were written that nobody named")
+
+    def put_back(self) -> None:
+        """Write what was there before."""
+        self._own.write(self._before)
+        self._beside.write(self._before_beside)
+        self._engine.finish()
+
+    def _held(self) -> Bytes:
+        found = self._own.read()
+        self._engine.finish()
+        held: Bytes = found.cpu().numpy()
+        return held
+
+    def _parts(self, data: Bytes) -> list[Bytes]:
+        """Return of each layer its pages (pages, bytes)."""
+        counts = [len(own) for own in self._numbers]
+        sizes = [layer.pages[0].nbytes for layer in self._layers]
+        ends = np.cumsum(np.multiply(counts, sizes))[:-1]
+        return [part.reshape(count, -1) for part, count in zip(np.split(data, ends), counts, strict=True)]
+
+    def _mixed(self, new: Bytes, old: Bytes, pages: Sequence[int], skip_pages: int) -> Bytes:
+        """Return `old` with those pages as in `new` that were written."""
+        mixed = old.copy()
+        for layer, own, source in zip(self._layers, self._parts(mixed), self._parts(new), strict=True):
+            _, here = layer.own(pages, skip_pages)
+            own[here] = source[here]
+        return mixed
+
+    def _block(self, data: Bytes) -> BlockBits:
+        """Return the block of pages that hold `data`."""
+        found: list[Bytes] = []
+        for layer, pages in zip(self._layers, self._parts(data), strict=True):
+            page = layer.pages[0]
+            order = _by_address(page)
+            shape = [page.shape[axis] for axis in order]
+            cells = pages.view(f"<i{page.element_size()}").reshape(len(pages), *shape)
+            cells = cells.transpose(0, *(1 + order.index(axis) for axis in range(page.ndim)))
+            halves = (
+                [cells] if page.ndim == 1 else [half.swapaxes(-3, -2) for half in np.split(cells, layer.halves, -1)]
+            )
+            found += [np.ascontiguousarray(half).reshape(-1).view(np.uint8) for half in halves]
+        bits: BlockBits = np.concatenate(found).view(self._pool.layout.bits_dtype).reshape(self._pool.layout.shape)
+        return bits
+
+
+def _spread(last: int, count: int) -> list[int]:
+    """Return so many pages from 1 to the last, out of order. DeviceFault if there are not as many."""
+    if count > last:
+        raise DeviceFault(f"a proof takes {count} pages, there are {last}")
+    numbers = [1 + (last - 1) * each // max(1, count - 1) for each in range(count)]
+    return numbers[1::2] + numbers[::2]
+
+
+def _check(what: str, found: NDArray[Any], expected: NDArray[Any]) -> None:
+    if not np.array_equal(found, expected):
+        wrong = np.flatnonzero(found.reshape(-1) != expected.reshape(-1))
+        raise DeviceFault(f"{what} differs in {len(wrong)} of {found.size} values, first in number {wrong[0]}")
