@@ -30,12 +30,6 @@ from kvtide.tier.disk import DiskTier
 from kvtide.tier.http.tier import http_tier
 
 
-def run(*words: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own."""
-    command = [sys.executable, "-m", "kvtide.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-
 def refused(*words: Any) -> str:
     """Return a command's complaint, one line; nothing else is printed."""
     result = CliRunner().invoke(app, [*map(str, words)])
@@ -122,12 +116,6 @@ def test_explain_refuses_a_bad_token_file(content: str, store: Path, tokens: Pat
     refused("explain", "--tokens", tokens, "--store", store)
 
 
-def test_mistake_is_one_line_on_stderr_and_status_2(tmp_path: Path) -> None:
-    ran = run("stats", "--store", tmp_path / "none")
-    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
-    assert ran.stderr.startswith("kvtide: no store at ")
-
-
 def test_doctor_names_a_store_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(app, ["doctor", "--store", str(tmp_path / "file")])
@@ -158,20 +146,6 @@ def test_chart_says_which_waits_were_not_measured() -> None:
 
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--listen nowhere",
-        "--listen 0.0.0.0:7421",
-        "--listen 203.0.113.1:7421 --open-to-all",
-        "--tier ftp://x",
-        "--config /absent.toml",
-    ],
-)
-def test_bad_arguments_are_one_line(words: str) -> None:
-    refused("serve", *words.split())
 
 
 def test_example_configuration_is_valid() -> None:

@@ -28,7 +28,10 @@ explain --tokens TOKENS --store STORE      | --namespace; kvtide stats
 rm --store STORE                           | kvtide ls
 rm abc --store STORE                       | at least 4 hex digits; kvtide ls
 serve --listen 0.0.0.0:7421                | kvtide token; 127.0.0.1; --open-to-all
+serve --listen 203.0.113.1:7421 --open-to-all | can't serve; kvtide doctor --store URL
+serve --listen nowhere                     | host:port or unix:/path; see kvtide serve --help
 serve --listen TAKEN                       | in use; kvtide doctor --store URL
+serve --config /absent.toml                | /absent.toml; see kvtide serve --help
 serve --tier ftp://host                    | 'ftp'; see kvtide serve --help and docs/operations.md
 calibrate FOLDER                           | --store URL; kvtide calibrate FOLDER --store URL
 calibrate FOLDER --codec zip --output FILE | --codec 'zip'; see kvtide calibrate --help
