@@ -33,7 +33,7 @@ def shell(hint: str) -> subprocess.Popen[str]:
     return subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.parametrize("module", doctor._OPTIONAL)
+@pytest.mark.parametrize("module", doctor.OPTIONAL)
 def test_hint_for_what_is_not_installed_names_what_pip_can_install(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +49,7 @@ def test_hint_for_what_is_not_installed_names_what_pip_can_install(
 def test_hint_to_install_is_accepted_by_pip(module: str) -> None:
     """All that it names is here, so pip asks nobody."""
     pytest.importorskip(module)
-    hint = doctor._OPTIONAL[module][1].replace("pip install", "python -m pip install --no-index --dry-run")
+    hint = doctor.OPTIONAL[module][1].replace("pip install", "python -m pip install --no-index --dry-run")
     with shell(hint) as pip:
         said, _ = pip.communicate(timeout=100)
     assert pip.returncode == 0, said
@@ -58,7 +58,7 @@ def test_hint_to_install_is_accepted_by_pip(module: str) -> None:
 def test_hint_is_printed_whole_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     lines = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["doctor"]).stdout.splitlines()
-    assert {command for _, command in doctor._OPTIONAL.values()} <= set(lines)
+    assert {command for _, command in doctor.OPTIONAL.values()} <= set(lines)
 
 
 def test_server_that_is_down_is_started_by_the_hint() -> None:

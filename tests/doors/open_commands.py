@@ -35,6 +35,7 @@ from where on loading pays | kvtide ping --store URL --prefill-tokens-s | @look 
 how large a model's cache is | kvtide size --model --disk-gb | @look | configs of known models | OURS
     tests/cli/test_sizes.py::test_size_is_what_the_models_cache_takes
 why a prompt missed | kvtide explain | @look | @tiny | OURS
+what a hit saves | kvtide explain --prefill-tokens-s --link-mbit-s | @look | @tiny | OURS
 which group of layers ended a hit | kvtide explain --model | @look | Gemma 3, tiny, random weights | OURS
 whether the quality is enough | kvtide explain --quality | @look | @tiny | OURS
 what is installed | kvtide doctor | @look | @machine | OURS

@@ -79,6 +79,14 @@ def test_explain_names_the_first_block_that_is_missing(store: Path, tokens: Path
     assert explained(store, tokens)["hit_tokens"] < RESTORED
 
 
+@door("what a hit saves")
+def test_explain_says_what_a_hit_saves_on_an_engine_and_a_link(store: Path, tokens: Path) -> None:
+    assert explained(store, tokens)["saved_s"] is None
+    here, far = (explained(store, tokens, "--prefill-tokens-s", 100, "--link-mbit-s", link) for link in (0, 1))
+    assert here["saved_s"] == RESTORED / 100
+    assert far["saved_s"] == pytest.approx(RESTORED / 100 - 8e-6 * kvtide("stats", "--store", store)["stored_bytes"])
+
+
 @door("which group of layers ended a hit")
 def test_explain_names_the_layers_whose_part_is_missing(tokens: Path, tmp_path: Path) -> None:
     folder, store = tmp_path / "model", tmp_path / "groups"

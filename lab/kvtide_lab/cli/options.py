@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from kvtide.cli.report import emit
+from kvtide.cli.report import CONSOLE, envelope, say
 from kvtide_lab.measuring import tables_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ LmcacheOption = Annotated[
 
 def tell(result: msgspec.Struct, as_json: bool) -> None:
     """Print a result: as JSON, or as tables with the command, commit and machine that it comes from."""
-    emit(result, tables_of, as_json)
+    say(result, as_json, tables_of(result) if not as_json else None)
+    if not as_json:
+        where = envelope()
+        CONSOLE.print(f"{where['command']} at {where['commit']} on {where['cpu']}, {where['machine']}", style="dim")
 
 
 def texts_of(paths: list[Path] | None) -> list[Text]:

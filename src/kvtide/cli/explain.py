@@ -62,6 +62,7 @@ class Explanation(NamedTuple):
     elsewhere: tuple[Namespace, ...] = ()
     needs: str = ""
     ended_by: str = ""
+    hit_bytes: int = 0
 
     @property
     def reason(self) -> str:
@@ -83,6 +84,10 @@ def explain(
     quality: Annotated[
         float | None, typer.Option("--quality", help="KL divergence that the engine asks for: 5e-3 for tide:5e-3.")
     ] = None,
+    prefill: Annotated[
+        float, typer.Option("--prefill-tokens-s", min=0, help="Speed of your engine: says what the hit gains.")
+    ] = 0.0,
+    link: Annotated[float, typer.Option("--link-mbit-s", min=0, help="Rate of the link to the store, for that.")] = 0.0,
     url: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
@@ -108,13 +113,25 @@ def explain(
         disk = below_seal(tier)
         decided = sorted(disk.decisions().items()) if isinstance(disk, DiskTier) else []
     past = [f"decided before: {kind.choice} {count} tokens, {kind.why.meaning}" for kind, count in decided]
-    say(_result(url, digest, found, decided), as_json, *_lines(found), *past)
+    loading_s = 8e-6 * found.hit_bytes / link if link else 0.0
+    saved_s = found.hit_tokens / prefill - loading_s if prefill else None
+    gain = [] if saved_s is None else [f"{'saves' if saved_s >= 0 else 'loses'} {abs(saved_s):.3g} s against computing"]
+    say({**_result(url, digest, found, decided), "saved_s": saved_s}, as_json, *_lines(found), *gain, *past)
 
 
 def _result(
     url: str, digest: Namespace, found: Explanation, decided: Sequence[tuple[Decided, int]]
 ) -> dict[str, object]:
-    as_they_are = ("prompt_tokens", "full_blocks", "hit_blocks", "hit_tokens", "reason", "ended_by", "needs")
+    as_they_are = (
+        "prompt_tokens",
+        "full_blocks",
+        "hit_blocks",
+        "hit_tokens",
+        "hit_bytes",
+        "reason",
+        "ended_by",
+        "needs",
+    )
     return {
         "store": url,
         "namespace": digest.hex(),
@@ -145,9 +162,7 @@ def _token_ids(path: Path) -> list[int]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[int])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"expected a JSON list of token ids in {path}: {error}: of a text, kvtide explain --text FILE"
-        ) from error
+        raise ValueError(f"no JSON list of token ids in {path}: kvtide explain --text FILE? {error}") from error
 
 
 def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
@@ -183,6 +198,7 @@ class _Look(NamedTuple):
 
     verdict: MatchVerdict = MatchVerdict.ALL_FULL_BLOCKS
     needs: str = ""
+    stored_bytes: int = 0
 
     @property
     def is_good(self) -> bool:
@@ -217,18 +233,20 @@ def explain_prompt(
     present = [[look.is_good for look in seen] for seen in looks]
     hits, ended_by, _ = hit_of(present, reaches)
     counts = (len(prompt), len(keys), hits, hits * block_tokens)
+    loaded = [seen[max(0, hits - reach) if reach else 0 : hits] for seen, reach in zip(looks, reaches, strict=True)]
+    hit_bytes = sum(look.stored_bytes for seen in loaded for look in seen)
     if ended_by is None:
         verdict = MatchVerdict.ALL_FULL_BLOCKS if keys else MatchVerdict.SHORTER_THAN_BLOCK
-        return Explanation(*counts, verdict, None)
+        return Explanation(*counts, verdict, None, hit_bytes=hit_bytes)
     # A hit of one block more needs it.
     missing = max(position for position in range(hits + 1) if not present[ended_by][position])
-    verdict, needs = looks[ended_by][missing]
+    verdict, needs, _ = looks[ended_by][missing]
     elsewhere: tuple[Namespace, ...] = ()
     if verdict is MatchVerdict.NEVER_STORED and not groups:
         elsewhere = _namespaces_with(tier, namespace, prompt, block_tokens, hits)
         verdict = MatchVerdict.OTHER_NAMESPACE if elsewhere else verdict
     name = groups[ended_by][0].name if groups else ""
-    return Explanation(*counts, verdict, parts[ended_by][1][missing], elsewhere, needs, name)
+    return Explanation(*counts, verdict, parts[ended_by][1][missing], elsewhere, needs, name, hit_bytes)
 
 
 def _look(tier: Tier, object_id: ObjectId, registry: CodecRegistry | None, quality: float | None) -> _Look:
@@ -245,7 +263,7 @@ def _look(tier: Tier, object_id: ObjectId, registry: CodecRegistry | None, quali
     if quality is not None and stored.quality > quality * (1 + QUALITY_SLACK):
         needs = f"a quality of {quality:.2g}; {stored.codec_id} has {stored.quality:.2g}"
         return _Look(MatchVerdict.COARSE, needs)
-    return _Look()
+    return _Look(stored_bytes=stored.object_bytes)
 
 
 def _needs(stored: StoredObject) -> str:

@@ -93,16 +93,6 @@ def say(result: Any, as_json: bool, *shown: Any) -> None:
         CONSOLE.print(each)
 
 
-def emit(result: Any, render: Callable[[Any], Any], as_json: bool) -> None:
-    """Print a measurement: as JSON, or as a table with the command, commit and machine that it comes from."""
-    if as_json:
-        say(result, as_json)
-        return
-    where = envelope()
-    CONSOLE.print(render(result))
-    CONSOLE.print(f"{where['command']} at {where['commit']} on {where['cpu']}, {where['machine']}", style="dim")
-
-
 def narrow_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Make a table that fits 80 columns: only the model's name gives way. Columns that begin with > are figures."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -90,9 +90,7 @@ def read_config(model: Path) -> Config:
         with path.open("rb") as file:
             config = msgspec.json.decode(file.read(CONFIG_BYTES_MAX), type=Config)
     except OSError as error:
-        raise ValueError(
-            f"expected a model's folder or its config.json, as in kvtide size --model FOLDER: {error}"
-        ) from error
+        raise ValueError(f"expected a folder or a config.json, as in kvtide size --model FOLDER: {error}") from error
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is no model's config: {error}") from error
     return config.text_config or config
