@@ -46,9 +46,9 @@ def test_restored_answers_are_those_of_a_fresh_model(
             for length in lengths:
                 # Behind an answer to something else, whose tokens are other ones.
                 ask(llm, tokens[1000:1040], 2)
+                stored = (length - 1) // cached.served.step * cached.served.step
+                assert not is_second or cached.hit_tokens(tokens[:length]) == stored
                 assert ask(llm, tokens[:length]).is_same(plain[length]), (length, cached.last)
-                restored = (length - 1) // cached.served.step * cached.served.step
-                assert not is_second or cached.last.hit_tokens == restored
             assert cached.flush(10)
 
 
@@ -73,8 +73,8 @@ def test_chat_goes_on_after_a_restart_with_what_its_context_had(opened: Any, tok
     history, restored = tokens[:300], []
     for turn in range(4):
         with opened() as llm, attach(llm, tmp_path, codec="raw") as cached:
+            restored.append(cached.hit_tokens(history))
             history = history + ask(llm, history, 100).ids
-            restored.append(cached.last.hit_tokens)
             assert cached.flush(10)
         history = history + tokens[400 + 20 * turn : 420 + 20 * turn]
     # Turns leave 399, 519 and 639 tokens, since nobody has computed the last of an answer: 3 and 4 blocks of 128.
@@ -92,6 +92,18 @@ def test_prompts_do_not_take_rows_that_a_conversation_left(opened: Any, tokens: 
         plain = ask(llm, tokens[:50] + tokens[500:900])
     with opened() as llm, attach(llm, tmp_path):
         assert ask(llm, tokens[:50] + tokens[500:900]).is_same(plain)
+
+
+def test_prompt_that_shares_its_first_tokens_with_the_context_is_stored(
+    opened: Any, tokens: list[int], tmp_path: Path
+) -> None:
+    prompt = tokens[:8] + tokens[500:900]
+    with opened() as llm, attach(llm, tmp_path) as cached:
+        ask(llm, tokens[:50])
+        said = ask(llm, prompt, 2)
+        assert cached.flush(10) and cached.hit_tokens(prompt) == 384
+    with opened() as llm:
+        assert ask(llm, prompt, 2).is_same(said)
 
 
 def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens: list[int], tmp_path: Path) -> None:

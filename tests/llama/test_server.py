@@ -43,6 +43,7 @@ def ask_chat(url: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_prompt_outlives_a_server_that_was_told_to_end(models: Any, tmp_path: Path, number: signal.Signals) -> None:
     said = []

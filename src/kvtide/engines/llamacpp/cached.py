@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 # A load for fewer tokens than this is left to llama.cpp, which has them computed sooner.
 _GAIN_TOKENS_MIN = 32
+# Computing a prompt's first tokens once more is no more than this part of the work, for a prompt that can be stored.
+_SHARE_MIN = 32
 
 
 class LlamaReport(NamedTuple):
@@ -148,6 +150,8 @@ class CachedLlama:
         space = self.served.groups[0].namespace
         is_worth = found.tokens >= reused + _GAIN_TOKENS_MIN and self.cache.is_worth(found.tokens, found.is_near, space)
         restored = self.cache.guarded("restore", partial(self._restore, prompt, found), 0) if is_worth else 0
+        if not restored:
+            reused = self._begun_between_batches(reused if not is_worth else 0, len(prompt))
         took_s, speed = self._clock.monotonic_s() - began_s, self.cache.judge.prefill()
         saved_s = speed.seconds(reused, restored) - took_s if speed is not None and restored > reused else 0.0
         return LlamaReport(len(prompt), reused if not restored else 0, restored, took_s, 0.0, 0, max(0.0, saved_s))
@@ -166,6 +170,16 @@ class CachedLlama:
             self._cut(0)
             return 0
         return reused
+
+    def _begun_between_batches(self, reused: int, prompt_tokens: int) -> int:
+        """Have llama.cpp begin at the end of a batch where that costs next to nothing: such a prompt can be stored."""
+        start = min(self._exact, reused) // self.served.unit_tokens * self.served.unit_tokens
+        if not 0 < (reused - start) * _SHARE_MIN <= prompt_tokens - start:
+            return reused
+        self.llm.n_tokens = start
+        if not start:
+            self.llm.reset()
+        return start
 
     def _restore(self, prompt: Tokens, found: Prefix) -> int:
         llm, size = self.llm, self.served.block_tokens

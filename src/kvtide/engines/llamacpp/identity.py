@@ -126,6 +126,7 @@ def _refuse(llm: Any) -> None:
 
 def _probed(context: LlamaContext) -> list[PartShape]:
     """Return the model's caches after a few tokens went out and in again, each bit the same. The context is empty."""
+    context.clear()
     try:
         context.evaluate(_PROBE_TOKENS)
         data, parts = context.read()

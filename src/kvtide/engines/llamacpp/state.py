@@ -170,7 +170,7 @@ def parse_context(data: memoryview) -> list[Part | None]:
     if size > NAME_BYTES_MAX:
         raise CorruptPayload(f"a state begins with a name of {size} bytes")
     reader.take(size)
-    parts = []
+    parts = [reader.part()]
     while len(reader.left):
         parts.append(reader.part())
     return parts
