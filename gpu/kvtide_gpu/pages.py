@@ -9,20 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.clock import SystemClock
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec
 from kvtide.codec.published.cachegen import ProfiledCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.paged import Captured, PagePool
 from kvtide.engines.paged.device import DevicePages, DeviceStream
-from kvtide.errors import DeviceFault
+from kvtide.engines.paged.proof import prove
+from kvtide.errors import CorruptPayload, DeviceFault, UnencodableBlock
 from kvtide.tier.breaker import Breaker
-from kvtide.types import Section
+from kvtide.types import BlockKey, Namespace, ObjectId, Section
 from kvtide_gpu.codecs import BlockEncoder, DeviceCodec, DeviceDecoder
 from kvtide_gpu.kernels import Budget, CudaKernels, Kernels, device_faults
 from kvtide_gpu.memory import KernelMemory
@@ -34,6 +37,13 @@ _Result = TypeVar("_Result")
 # After so many faults in a row kernels are left alone for so long.
 FAULTS_MAX = 3
 REST_S = 60.0
+# A block goes out and in so often, by kernels and by torch, before one is chosen.
+RACES = 3
+# As much of a block is in a golden object: it is made at the start.
+GOLDEN_BYTES = 4 << 20
+_SEED = 14
+_FLOATS = {KVDtype.BFLOAT16: torch.bfloat16, KVDtype.FLOAT16: torch.float16, KVDtype.FLOAT32: torch.float32}
+_INTS = {2: torch.int16, 4: torch.int32}
 
 
 class KernelPages:
@@ -66,6 +76,8 @@ class KernelPages:
         self._encoding_lock = threading.Lock()
         self._is_closed = False
         self._after: Any = None
+        # Of each codec, by its first block, whether the device decodes as the processor does.
+        self._is_right: dict[tuple[str, float, bytes], bool] = {}
         self._breaker = Breaker(FAULTS_MAX, REST_S, SystemClock())
         self._has_faulted = False
         self._decoder = DeviceDecoder(decoding, self._target)
@@ -106,8 +118,33 @@ class KernelPages:
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
     ) -> bool:
         """Write a block straight from its sections; see PagePool."""
-        starts = self._target.token_starts(pages, skip_pages)
-        return self._tried(lambda: self._decoder.decode(codec, meta, sections, starts, self._after), False)
+        is_right = self._is_right.get(_key(codec))
+        # The first block of each codec proves it, so it has to be a whole one.
+        if is_right is False or (is_right is None and skip_pages):
+            return False
+        starts = self._target.token_starts(pages, skip_pages)[: meta.layout.tokens]
+        is_written = self._tried(lambda: self._decoder.decode(codec, meta, sections, starts, self._after), False)
+        return is_written and (is_right or self._is_as_the_processors(codec, meta, sections, pages))
+
+    def _is_as_the_processors(
+        self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int]
+    ) -> bool:
+        expected: BlockBits = np.empty(meta.layout.shape, meta.layout.bits_dtype)
+        try:
+            codec.decode(meta, sections, expected)
+        except CorruptPayload:
+            # The processor has the last word, and says it again.
+            return False
+        tokens = min(meta.layout.tokens, len(pages) * self.page_tokens)
+        found = self.capture(pages).block()[:, :, :tokens]
+        is_right = self._is_right[_key(codec)] = np.array_equal(found, expected[:, :, :tokens])
+        if not is_right:
+            _log.warning("the device decodes %s otherwise than the processor, which does it now", codec.codec_id)
+        return is_right
+
+    def is_wrong(self, codec: Codec) -> bool:
+        """Tell whether the device has decoded a block of a codec otherwise than the processor."""
+        return self._is_right.get(_key(codec)) is False
 
     def encoder(self, codec: Codec) -> Codec:
         """Return what encodes lossy codecs' blocks on the device; see PagePool."""
@@ -154,6 +191,10 @@ class KernelPages:
         return found
 
 
+def _key(codec: Codec) -> tuple[str, float, bytes]:
+    return codec.codec_id, codec.quality, codec.profile or b""
+
+
 class _KernelCaptured:
     """A block of pinned memory that the pages' values are on their way to."""
 
@@ -176,23 +217,71 @@ class _KernelCaptured:
         self._pool.scatter(self.block(), pages, skip_pages)
 
 
-def cuda_pages(layers: Sequence[torch.Tensor], layout: BlockLayout, multiprocessors: int) -> PagePool:
-    """Return pages on a CUDA device with kernels for as many multiprocessors, or what torch alone can do there.
+def cuda_pages(
+    plain: DevicePages, multiprocessors: int, codecs: Sequence[Codec], clock: Clock, is_asked_for: bool
+) -> PagePool:
+    """Return pages on a CUDA device with kernels for as many multiprocessors, or `plain`, which torch copies.
 
-    The latter, with the reason logged, where cuda-bindings is missing or the device does not take the kernels.
+    The latter, with the reason logged, where cuda-bindings is missing, the device does not take the kernels, or they
+    fail their proof; and unless they are asked for, where they are not faster.
     """
-    kernels = CudaKernels(layers[0].device, Budget.of_multiprocessors(multiprocessors))
-    return opened_pages(kernels, layers, layout)
+    kernels = CudaKernels(plain.layers[0].pages.device, Budget.of_multiprocessors(multiprocessors))
+    return proved_pages(kernels, plain, codecs, clock, is_asked_for)
 
 
-def opened_pages(kernels: CudaKernels, layers: Sequence[torch.Tensor], layout: BlockLayout) -> PagePool:
+def proved_pages(
+    kernels: CudaKernels, plain: DevicePages, codecs: Sequence[Codec], clock: Clock, is_asked_for: bool
+) -> PagePool:
     """Open kernels and return pages on their device; see `cuda_pages`."""
     try:
         with device_faults():
             kernels.open()
-        pages = KernelPages(kernels, layers, layout, kernels.close)
-        _log.info("kernels copy and decode the engine's pages on %s", layers[0].device)
-        return pages
+        pages = KernelPages(kernels, [layer.pages for layer in plain.layers], plain.layout, kernels.close)
     except (ImportError, DeviceFault, ValueError) as error:
         _log.warning("no kernels for the engine's pages, torch copies them: %s", error)
-        return DevicePages.of_rows(layers, layout)
+        return plain
+    seconds: list[float] = []
+
+    def more(numbers: Sequence[int]) -> None:
+        for codec in codecs:
+            prove_codec(pages, codec, numbers)
+        seconds.extend(_copy_s(each, numbers, clock) for each in (pages, plain))
+
+    proof = prove(pages, plain.layers, clock, more=more)
+    if not proof.reason and (is_asked_for or seconds[0] < seconds[1]):
+        _log.info("kernels copy and decode the engine's pages, proved in %.2f s", proof.seconds)
+        return pages
+    why = f"kernels failed their proof: {proof.reason}" if proof.reason else "kernels were no faster"
+    _log.log(logging.WARNING if proof.reason else logging.INFO, "torch copies the engine's pages: %s", why)
+    pages.close()
+    return plain
+
+
+def prove_codec(pages: KernelPages, codec: Codec, numbers: Sequence[int]) -> None:
+    """Have the device decode a golden object into pages. DeviceFault if the processor makes something else of it."""
+    count = min(len(numbers), max(1, GOLDEN_BYTES * len(numbers) // pages.layout.raw_bytes))
+    layout = replace(pages.layout, tokens=count * pages.page_tokens)
+    meta = BlockMeta(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))), BlockKey(bytes(32)), 0, layout)
+    values = np.random.default_rng(_SEED).standard_normal(layout.shape, np.float32) / 16
+    signed: Any = torch.from_numpy(values).to(_FLOATS[layout.dtype]).view(_INTS[layout.dtype.item_bytes]).numpy()
+    if isinstance(codec, TideCodec) and codec.model is not None:
+        # Made-up values fit no profile.
+        codec = codec.with_steps(codec.rounded().steps)
+    try:
+        sections = codec.encode(meta, signed.view(layout.bits_dtype))
+    except UnencodableBlock:
+        return
+    pages.follow()
+    pages.decode(codec, meta, sections, numbers[:count], 0)
+    if pages.is_wrong(codec):
+        raise DeviceFault(f"a golden object of {codec.codec_id} was decoded otherwise than by the processor")
+
+
+def _copy_s(pages: PagePool, numbers: Sequence[int], clock: Clock) -> float:
+    """Return the seconds of a block out and in, the best of a few."""
+    found = []
+    for _ in range(RACES):
+        started_s = clock.monotonic_s()
+        pages.capture(numbers).restore(numbers, 0)
+        found.append(clock.monotonic_s() - started_s)
+    return min(found)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from tests.suites import block_meta, smooth_bits
 from cases import fitted_groups, on_processor
 from faulty import FaultyKernels, Switch
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.clock import SystemClock
+from kvtide.clock import Clock, SystemClock
 from kvtide.codec import Codec, CodecRegistry, LevelledCodec, LosslessCodec
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.tide import TideCodec
@@ -27,7 +29,8 @@ from kvtide.errors import DeviceFault
 from kvtide.store.cache import Cache, cache_for
 from kvtide.types import Section
 from kvtide_gpu.kernels import CudaKernels, Kernels
-from kvtide_gpu.pages import KernelPages, opened_pages
+from kvtide_gpu.pages import KernelPages, proved_pages
+from lying import Change, LyingKernels
 from twin import needs_compiler
 
 pytestmark = needs_compiler
@@ -147,9 +150,92 @@ class MissingKernels(CudaKernels):
 
 @pytest.mark.parametrize("error", [ImportError("no cuda.bindings"), DeviceFault("old driver"), RuntimeError("CUDA")])
 def test_torch_copies_where_the_kernels_can_not_be_had(error: Exception, kernels: Kernels) -> None:
-    pool = opened_pages(MissingKernels(error), engine_layers(kernels, LAYOUT), LAYOUT)
-    assert isinstance(pool, DevicePages)
-    assert pool.memory is None
+    plain = DevicePages.of_rows(engine_layers(kernels, LAYOUT), LAYOUT)
+    assert proved_pages(MissingKernels(error), plain, (), SystemClock(), is_asked_for=True) is plain
+    assert plain.memory is None
+
+
+CODECS: list[Codec] = [SMALL_CODEC, GROUPS_CODEC]
+
+
+def less(kernel: str, at: int, by: int = 1) -> Change:
+    """Make one of a kernel's fields less: by as much as keeps every access within."""
+    return lambda name, args: [*args[:at], args[at] - by, *args[at + 1 :]] if name == kernel else args
+
+
+def without(kernel: str) -> Change:
+    return lambda name, args: None if name == kernel else args
+
+
+LIES: dict[str, Change] = {
+    "another direction": lambda name, args: [*args[:-1], 1 - args[-1]] if name == "block_copy" else args,
+    "a layer less": less("block_copy", 3),
+    "a token less": less("block_copy", 4),
+    "a head less": less("block_copy", 5),
+    "less of a head": less("block_copy", 6, 16),
+    "another stride": less("block_copy", 7, 16),
+    "one half less": less("groups_restore", 1),
+    **{f"no {each}": without(each) for each in ("block_copy", "groups_restore", "rans_decode", "tide_restore_ordered")},
+}
+
+
+def proved(kernels: Kernels, change: Change, is_asked_for: bool = True, clock: Clock | None = None) -> tuple[Any, Any]:
+    """Return what pages of made-up kernels are taken for, and torch's own."""
+    plain = DevicePages.of_rows(engine_layers(kernels, SMALL), SMALL)
+    lying: Any = LyingKernels(kernels, change)
+    return proved_pages(lying, plain, CODECS, clock or SystemClock(), is_asked_for), plain
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_kernels_that_lie_are_not_used(kernels: Kernels, lie: str, caplog: Any) -> None:
+    pool, plain = proved(kernels, LIES[lie])
+    assert pool is plain
+    assert "kernels failed their proof: " in caplog.text
+
+
+def honest(name: str, args: list[int]) -> list[int]:
+    return args
+
+
+def test_kernels_that_are_asked_for_are_used_once_they_are_proved(kernels: Kernels) -> None:
+    pool, plain = proved(kernels, honest)
+    assert isinstance(pool, KernelPages) and not any(pool.is_wrong(codec) for codec in CODECS)
+    assert not any(layer.pages.any() for layer in plain.layers)
+    pool.close()
+
+
+class _Strides(SystemClock):
+    """Each step is as long as given: of a race, out and in, by kernels and then by torch."""
+
+    def __init__(self, *steps_s: float) -> None:
+        self._times = itertools.accumulate(itertools.chain([0.0], steps_s, itertools.repeat(0.0)))
+
+    def monotonic_s(self) -> float:
+        return next(self._times)
+
+
+@pytest.mark.parametrize("kernels_s", [0.5, 2.0])
+def test_kernels_that_nobody_asked_for_are_used_where_they_are_faster(kernels: Kernels, kernels_s: float) -> None:
+    # From the start to the race, then three times each.
+    clock = _Strides(*[9.0, kernels_s] * 3, *[9.0, 1.0] * 3)
+    pool, plain = proved(kernels, honest, is_asked_for=False, clock=clock)
+    assert (pool is not plain) == (kernels_s < 1.0)
+    if pool is not plain:
+        pool.close()
+
+
+def test_codec_that_comes_later_is_proved_by_its_first_block(kernels: Kernels, caplog: Any) -> None:
+    meta, sections, bits = coded(0, SMALL, GROUPS_CODEC)
+    layers, wrong = engine_layers(kernels, SMALL), LIES["one half less"]
+    lying: Any = LyingKernels(kernels, wrong)
+    with pages_of(lying, layers, SMALL) as pool:
+        assert not pool.decode(GROUPS_CODEC, meta, sections, [1, 2], 1)
+        assert not pool.is_wrong(GROUPS_CODEC)
+        assert not pool.decode(GROUPS_CODEC, meta, sections, [1, 2, 3], 0)
+        assert pool.is_wrong(GROUPS_CODEC) and "otherwise than the processor" in caplog.text
+    with pages_of(kernels, layers, SMALL) as pool:
+        assert pool.decode(GROUPS_CODEC, meta, sections, [1, 2, 3], 0)
+        assert np.array_equal(held(layers, SMALL, [1, 2, 3]), bits)
 
 
 class Engine:
@@ -230,6 +316,8 @@ def test_decoding_and_encoding_are_the_device_s(
     def refuse(*args: object) -> None:
         raise AssertionError("the processor does it")
 
+    # The processor decodes the first block too.
+    monkeypatch.setattr(KernelPages, "_is_as_the_processors", lambda *args: True)
     for each in (TideCodec, CachegenCodec):
         monkeypatch.setattr(each, "decode", refuse)
         monkeypatch.setattr(each, "encode", refuse)

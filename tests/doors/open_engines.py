@@ -167,9 +167,9 @@ groups of any kind of layer, below vLLM's own offloading | "type": "KVTideTier"
 a GPU that proves itself at the start | KVTideConnector | docs/gpu.md: A GPU proves itself at the start
     real vLLM on an emulated GPU, small random weights | OURS
     tests/vllm/test_opaque.py::test_each_cache_comes_back_where_the_device_is_an_emulated_one
-kernels of our own on a GPU | device_kernels | @vllm | which pages are chosen, without a GPU | OFFLOADING
-    tests/vllm/test_model.py::test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for_and_proved
-published codecs on a GPU | "codec": "cachegen:2", "device_kernels": true | @vllm | @twin | ASCEND
+kernels of our own on a GPU | device_kernels auto on off | @vllm | which pages are chosen, without a GPU | OFFLOADING
+    tests/vllm/test_model.py::test_pages_of_a_device_are_of_kernels_where_these_are_proved_and_faster
+published codecs on a GPU | "codec": "cachegen:2" device_kernels | @vllm | @twin | ASCEND
     gpu/tests/test_pages.py::test_decoding_and_encoding_are_the_device_s
 swapping by streams in an engine | device_kernels device_multiprocessors | docs/gpu.md: What is there | @twin
     OFFLOADING

@@ -22,7 +22,8 @@ from kvtide.engines.plugin import TESTED_VLLM, register_names
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-KERNELS: dict[str, object] = {"device_kernels": True}
+KERNELS: dict[str, object] = {"device_kernels": "on"}
+OFF: dict[str, object] = {"device_kernels": "off"}
 
 
 @pytest.mark.parametrize(
@@ -34,13 +35,10 @@ KERNELS: dict[str, object] = {"device_kernels": True}
         ({"store": "memory://", "block_tokens": -1}, "block_tokens"),
         ({"store": "memory://", "match_s_max": 0.0}, "match_s_max"),
         ({"store": "memory://", "load_threads": 0}, "load_threads"),
-        (
-            {"store": "memory://", "device_kernels": True, "device_multiprocessors": 0},
-            r">= 1 - at `\$.device_multiprocessors`",
-        ),
+        ({"store": "memory://", **KERNELS, "device_multiprocessors": 0}, r">= 1 - at `\$.device_multiprocessors`"),
         ({"store": "memory://", **KERNELS, "device_bytes_max": -1}, r">= 0 - at `\$.device_bytes_max`"),
-        ({"store": "memory://", "device_multiprocessors": 8}, "device_multiprocessors .* needs device_kernels"),
-        ({"store": "memory://", "device_bytes_max": 1 << 30}, "device_bytes_max .* needs device_kernels"),
+        ({"store": "memory://", **OFF, "device_multiprocessors": 8}, "device_multiprocessors .* needs device_kernels"),
+        ({"store": "memory://", **OFF, "device_bytes_max": 1 << 30}, "device_bytes_max .* needs device_kernels"),
         ({"store": "memory://", "device_kernels": "yes"}, "device_kernels"),
         ({"store": "memory://", "start_within_s": -1.0}, r">= 0.0 - at `\$.start_within_s`"),
         ({"store": "memory://", "quality": 0.1}, "needs start_within_s"),
@@ -63,11 +61,14 @@ def test_options_that_the_engine_s_device_does_not_take_are_refused() -> None:
         layers.check_device("cuda")
     with pytest.raises(ValueError, match="device_kernels is for engines on a CUDA device, this one is on cpu"):
         kernels.check_device("cpu")
+    with pytest.raises(ValueError, match="device_bytes_max is for engines on a CUDA device"):
+        ConnectorSettings.parse({"store": "memory://", "device_bytes_max": 1}).check_device("cpu")
 
 
-def test_kernels_are_for_those_who_ask() -> None:
-    assert not ConnectorSettings.parse({"store": "memory://"}).device_kernels
-    assert ConnectorSettings.parse({"store": "memory://", **KERNELS, "device_bytes_max": 1}).device_kernels
+def test_kernels_are_tried_unless_one_says_otherwise() -> None:
+    assert ConnectorSettings.parse({"store": "memory://"}).device_kernels == "auto"
+    ConnectorSettings.parse({"store": "memory://"}).check_device("cpu")
+    assert ConnectorSettings.parse({"store": "memory://", "device_bytes_max": 1}).device_bytes_max == 1
 
 
 def test_blocks_are_whole_pages() -> None:

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 import vllm
 from kvtide.clock import SystemClock
+from kvtide.codec import LosslessCodec
 from kvtide.engines import plugin
 from kvtide.engines import vllm as house
 from kvtide.engines.paged.device import DevicePages
@@ -219,9 +220,9 @@ def test_pages_of_another_shape_are_refused() -> None:
     model = _served(_config(), _caches(_spec()))
     pages = torch.zeros((4, 2, 8, 128), dtype=torch.float32)
     with pytest.raises(UnsupportedModel, match="must be"):
-        page_pools(model, {"a": pages, "b": pages}, _config(), SETTINGS, SystemClock())
+        page_pools(model, {"a": pages, "b": pages}, _config(), SETTINGS, (), SystemClock())
     with pytest.raises(UnsupportedModel, match="do not match"):
-        page_pools(model, {"a": pages}, _config(), SETTINGS, SystemClock())
+        page_pools(model, {"a": pages}, _config(), SETTINGS, (), SystemClock())
 
 
 def _on_gpu(
@@ -241,7 +242,7 @@ def _on_gpu(
         ConnectorSettings.parse({"store": "memory://", "fingerprint": "f", **options}),
     )
     served = _served(config, SimpleNamespace(kv_cache_groups=groups), settings)
-    return page_pools(served, dict(zip(names, layers, strict=True)), config, settings, SystemClock())
+    return page_pools(served, dict(zip(names, layers, strict=True)), config, settings, [LosslessCodec()], SystemClock())
 
 
 def _pages(
@@ -274,7 +275,7 @@ def test_whatever_a_gpu_keeps_is_proved_and_then_served(
     found = _on_gpu(monkeypatch, *GPU_CACHES[kind])
     assert found.refused == ""
     assert found.counts["proofs|proved"] == 1 and found.counts["proof_seconds"] > 0
-    assert re.search(r"proved on cpu: \d groups, \d.\d\d s", caplog.text)
+    assert re.search(r"proved on cpu: \d groups, 1 codecs, \d.\d\d s", caplog.text)
     assert all(isinstance(each, DevicePages) for each in (found.pool, found.states) if each is not None)
 
 
@@ -293,43 +294,51 @@ def test_pages_of_an_unknown_backend_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 KERNELS = """
-from kvtide.engines.paged.device import DeviceLayer, DevicePages
-
-class Kernels(DevicePages):
-    def scatter(self, bits, pages, skip_pages):
-        super().scatter(bits ^ {wrong}, pages, skip_pages)
-
-    def close(self):
-        open({closed!r}, "w")
-
-def pages(layers, layout, multiprocessors):
-    return Kernels([DeviceLayer(layer) for layer in layers], layout, 16)
+def pages(plain, multiprocessors, codecs, clock, is_asked_for):
+    assert [codec.codec_id for codec in codecs] == ["lossless-2"]
+    return (multiprocessors, is_asked_for) if multiprocessors > 1 else plain
 """
 
 
 @pytest.mark.parametrize(
-    ("is_asked_for", "kernels"), [(False, "right"), (True, "right"), (True, "wrong"), (True, "missing")]
+    ("asked", "is_installed", "expected"),
+    [
+        ("off", True, None),
+        ("auto", True, (8, False)),
+        ("on", True, (8, True)),
+        ("auto", False, None),
+        ("on", False, None),
+    ],
 )
-def test_pages_of_a_device_are_torch_s_unless_kernels_are_asked_for_and_proved(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offer: Any, is_asked_for: bool, kernels: str, caplog: Any
+def test_pages_of_a_device_are_of_kernels_where_these_are_proved_and_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    offer: Any,
+    asked: str,
+    is_installed: bool,
+    expected: Any,
+    caplog: Any,
 ) -> None:
-    if kernels == "missing":
-        monkeypatch.setattr("kvtide.engines.entry_points", lambda **wanted: ())
+    if is_installed:
+        (tmp_path / "made_up.py").write_text(KERNELS)
+        offer("kvtide-gpu", "kvtide.device", "pages = made_up:pages")
     else:
-        source = KERNELS.format(wrong=int(kernels == "wrong"), closed=str(tmp_path / "closed"))
-        # A module is imported once.
-        (tmp_path / f"{kernels}_kernels.py").write_text(source)
-        offer("kvtide-gpu", "kvtide.device", f"pages = {kernels}_kernels:pages")
-    found = _on_gpu(monkeypatch, *GPU_CACHES["rows"], device_kernels=is_asked_for)
-    assert (type(found.pool).__name__ == "Kernels") == (is_asked_for and kernels == "right")
-    assert (tmp_path / "closed").exists() == (kernels == "wrong")
-    assert ("pip install 'kvtide[gpu]'" in caplog.text) == (kernels == "missing")
-    assert ("kernels failed their proof: a block that came in differs in" in caplog.text) == (kernels == "wrong")
+        monkeypatch.setattr("kvtide.engines.entry_points", lambda **wanted: ())
+    many: dict[str, Any] = {} if asked == "off" else {"device_multiprocessors": 8}
+    found = _on_gpu(monkeypatch, *GPU_CACHES["rows"], device_kernels=asked, **many)
+    assert found.pool == expected if expected else isinstance(found.pool, DevicePages)
+    assert found.counts.get("proofs|kernels", 0) == bool(expected)
+    assert ("pip install 'kvtide[gpu]'" in caplog.text) == (asked == "on" and not is_installed)
+    # Kernels are no faster, or failed their proof; or the pages are of groups.
+    if asked == "auto" and is_installed:
+        one = _on_gpu(monkeypatch, *GPU_CACHES["rows"], device_multiprocessors=1)
+        grouped = _on_gpu(monkeypatch, *GPU_CACHES["windows"])
+        assert all(isinstance(each.pool, DevicePages) for each in (one, grouped))
 
 
 def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    options = {"store": "memory://", "codec": "cachegen:2", "device_kernels": True}
+    options = {"store": "memory://", "codec": "cachegen:2"}
     connector: Any = object.__new__(module.KVTideConnector)
     connector._settings, connector._codec = ConnectorSettings.parse(options), "cachegen"
     connector._model, connector._vllm_config, connector._clock = SimpleNamespace(label="", slots=None), None, None

@@ -119,7 +119,7 @@ def test_each_cache_comes_back_where_the_device_is_an_emulated_one(
     assert (computed["cached_tokens"], loaded["cached_tokens"]) == (0, GROUPED.get(name, Grouped({})).restored[0])
     assert loaded["ids"] == computed["ids"]
     assert metrics["vllm:kvtide_proofs"] == 1
-    assert 0 < metrics["vllm:kvtide_proof_seconds"] < 5
+    assert metrics["vllm:kvtide_proof_seconds"] > 0
 
 
 def test_draft_s_layers_come_back_beside_the_model_s(answers_of: Any, tmp_path: Path) -> None:

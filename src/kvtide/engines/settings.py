@@ -88,8 +88,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     disk_bytes_max: int = Limits().disk_bytes_max
     store_queue_bytes_max: int = Limits().store_queue_bytes_max
     load_threads: int = Limits().load_threads
-    # On a GPU: kvtide's kernels instead of torch's copies. No device has proven them yet.
-    device_kernels: bool = False
+    # On a GPU: kvtide's kernels instead of torch's copies. "auto": where they are proved at the start, and faster.
+    device_kernels: Literal["auto", "on", "off"] = "auto"
     # With them: how many multiprocessors copying and decoding may fill, and how much of the memory holds objects.
     device_multiprocessors: Annotated[int, Meta(gt=0)] = 32
     device_bytes_max: _Count = 0
@@ -126,8 +126,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """ValueError for options that would do nothing, or that exclude each other."""
         is_streamed = self.start_within_s is not None
         for name in ("device_bytes_max", "device_multiprocessors"):
-            if name in given and not self.device_kernels:
-                raise ValueError(f"{name} is an option of the kernels: it needs device_kernels to be true")
+            if name in given and self.device_kernels == "off":
+                raise ValueError(f"{name} is an option of the kernels: it needs device_kernels to be auto or on")
         if self.quality is not None and not is_streamed:
             raise ValueError("quality says when a streamed load may end early: it needs start_within_s")
         if is_streamed and self.load == "layers":
@@ -169,8 +169,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"load layers is for engines on a processor, pages on {kind} are filled by whole blocks")
         if self.tail_tokens and kind != "cpu":
             raise ValueError(f"tail_tokens is for engines on a processor, pages on {kind} are copied whole")
-        if self.device_kernels and kind != "cuda":
-            raise ValueError(f"device_kernels is for engines on a CUDA device, this one is on {kind}")
+        if (self.device_kernels == "on" or self.device_bytes_max) and kind != "cuda":
+            name = "device_bytes_max" if self.device_bytes_max else "device_kernels"
+            raise ValueError(f"{name} is for engines on a CUDA device, this one is on {kind}")
 
     def check_chunks(self) -> None:
         """ValueError for options that do nothing where the engine moves bytes of its own to and from us."""

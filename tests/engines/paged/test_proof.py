@@ -8,10 +8,13 @@ import pytest
 import torch
 from tests.engines.paged.emulated import EmulatedDevice, Lie, honest
 
-from kvtide.block import BlockLayout, KVDtype
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
+from kvtide.codec import LosslessCodec
+from kvtide.codec.base import RawCodec
 from kvtide.engines.paged.device import DeviceLayer, DevicePages
 from kvtide.engines.paged.proof import Proof, prove
+from kvtide.types import Section
 
 # Of the memory, where 4 is the layer.
 AXES = [(4, 0, 1, 2, 3), (4, 0, 2, 1, 3), (4, 1, 0, 2, 3), (0, 4, 1, 2, 3), (0, 4, 2, 1, 3), (0, 1, 4, 2, 3)]
@@ -200,6 +203,22 @@ def test_no_start_on_an_honest_device_is_refused_and_pages_are_as_they_were(monk
         assert proof(monkeypatch, lambda: made).reason == "", (start, made.layout)  # noqa: B023
         held = [layer.pages.view(torch.uint8) for layer in made.layers]
         assert all(torch.equal(*each) for each in zip(held, before, strict=True))
+
+
+class _OffByOne(LosslessCodec):
+    """Decodes the last value wrong."""
+
+    def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
+        super().decode(meta, sections, out)
+        out[-1, -1, -1, -1, -1] ^= 1
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_golden_object_of_each_codec_is_decoded_right(make: Callable[[], DevicePages]) -> None:
+    pool = make()
+    assert prove(pool, pool.layers, SystemClock(), [RawCodec(), LosslessCodec()]).reason == ""
+    reason = prove(pool, pool.layers, SystemClock(), [RawCodec(), _OffByOne()]).reason
+    assert reason.startswith("what was coded by lossless-2 differs in 1 of")
 
 
 def test_too_few_pages_are_refused_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:

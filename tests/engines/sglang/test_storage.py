@@ -132,7 +132,7 @@ def test_bad_calls_and_options_are_refused(backends: Callable[..., Any]) -> None
         (ValueError, "contiguous", lambda: backend.set("a", torch.zeros((4, 4)).T)),
         (UnsupportedModel, "mamba", lambda: backend.register_mem_host_pool_v2(None, "mamba")),
         (ValueError, "fingerprint", lambda: backends(fingerprint="")),
-        (ValueError, "device_kernels is an option of vLLM's connector", lambda: backends(device_kernels=True)),
+        (ValueError, "device_kernels is an option of vLLM's connector", lambda: backends(device_kernels="on")),
         (ValueError, "load is an option of vLLM's connector", lambda: backends(load="layers")),
         (ValueError, "lossless", lambda: backends(codec="chunkwise:1")),
         (ValueError, "prefill_tokens_per_s", lambda: backends(prefill_tokens_per_s=-1.0)),

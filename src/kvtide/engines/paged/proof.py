@@ -7,18 +7,20 @@ Invariant: what the pages held before is there again afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.block import BlockBits
+from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.clock import Clock
+from kvtide.codec import Codec
 from kvtide.engines.paged.device import DeviceLayer, DeviceStream
 from kvtide.engines.paged.pages import Bytes, PagePool, join_pages
 from kvtide.errors import DeviceFault, KvtideError
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 _SEED = 45
 
@@ -34,13 +36,24 @@ class Proof(NamedTuple):
         return Proof(self.reason or other.reason, self.seconds + other.seconds)
 
 
-def prove(pool: PagePool, layers: Sequence[DeviceLayer], clock: Clock) -> Proof:
-    """Prove the pages of `layers`, none of which is in use yet, by whatever moves them for `pool`."""
+def prove(
+    pool: PagePool,
+    layers: Sequence[DeviceLayer],
+    clock: Clock,
+    codecs: Sequence[Codec] = (),
+    more: Callable[[Sequence[int]], None] = lambda pages: None,
+) -> Proof:
+    """Prove the pages of `layers`, none of which is in use yet, by whatever moves them for `pool`.
+
+    codecs: those in use; exact ones have to give an object back as it was. more: is given a block's pages to use, and
+    raises DeviceFault for what is wrong.
+    """
     started_s, reason = clock.monotonic_s(), ""
     try:
         trial = _Trial(pool, layers)
         try:
-            trial.run()
+            trial.run([codec for codec in codecs if codec.is_lossless])
+            more(trial.pages)
         finally:
             trial.put_back()
     except (KvtideError, RuntimeError, ValueError) as error:
@@ -92,32 +105,35 @@ class _Trial:
         by_slot = [
             numbers[used.index(slot) :: len(used)] if slot in used else [0] * count for slot in range(used[-1] + 1)
         ]
-        self._pages = join_pages(by_slot, [1] * len(by_slot)) if layers[0].slots is not None else numbers
-        self._numbers = [layer.own(self._pages)[0] for layer in layers]
+        self.pages = join_pages(by_slot, [1] * len(by_slot)) if layers[0].slots is not None else numbers
+        self._numbers = [layer.own(self.pages)[0] for layer in layers]
         ends = (numbers[0], numbers[-1])
         beside = sorted({0, *(page + step for page in ends for step in (-1, 1))} - {*numbers, last + 1})
         self._own, self._beside = _Memory(layers, self._numbers), _Memory(layers, [beside] * len(layers))
         self._before, self._before_beside = self._own.read(), self._beside.read()
 
-    def run(self) -> None:
+    def run(self, codecs: Sequence[Codec]) -> None:
         """DeviceFault, with what went wrong, unless every bit came where it should."""
         first = np.random.default_rng(_SEED).integers(0, 256, len(self._before), np.uint8)
         # Every bit comes in both as 0 and as 1, and the engine's own writes are others.
-        second, engine_s = ~first, np.roll(first, 1)
+        second, engine_s = ~first, first[::-1].copy()
         sent = [torch.from_numpy(each).to(self._before.device) for each in (first, engine_s)]
         self._engine.delay()
         self._own.write(sent[0])
-        captured = self._pool.capture(self._pages)
+        captured = self._pool.capture(self.pages)
         self._own.write(sent[1])
         _check("a block that went out", captured.block(), self._block(first))
         self._engine.delay()
         self._own.write(sent[1])
         self._pool.follow()
-        self._pool.scatter(self._block(second), self._pages, 0)
+        came = self._block(second)
+        for codec in codecs:
+            came = _coded(codec, came, self._pool.layout)
+        self._pool.scatter(came, self.pages, 0)
         _check("a block that came in", self._held(), second)
         # A part of a block, of whose last page a group has none any more.
-        skip = min(1, len(self._pages) - 1)
-        part = self._pages[skip:]
+        skip = min(1, len(self.pages) - 1)
+        part = self.pages[skip:]
         if self._layers[0].slots is not None:
             part[-1] -= self._numbers[0][-1] << 32 * self._layers[0].slots[-1]
         captured.restore(part, skip)
@@ -167,6 +183,15 @@ class _Trial:
             found += [np.ascontiguousarray(half).reshape(-1).view(np.uint8) for half in halves]
         bits: BlockBits = np.concatenate(found).view(self._pool.layout.bits_dtype).reshape(self._pool.layout.shape)
         return bits
+
+
+def _coded(codec: Codec, bits: BlockBits, layout: BlockLayout) -> BlockBits:
+    """Return a block as it comes out of a golden object of a codec's."""
+    meta = BlockMeta(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))), BlockKey(bytes(32)), 0, layout)
+    out = np.empty_like(bits)
+    codec.decode(meta, codec.encode(meta, bits), out)
+    _check(f"what was coded by {codec.codec_id}", out, bits)
+    return out
 
 
 def _spread(last: int, count: int) -> list[int]:

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvtide.clock import SystemClock
-from kvtide.codec import AwaitingCodec, CodecRegistry, LayeredCodec, ProfileShape
+from kvtide.codec import AwaitingCodec, CodecRegistry, LayeredCodec, LosslessCodec, ProfileShape
 from kvtide.engines import calibrate_command
 from kvtide.engines.paged import (
     LoadOutcome,
@@ -238,7 +238,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's pages, if they are proved. UnsupportedModel if they are not as kvtide knows them."""
         settings, model, codec = self._settings, self._model, self._codec
-        found = page_pools(model, kv_caches, self._vllm_config, settings, self._clock)
+        # States, and what a lossy codec can't keep, are stored losslessly.
+        codecs = [codec.make(first) for first in codec.first] if isinstance(codec, AwaitingCodec) else [codec]
+        codecs += [] if any(isinstance(each, LosslessCodec) for each in codecs) else [LosslessCodec()]
+        found = page_pools(model, kv_caches, self._vllm_config, settings, codecs, self._clock)
         pool = found.pool
         # Pages that windows have given up can't be kept as they are.
         kept_bytes_max = settings.kept_bytes_max if model.slots is None else 0

@@ -13,6 +13,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvtide.clock import Clock
+from kvtide.codec import Codec
 from kvtide.engines import device_part
 from kvtide.engines.paged import CellOrder, HostPages, OpaqueLayer, OpaquePages, PagePool, cell_order
 from kvtide.engines.settings import ConnectorSettings
@@ -40,9 +41,14 @@ class EnginePages(NamedTuple):
 
 
 def page_pools(
-    model: ServedModel, kv_caches: dict[str, torch.Tensor], vllm_config: Any, settings: ConnectorSettings, clock: Clock
+    model: ServedModel,
+    kv_caches: dict[str, torch.Tensor],
+    vllm_config: Any,
+    settings: ConnectorSettings,
+    codecs: Sequence[Codec],
+    clock: Clock,
 ) -> EnginePages:
-    """Return the engine's pages, a device's once they are proved. UnsupportedModel if kvtide does not know them."""
+    """Return the engine's pages, a device's once they are proved with the codecs. UnsupportedModel for unknown ones."""
     states = model.states
     names = {*model.layer_names, *(states.layer_names if states is not None else ())}
     if set(kv_caches) != names:
@@ -55,7 +61,7 @@ def page_pools(
         pages_of = [OpaqueLayer(pages.numpy(), slots) for pages, slots in bytes_of]
         return EnginePages(pool, None if states is None else OpaquePages(pages_of, states.layout, 1))
     _check_backends(model, vllm_config)
-    return _proved(model, layers, bytes_of, settings, clock)
+    return _proved(model, layers, bytes_of, settings, codecs, clock)
 
 
 def _bytes_of(layer: torch.Tensor) -> torch.Tensor:
@@ -106,6 +112,7 @@ def _proved(
     layers: Sequence[torch.Tensor],
     bytes_of: Sequence[tuple[torch.Tensor, tuple[int, ...]]],
     settings: ConnectorSettings,
+    codecs: Sequence[Codec],
     clock: Clock,
 ) -> EnginePages:
     # Who has no device needs none of it.
@@ -120,37 +127,33 @@ def _proved(
     split = [layer.unflatten(0, (-1, each)) if each > 1 else layer for layer, each in zip(found, parts, strict=True)]
     rows = [DeviceLayer(layer, halves, own) for layer, own in zip(split, slots, strict=True)]
     pool, states = DevicePages(rows, model.layout, model.page_tokens), None
-    proof, groups = prove(pool, rows, clock), {row.slots for row in rows}
+    proof, groups = prove(pool, rows, clock, codecs), {row.slots for row in rows}
     if model.states is not None:
         kept = [DeviceLayer(pages, 1, own) for pages, own in bytes_of]
         states = DevicePages(kept, model.states.layout, 1)
-        proof, groups = proof.beside(prove(states, kept, clock)), groups | {each.slots for each in kept}
+        proof, groups = proof.beside(prove(states, kept, clock, codecs)), groups | {each.slots for each in kept}
     name, result = device_name(layers[0].device), "failed" if proof.reason else "proved"
     counts = Counter({counted("proofs", result): 1.0, "proof_seconds": proof.seconds})
     if proof.reason:
         _log.warning("kvtide serves nothing here: %s failed its proof: %s", name, proof.reason)
         return EnginePages(pool, states, counts, proof.reason)
-    _log.info("proved on %s: %d groups, %.2f s", name, len(groups), proof.seconds)
-    # Kernels know pages of one kind alone.
-    if not settings.device_kernels or model.slots is not None or parts[0] > 1:
+    _log.info("proved on %s: %d groups, %d codecs, %.2f s", name, len(groups), len(codecs), proof.seconds)
+    # Kernels know plain pages alone.
+    if settings.device_kernels == "off" or model.slots is not None or parts[0] > 1:
         return EnginePages(pool, states, counts)
-    kernels = _kernel_pool(pool, found, settings)
-    if kernels is pool:
-        return EnginePages(pool, states, counts)
-    proof = prove(kernels, rows, clock)
-    counts.update({counted("proofs", "failed" if proof.reason else "proved"): 1.0, "proof_seconds": proof.seconds})
-    if proof.reason:
-        _log.warning("torch copies the engine's pages: kernels failed their proof: %s", proof.reason)
-        kernels.close()
-    return EnginePages(pool if proof.reason else kernels, states, counts)
+    with_kernels = _with_kernels(pool, settings, codecs, clock)
+    if with_kernels is not pool:
+        counts[counted("proofs", "kernels")] += 1
+    return EnginePages(with_kernels, states, counts)
 
 
-def _kernel_pool(pool: PagePool, layers: Sequence[torch.Tensor], settings: ConnectorSettings) -> PagePool:
+def _with_kernels(pool: PagePool, settings: ConnectorSettings, codecs: Sequence[Codec], clock: Clock) -> PagePool:
+    is_asked_for = settings.device_kernels == "on"
     try:
-        found: PagePool = device_part("pages")(layers, pool.layout, settings.device_multiprocessors)
+        found: PagePool = device_part("pages")(pool, settings.device_multiprocessors, codecs, clock, is_asked_for)
         return found
     except ImportError as error:
-        _log.warning("no kernels for the engine's pages, torch copies them: %s", error)
+        _log.log(logging.WARNING if is_asked_for else logging.INFO, "torch copies the engine's pages: %s", error)
         return pool
 
 
