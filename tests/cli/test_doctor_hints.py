@@ -99,6 +99,7 @@ FAULTS = {
     "torch cuda": ("is built for CUDA, and no device is here", "--index-url https://download.pytorch.org/whl/cpu"),
     "torch cpu": ("does not use the GPU that is here", "pip install --force-reinstall torch=="),
     "transformers": ("4.57 is not supported: transformers>=5.0", "pip install 'transformers>=5.0'"),
+    "llama_cpp": ("0.3.9 is not supported: llama-cpp-python[server]>=0.3", "pip install 'llama-cpp-python[server]>="),
     "disk full": ("nearly full", "kvtide ls --sort size --store "),
     "disk slow": ("slow: writes 8.0 MiB/s, reads 16.0 MiB/s", "kvtide ping --store "),
     "server": ("answers slowly, in 300 ms", "kvtide ping --store http://"),
@@ -110,6 +111,7 @@ def test_what_a_beginner_meets_is_found_with_the_next_command(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"torch old": "2.4.1+cpu", "torch cuda": "2.13.0", "torch cpu": "2.13.0+cpu", "transformers": "4.57"}
+    versions["llama_cpp"] = "0.3.9"
     monkeypatch.setattr(doctor, "_has_gpu", lambda: fault == "torch cpu")
     if fault in versions:
         monkeypatch.setattr(importlib.metadata, "version", lambda name: versions[fault])

@@ -36,6 +36,7 @@ serve --tier ftp://host                    | 'ftp'; see kvtide serve --help and 
 calibrate FOLDER                           | --store URL; kvtide calibrate FOLDER --store URL
 calibrate FOLDER --codec zip --output FILE | --codec 'zip'; see kvtide calibrate --help
 invalidate chat --server http://127.0.0.1:1 | kvtide doctor --store URL
+llama                                      | 'model'; see kvtide llama --help and docs/llamacpp.md
 demo --codec zip                           | 'zip'; see kvtide demo --help
 """
 

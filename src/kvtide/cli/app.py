@@ -25,7 +25,8 @@ kvtide --help lists all commands, docs/quickstart.md begins with an engine."""
 # Where a position was given, and what it was meant for is an option.
 _PLACES = ("--store", "--model", "--profile")
 # Where more is said of a command's options than in docs/commands.md.
-_PAGES = {"serve": "operations.md", "invalidate": "regions.md", "record": "regions.md", "size": "sizing.md"}
+_PAGES = {"serve": "operations.md", "llama": "llamacpp.md", "size": "sizing.md"}
+_PAGES |= dict.fromkeys(("invalidate", "record"), "regions.md")
 # The class of all mistakes in options, whichever typer is installed.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 

