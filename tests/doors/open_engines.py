@@ -32,6 +32,8 @@ a GGUF model, its prompts kept | kvtide llama MODEL.gguf --store --batch --conte
     tests/llama/test_server.py::test_prompt_outlives_a_server_that_was_told_to_end
 restore a prompt of llama-cpp-python | attach(llm, "disk:///var/cache/kvtide") | @in-python | @llama | OURS
     tests/llama/test_exact.py::test_restored_answers_are_those_of_a_fresh_model
+tide for GGUF | kvtide calibrate MODEL.gguf --store --codec tide:5e-3 | docs/llamacpp.md: Sizes | @llama | OURS
+    tests/llama/test_lossy.py::test_smollm2_says_nearly_the_same_on_rows_of_tide
 llama-cpp-python's own cache | llm.set_cache(KVTideCache("disk:///var/cache/kvtide")) | @in-python | @llama | OURS
     tests/llama/test_door.py::test_set_cache_attaches_the_model_that_asks
 """,

@@ -115,19 +115,6 @@ def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens:
         assert ask(llm, tokens[:200] + tokens[900:950]).is_same(plain)
 
 
-def test_lossy_blocks_are_apart_and_quantised_rows_refuse_them(opened: Any, tokens: list[int], tmp_path: Path) -> None:
-    with opened() as llm, attach(llm, tmp_path, codec="cachegen:1") as cached:
-        ask(llm, tokens[:600], 1)
-        assert cached.flush(10)
-    with opened() as llm, attach(llm, tmp_path, codec="cachegen:1") as cached:
-        assert cached.hit_tokens(tokens[:600]) == 512
-        assert len(ask(llm, tokens[:600]).ids) == 12
-    with opened() as llm, attach(llm, tmp_path) as cached:
-        assert cached.hit_tokens(tokens[:600]) == 0
-    with opened(type_k=Q8_0) as llm, pytest.raises(ValueError, match="must be lossless or raw"):
-        attach(llm, tmp_path, codec="cachegen:1")
-
-
 def test_model_is_as_before_after_the_cache_closed(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     with opened() as llm:
         with attach(llm, tmp_path):

@@ -39,6 +39,9 @@ from kvtide.tier import Tier, shown_url
 
 app = typer.Typer(help="Profiles of models: what lossy codecs know of each, kept in the store.", no_args_is_help=True)
 
+# llama.cpp's models: one file, or several.
+_GGUF = ".gguf"
+
 FingerprintOption = Annotated[
     str, typer.Option("--fingerprint", help="The engine's option of that name, if it was given one; hex:… for digits.")
 ]
@@ -80,7 +83,10 @@ def _names_of(folder: Path, fingerprint: str, tenant_salt: str, model: Any = Non
     salt = option_bytes(tenant_salt)
     if fingerprint:
         return [profile_name(option_bytes(fingerprint), salt)]
-    from kvtide.engines.paged import files_fingerprint
+    from kvtide.engines.paged import files_fingerprint, gguf_fingerprint
+
+    if folder.suffix == _GGUF:
+        return [profile_name(gguf_fingerprint(folder), salt)]
     from kvtide.engines.transformers import fingerprint_in, load_model, model_fingerprint
 
     found, model = [files_fingerprint(folder, {})], model or load_model(folder)
@@ -88,6 +94,16 @@ def _names_of(folder: Path, fingerprint: str, tenant_salt: str, model: Any = Non
     for dtype in ("bfloat16", "float16"):
         found.append(fingerprint_in(model, dtype) or model_fingerprint(load_model(folder, dtype)))
     return [profile_name(each, salt) for each in found]
+
+
+def _folder_of(model: Path) -> Path:
+    """Return the folder of a model; of a GGUF file as transformers has it, which is converted once."""
+    if model.suffix != _GGUF:
+        return model
+    from kvtide.engines.paged import gguf_fingerprint
+    from kvtide.engines.transformers import converted
+
+    return converted(f"{model.stem}-{gguf_fingerprint(model)[:8].hex()}", lambda: model)
 
 
 def _put(url: str, profiles: Sequence[Profile], names: Sequence[bytes]) -> None:
@@ -214,7 +230,7 @@ def _chosen(store: ProfileStore, digits: str) -> bytes:
 
 
 def calibrate(
-    model: Annotated[str | None, typer.Argument(help="A model folder; default: SmolLM2-135M.")] = None,
+    model: Annotated[str | None, typer.Argument(help="A model folder, or a GGUF file; default: SmolLM2-135M.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A file to write the profile to.")] = None,
     url: Annotated[str | None, typer.Option("--store", help="The store in which engines look for it.")] = None,
     fingerprint: FingerprintOption = "",
@@ -247,13 +263,13 @@ def calibrate(
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     own = [each.content for each in (read_texts(text) if text else snippets(pieces) if pieces else [])]
-    folder = Path(model or converted_folder())
+    folder = _folder_of(Path(model)) if model else converted_folder()
     if url:
         # What is wrong with the store is an error now, and not when all is done.
         with adding(url):
             pass
     subject = _Subject(folder, tokens)
-    names = _names_of(folder, fingerprint, tenant_salt, subject.model) if url else []
+    names = _names_of(Path(model) if model else folder, fingerprint, tenant_salt, subject.model) if url else []
     report: dict[str, Any] = {}
     with progress_bars() as bars:
         show = _telling(bars, seconds)

@@ -66,7 +66,7 @@ def read_profile(path: Path) -> Profile:
 
 def calibrate_command(folder: str, store: str, kind: str, fingerprint: bytes, is_salted: bool) -> str:
     """Return the command, without secrets, that puts a profile into a store for an engine of this fingerprint."""
-    words = ["kvtide", "calibrate", folder if folder and Path(folder).is_dir() else "MODEL_FOLDER"]
+    words = ["kvtide", "calibrate", folder if folder and Path(folder).exists() else "MODEL_FOLDER"]
     words += ["--store", shown_url(store)]
     words += ["--codec", kind] if kind != DEFAULT_PROFILE_KIND else []
     words += ["--fingerprint", option_text(fingerprint)] if fingerprint else []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -17,6 +17,7 @@ import numpy as np
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, Profile, ProfileShape
 from kvtide.config import Limits
+from kvtide.engines import calibrate_command
 from kvtide.engines.llamacpp.context import LlamaContext
 from kvtide.engines.llamacpp.identity import ServedLlama, served_llama
 from kvtide.engines.llamacpp.prefixes import NOTHING, LlamaPrefixes, Prefix, Tokens
@@ -46,7 +47,11 @@ class LlamaReport(NamedTuple):
 class CachedLlama:
     """A `llama_cpp.Llama` with a cache beside it, for the time of a `with`: its own methods are used as ever."""
 
-    def __init__(self, llm: Any, cache: Cache, clock: Clock, served: ServedLlama) -> None:
+    def __init__(
+        self, llm: Any, cache: Cache, clock: Clock, served: ServedLlama, seek_profile: Callable[[], None] | None = None
+    ) -> None:
+        """seek_profile: has the open cache look for the model's profile."""
+        self._seek_profile = seek_profile
         self.llm = llm
         self.cache = cache
         self.served = served
@@ -67,6 +72,8 @@ class CachedLlama:
     def __enter__(self) -> Self:
         self.cache.open()
         self.cache.recall()
+        if self._seek_profile is not None:
+            self._seek_profile()
         self.llm.generate, self.llm.eval, self.llm.load_state = self._generate, self._eval, self._load_state
         return self
 
@@ -244,10 +251,13 @@ def attach(
     """
     clock, registry = SystemClock(), CodecRegistry(profiles)
     served = served_llama(LlamaContext(llm), registry.make(codec).is_lossless, tenant_salt)
-    groups, layouts = [each.group for each in served.groups], [each.group.layout for each in served.groups]
-    shapes = [ProfileShape(each.layout, each.text if len(groups) > 1 else "") for each in groups]
-    if any(each.is_opaque for each in served.groups):
+    layout = served.groups[0].group.layout
+    if registry.make(codec).is_lossless:
         made: Codec | AwaitingCodec = registry.make(codec)
     else:
-        made = registry.make(codec, layouts[0]) if profiles else registry.make_by_group(codec, shapes)
-    return CachedLlama(llm, cache_for(store, made, registry, limits, clock), clock, served)
+        made = registry.make(codec, layout) if profiles else registry.make_by_group(codec, [ProfileShape(layout)])
+    cache, seek = cache_for(store, made, registry, limits, clock), None
+    if isinstance(made, AwaitingCodec) and not profiles:
+        command = calibrate_command(llm.model_path, str(store), made.profile_kind, b"", bool(tenant_salt))
+        seek = partial(cache.profiles.seek, served.weights, tenant_salt, command)
+    return CachedLlama(llm, cache, clock, served, seek)

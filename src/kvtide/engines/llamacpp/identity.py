@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines.chunks import chunk_layout
 from kvtide.engines.llamacpp.context import LlamaContext
 from kvtide.engines.llamacpp.state import SEQUENCE_VERSION, PartShape, StateBuilder
-from kvtide.engines.paged import file_digest
+from kvtide.engines.paged import file_digest, gguf_files, gguf_fingerprint
 from kvtide.errors import CorruptPayload, UnsupportedModel
 from kvtide.group import GroupKind, LayerGroup
 from kvtide.keys import NamespaceSpec
@@ -36,7 +35,6 @@ _DECISIVE = (
     *("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "attention_type", "flash_attn_type", "offload_kqv"),
     *("op_offload", "type_k", "type_v"),
 )
-_SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
 class ServedGroup(NamedTuple):
@@ -52,11 +50,14 @@ class ServedGroup(NamedTuple):
     turns: Namespace
     told: Namespace
     window_cells: int
-    is_opaque: bool
 
 
 class ServedLlama(NamedTuple):
-    """Served groups of a context. step: prompts are restored in multiples of it, where batches end."""
+    """Served groups of a context. step: prompts are restored in multiples of it, where batches end.
+
+    pairs: KV heads whose channels lossy codecs take from another order than llama.cpp's, where RoPE turns neighbours;
+    they know them in two halves, as transformers has them, and so do profiles. 0 where nothing has to be changed.
+    """
 
     groups: tuple[ServedGroup, ...]
     block_tokens: int
@@ -64,7 +65,8 @@ class ServedLlama(NamedTuple):
     step: int
     label: str
     # By which the model's profiles are kept: they don't depend on how it is run.
-    profile_fingerprint: bytes
+    weights: bytes
+    pairs: int
 
 
 def served_llama(context: LlamaContext, is_exact: bool, tenant_salt: bytes) -> ServedLlama:
@@ -74,26 +76,28 @@ def served_llama(context: LlamaContext, is_exact: bool, tenant_salt: bytes) -> S
     shapes = _probed(context)
     unit = unit_tokens(int(llm.n_batch), int(llama_cpp.llama_n_ubatch(llm.ctx)))
     size = block_tokens_for(unit)
-    files = model_files(Path(llm.model_path))
-    _check_mapped(files)
-    weights = {"files": [file_digest(file) for file in files]}
-    settings = _settings(llm)
-    fingerprint = _digest({**weights, **settings, "unit": unit, "shapes": repr(shapes)})
+    path = Path(llm.model_path)
+    _check_mapped(gguf_files(path))
+    weights = gguf_fingerprint(path)
+    fingerprint = _digest({"weights": weights.hex(), "unit": unit, "shapes": repr(shapes), **_settings(llm)})
     windows = _window_cells(llm, len(shapes))
     groups = []
     for number, shape in enumerate(shapes):
         window = int(llama_cpp.llama_model_n_swa(llm.model)) if windows[number] else 0
         group, is_opaque = _group(llm, shape, size, number, window)
-        if is_opaque and not is_exact:
-            raise UnsupportedModel("quantised keys and values are kept as they are: the codec must be lossless or raw")
+        if not is_exact and (is_opaque or len(shapes) > 1):
+            what = "quantised keys and values" if is_opaque else "keys and values of windows"
+            raise UnsupportedModel(f"{what} are kept as they are: the codec must be lossless or raw")
         text = f"{group.text} {'exact' if is_exact else 'approximate'}"
         plain, turns, told = (
             NamespaceSpec(fingerprint, group.layout.dtype, f"{text}{kind}", size, tenant_salt).digest()
             for kind in ("", " as turns left it", " as turns left it, with answers")
         )
-        groups.append(ServedGroup(shape, group, plain, turns, told, windows[number], is_opaque))
+        groups.append(ServedGroup(shape, group, plain, turns, told, windows[number]))
+    is_paired = llama_cpp.llama_model_rope_type(llm.model) == llama_cpp.LLAMA_ROPE_TYPE_NORM
+    pairs = groups[0].group.layout.kv_heads if is_paired and not is_exact else 0
     label = str(llm.metadata.get("general.name") or Path(llm.model_path).stem)[:64]
-    return ServedLlama(tuple(groups), size, unit, max(size, unit), label, _digest(weights))
+    return ServedLlama(tuple(groups), size, unit, max(size, unit), label, weights, pairs)
 
 
 def unit_tokens(batch: int, ubatch: int) -> int:
@@ -147,17 +151,6 @@ def _probed(context: LlamaContext) -> list[PartShape]:
     finally:
         context.clear()
     return shapes
-
-
-def model_files(path: Path) -> list[Path]:
-    """Return the files of a model, which may be split. ValueError if one is missing."""
-    split = _SPLIT_NAME.fullmatch(path.name)
-    count = int(split[2]) if split else 1
-    files = [path.with_name(f"{split[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)] if split else [path]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ValueError(f"no file {missing[0]} beside {path}")
-    return files
 
 
 def _check_mapped(files: Sequence[Path]) -> None:

@@ -23,7 +23,7 @@ from kvtide.codec import Codec, LayeredCodec, sections_by_layer
 from kvtide.engines.gate import WriteGate
 from kvtide.engines.llamacpp.context import LlamaContext
 from kvtide.engines.llamacpp.identity import ServedGroup, ServedLlama, positions_of
-from kvtide.engines.llamacpp.state import Part, StateBuilder, block_rows
+from kvtide.engines.llamacpp.state import Part, StateBuilder, block_rows, paired
 from kvtide.group import Parts, part_keys
 from kvtide.keys import block_keys
 from kvtide.store import BlockSource, Cache, PendingBlock
@@ -141,7 +141,7 @@ class LlamaPrefixes:
         until_s = began_s + self._cache.judge.deadline_s(tokens)
         reason, wanted, came = None, 0, 0
         for group, part, metas in zip(groups, builder.parts, prefix.metas, strict=True):
-            incoming = _Incoming(group, part, metas)
+            incoming = _Incoming(group, part, metas, self._served.pairs)
             left_s = max(0.0, until_s - self._clock.monotonic_s())
             report = self._cache.load(metas, Whole(incoming.block, incoming.sections), left_s)
             incoming.gate.close()
@@ -184,7 +184,11 @@ class LlamaPrefixes:
                 start, end = block * size, (block + 1) * size
                 kind = 0 if end <= exact else 1 if end <= spoken else 2
                 if start >= oldest and not (kind and group.window_cells):
-                    blocks.append(PendingBlock(spaces[kind][block], partial(_captured, part, start, end, group)))
+                    blocks.append(
+                        PendingBlock(
+                            spaces[kind][block], partial(_captured, part, start, end, group, self._served.pairs)
+                        )
+                    )
             count = self._cache.store(blocks)
             queued = queued if group.window_cells else min(queued, first + count)
         return queued
@@ -193,7 +197,8 @@ class LlamaPrefixes:
 class _Incoming:
     """Takes the parts of one group of a load, from several threads, and writes their rows into a state."""
 
-    def __init__(self, group: ServedGroup, part: Part, metas: Sequence[BlockMeta]) -> None:
+    def __init__(self, group: ServedGroup, part: Part, metas: Sequence[BlockMeta], pairs: int) -> None:
+        self._pairs = pairs
         self.gate = WriteGate()
         self._group = group
         self._part = part
@@ -215,7 +220,8 @@ class _Incoming:
             if is_in:
                 data = layers.reshape(-1).view(np.uint8)
                 for number, rows in enumerate(block_rows(tensors[2 * first :], tokens, data), 2 * first):
-                    self._part.rows[number][cells] = rows
+                    is_paired = self._pairs and number % 2 == 0
+                    self._part.rows[number][cells] = paired(rows, self._pairs) if is_paired else rows
 
     def block(self, position: int, bits: BlockBits) -> None:
         """Write a block."""
@@ -247,9 +253,9 @@ def _gap(tokens: int, group: ServedGroup, cells: Tokens) -> int | None:
     return tokens + 1
 
 
-def _captured(part: Part, start: int, stop: int, group: ServedGroup) -> BlockSource:
+def _captured(part: Part, start: int, stop: int, group: ServedGroup, pairs: int) -> BlockSource:
     """Copy a block out of a state."""
     bits: BlockBits = np.empty(group.group.layout.shape, group.group.layout.bits_dtype)
-    is_whole = part.cut(start, stop, bits.reshape(-1).view(np.uint8))
+    is_whole = part.cut(start, stop, bits.reshape(-1).view(np.uint8), pairs)
     assert is_whole, f"tokens {start} to {stop} are not all in the state"
     return lambda: bits

@@ -90,16 +90,20 @@ class Part(NamedTuple):
     positions: NDArray[np.int32]
     rows: tuple[Rows, ...]
 
-    def cut(self, start: int, stop: int, out: NDArray[np.uint8]) -> bool:
-        """Copy the rows of positions [start, stop) as a block has them. False if they are not all there."""
+    def cut(self, start: int, stop: int, out: NDArray[np.uint8], pairs: int = 0) -> bool:
+        """Copy the rows of positions [start, stop) as a block has them. False if they are not all there.
+
+        pairs: so many heads of keys have neighbours that belong together, and blocks have them in two halves.
+        """
         cells = np.flatnonzero((self.positions >= start) & (self.positions < stop))
         if len(cells) != stop - start:
             return False
         cells = cells[np.argsort(self.positions[cells])]
         is_run = cells[-1] - cells[0] == len(cells) - 1 and bool((np.diff(cells) == 1).all())
         which: Any = slice(int(cells[0]), int(cells[-1]) + 1) if is_run else cells
-        for rows, place in zip(self.rows, block_rows(self.shape.tensors, stop - start, out), strict=True):
-            place[:] = rows[which]
+        places = block_rows(self.shape.tensors, stop - start, out)
+        for number, (rows, place) in enumerate(zip(self.rows, places, strict=True)):
+            place[:] = halved(rows[which], pairs) if pairs and number % 2 == 0 else rows[which]
         return True
 
 
@@ -111,6 +115,16 @@ def block_rows(tensors: Sequence[Tensor], tokens: int, block: NDArray[np.uint8])
         yield block[start:stop].view(tensor.unit).reshape(tokens, -1)
         if (start := stop) == len(block):
             return
+
+
+def halved(keys: Rows, heads: int) -> Rows:
+    """Return keys, (tokens, heads x channels), with the even channels of each head before the odd ones."""
+    return keys.reshape(len(keys), heads, -1, 2).swapaxes(2, 3).reshape(len(keys), -1)
+
+
+def paired(keys: Rows, heads: int) -> Rows:
+    """Return keys as they were before `halved`."""
+    return keys.reshape(len(keys), heads, 2, -1).swapaxes(2, 3).reshape(len(keys), -1)
 
 
 class _Reader:

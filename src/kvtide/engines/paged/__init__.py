@@ -3,7 +3,7 @@
 No engine is imported here: all of it is tested without one. Pages on a GPU, `device`, are apart.
 """
 
-from kvtide.engines.paged.identity import file_digest, files_fingerprint
+from kvtide.engines.paged.identity import file_digest, files_fingerprint, gguf_files, gguf_fingerprint
 from kvtide.engines.paged.pages import (
     Captured,
     CellOrder,
@@ -37,6 +37,8 @@ __all__ = [
     "cell_order",
     "file_digest",
     "files_fingerprint",
+    "gguf_files",
+    "gguf_fingerprint",
     "join_pages",
     "keys_values",
 ]

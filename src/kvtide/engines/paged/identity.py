@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvtide.config import cache_home
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 READ_BYTES = 16 << 20
+_SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
 def files_fingerprint(folder: Path, settings: Mapping[str, object]) -> bytes:
@@ -30,6 +32,22 @@ def files_fingerprint(folder: Path, settings: Mapping[str, object]) -> bytes:
     for file in files:
         digest.update(f"{file.name} {file_digest(file)}\n".encode())
     return digest.digest()
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """Return the files of a GGUF model, which may be split. ValueError if one is missing."""
+    split = _SPLIT_NAME.fullmatch(path.name)
+    count = int(split[2]) if split else 1
+    files = [path.with_name(f"{split[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)] if split else [path]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"no file {missing[0]} beside {path}")
+    return files
+
+
+def gguf_fingerprint(path: Path) -> bytes:
+    """Return a digest of all that is in a GGUF model's files, which are read again only once they change."""
+    return hashlib.sha256("\n".join(map(file_digest, gguf_files(path))).encode()).digest()
 
 
 def file_digest(file: Path) -> str:
