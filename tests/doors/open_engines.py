@@ -119,6 +119,8 @@ a prefix streamed to a deadline, in vLLM | "start_within_s": 0.5, "quality": 5e-
 what loads brought, in vLLM's log and metrics | vllm:kvtide_…_total loads hit_tokens decided_tokens tier_hits | @came
     @real-vllm | OURS
     tests/vllm/test_streams.py::test_refinements_come_until_the_model_should_start
+a line for each request, in vLLM's log | kvtide, request … loaded in … saved | @came | @real-vllm | OURS
+    tests/vllm/test_home.py::test_agents_are_served_as_usual_over_restarts_of_the_engine_and_of_its_store
 beside another connector of vLLM's | "kv_connector": "MultiConnector" "kv_load_failure_policy": "recompute" | @beside
     @real-vllm | OURS
     tests/vllm/test_engine.py::test_beside_another_connector_prompts_in_chunks_and_weights_that_are_loaded_anew

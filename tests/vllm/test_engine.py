@@ -3,14 +3,12 @@
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.servers import disk_arguments, server_process
 from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS, flip_bytes, offloading
 
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
@@ -97,25 +95,6 @@ def test_corrupt_and_deleted_stores_under_the_engine_fail_no_request(
     shutil.rmtree(restarted.store)
     ask()
     assert ask()["pinned_blocks"] == 0
-
-
-def test_server_that_is_killed_under_the_engine_fails_no_request(
-    engine: Any, plain: Any, filled_store: Path, tokens: list[int], tmp_path: Path
-) -> None:
-    store, expected = tmp_path / "store", plain["long"]["ids"]
-    shutil.copytree(filled_store, store)
-    with (
-        server_process(*disk_arguments(store)) as server,
-        engine(kvtide_transfer(server.url, **FROM_DISK)) as process,
-    ):
-        assert _ask(process, tokens[:PROMPT_TOKENS], expected)["blocks_loaded"] == FULL_PAGES
-        killer = threading.Timer(0.05, server.kill)
-        killer.start()
-        _ask(process, tokens[:PROMPT_TOKENS], expected)
-        killer.join()
-        stats = _ask(process, tokens[:PROMPT_TOKENS], expected)
-    assert stats["pinned_blocks"] == 0
-    assert stats["free_pages"] == stats["pages"]
 
 
 @pytest.mark.parametrize(("load", "codec"), [("auto", "raw"), ("async", "lossless")])

@@ -8,14 +8,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
-from tests.servers import server_process
+from tests.servers import ServerProcess, disk_arguments, server_process
 from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
 
+from kvtide_lab.bench.agents import AgentSession, made_up_sessions
 from kvtide_lab.config import engine_environment
 from wheel import install_wheel
 
@@ -88,7 +91,7 @@ def serving(python: Path, model: Path, store: str, log: Path, more: Sequence[str
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *more]
     command += [str(word) for flag in flags.items() for word in flag]
     # What a user has is the wheel alone: no checkout, neither by a path nor by where it is started.
-    environment = engine_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    environment = engine_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"})
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=log.parent)
     server = Server(port)
@@ -150,6 +153,64 @@ def test_what_one_data_parallel_rank_stored_another_restores(
         assert server.reaches("vllm:kvtide_stored_blocks_total", FULL_PAGES, engine="0")
         assert server.complete(ids, rank=1)["choices"][0]["token_ids"] == expected
         assert server.metric("vllm:kvtide_loaded_tokens_total", engine="1") == FULL_PAGES * PAGE_TOKENS
+
+
+AGENTS, TURNS, SAID_TOKENS = 3, 4, 8
+LINE = re.compile(
+    r"INFO .*kvtide, request (\S+): \d+ tokens asked, \d+ more in the engine's cache; "
+    r"(?:none found|\d+ found in http://127\.0\.0\.1:\d+)"
+    r"(?:; (\d+) loaded(?: \(\w+\))? in [\d.]+ s(?:, -?[\d.]+ s saved)?)?"
+    r"(?:; \d+ computed: [^;]+)*; \d+ blocks to store$",
+    re.MULTILINE,
+)
+
+
+@pytest.fixture(scope="module")
+def agents(model: Path) -> list[AgentSession]:
+    """Agents whose prompts grow by what tools say, each with a task of its own on a beginning that all have."""
+    from kvtide.engines.transformers import smollm2
+
+    tokenizer, names = smollm2.load_tokenizer(model), sorted(topics)
+    tasks = ["\n".join(str(topics[name]) for name in names[first::AGENTS]) for first in range(AGENTS)]
+    texts = [tasks[0][:1200] + task for task in tasks]
+    return made_up_sessions(texts, lambda text: list(tokenizer(text).input_ids), 1600, TURNS)
+
+
+def test_agents_are_served_as_usual_over_restarts_of_the_engine_and_of_its_store(
+    python: Path, model: Path, engine: Any, agents: list[AgentSession], tmp_path: Path
+) -> None:
+    with engine() as process:
+        plain = [[process.ask(turn.ids, SAID_TOKENS)["ids"] for turn in agent.turns] for agent in agents]
+    pages = {tuple(agent.turns[0].ids[: PAGE_TOKENS * page]) for agent in agents for page in range(1, FULL_PAGES + 1)}
+    store, logs = ServerProcess(*disk_arguments(tmp_path / "store")), [tmp_path / "first", tmp_path / "second"]
+    answers: list[list[Any]] = [[] for _ in agents]
+
+    def turn(server: Server, agent: int) -> None:
+        ids = agents[agent].turns[len(answers[agent])].ids
+        answers[agent].append(server.complete(ids, SAID_TOKENS)["choices"][0]["token_ids"])
+
+    def turns(server: Server) -> None:
+        list(clients.map(turn, [server] * AGENTS, range(AGENTS)))
+
+    with ThreadPoolExecutor(AGENTS) as clients:
+        with serving(python, model, store.url, logs[0]) as server:
+            turns(server)
+            stored = server.reaches("vllm:kvtide_stored_blocks_total", len(pages))
+            store.kill()
+            turns(server)
+            store = ServerProcess(*disk_arguments(tmp_path / "store"), port=store.port)
+        with serving(python, model, store.url, logs[1]) as server:
+            turns(server)
+            loaded = server.metric("vllm:kvtide_loaded_tokens_total")
+            store.terminate()
+            turns(server)
+    assert answers == plain
+    assert stored and loaded == AGENTS * FULL_PAGES * PAGE_TOKENS
+    lines = [LINE.findall(log.read_text()) for log in logs]
+    asked = [log.read_text().count("kvtide, request") for log in logs]
+    assert [len(each) for each in lines] == asked
+    assert min(asked) >= 2 * AGENTS
+    assert sum(int(tokens or 0) for _, tokens in lines[1]) == loaded
 
 
 def test_request_says_not_to_load_and_not_to_store(server: Server, plain: Any, tokens: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -270,6 +271,39 @@ def test_load_in_which_anything_is_raised_is_a_miss_and_nobody_waits_for_it(
     assert second.worker.take_counts()["failed_loads"] == 1
     assert "can't load into pages, served as a miss: a bug" in caplog.text
     assert second.ask("b", PROMPT) == 0
+
+
+def test_line_about_a_request_says_what_was_found_loaded_saved_and_why_not(second: ToyEngine) -> None:
+    judge = second.scheduler.cache.judge
+    judge.note_prefill(0, 240, 24.0)
+    longer = [*PROMPT, *range(500, 500 + 3 * BLOCK)]
+    hit, pages, _ = second.load("b", longer)
+    second.step(ScheduledRequest("b", longer, len(longer), lambda: pages))
+    summary = second.scheduler.finished("b")
+    second.worker.ended(["b"], is_idle=False)
+    assert summary is not None and summary.ended is not None and summary.saved_s is not None
+    assert summary.saved_s == pytest.approx(judge.prefill().seconds(0, hit) - summary.ended.seconds)
+    assert re.fullmatch(
+        r"51 tokens asked, 0 more in the engine's cache; 24 found in http://h; 24 loaded in 0\.\d+ s, 2\.\d+ s saved; "
+        r"24 computed: nothing was stored; 3 blocks to store",
+        summary.text("http://h"),
+    )
+
+
+def test_line_about_a_request_says_why_a_load_ended_early(second: ToyEngine) -> None:
+    second.worker.cache.tiers.get_into = lambda *arguments: None  # type: ignore[method-assign]
+    second.load("b", PROMPT)
+    summary = second.scheduler.finished("b")
+    second.worker.ended(["b"], is_idle=False)
+    assert "24 found in x; 0 loaded (absent) in" in summary.text("x")
+
+
+def test_first_step_of_some_length_says_nothing_of_speed(engines: Engines) -> None:
+    engine = engines()
+    for tokens, is_known in ((10, False), (100, False), (100, True)):
+        step = engine.step(tokens=tokens)
+        engine.scheduler.heard(engine.worker.report(step.step))
+        assert (engine.scheduler.cache.judge.prefill() is not None) == is_known
 
 
 def test_private_store_counts_what_was_ordered(engines: Engines) -> None:

@@ -19,6 +19,7 @@ from kvtide.engines.paged.sequence import (
     FollowedPrefix,
     LoadOrder,
     Namespaces,
+    RequestSummary,
     StepCommands,
     StoreOrder,
     TrackedSequence,
@@ -27,6 +28,7 @@ from kvtide.engines.paged.sequence import (
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
 from kvtide.group import Parts
 from kvtide.outcomes import Choice, Decided, Why
+from kvtide.plan import SAMPLE_TOKENS_MIN
 from kvtide.store import Cache
 from kvtide.types import BlockKey, ObjectId
 
@@ -91,6 +93,7 @@ class SchedulerHalf:
         # When a step began, and its tokens.
         self._steps: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._step = self._heard = 0
+        self._is_warm = False
         self._lookups = _Lookups(cache, clock, match_s_max)
 
     def close(self) -> None:
@@ -118,6 +121,7 @@ class SchedulerHalf:
             return 0
         sequence = self._sequences.get(request) or self._tracked(request, salt, tokens, options, extra)
         sequence.computed_tokens = computed_tokens
+        sequence.summary.looked_up(computed_tokens, len(tokens))
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
         reach = (len(tokens) - 1) // sequence.unit_tokens * sequence.unit_tokens
         if not sequence.may_load or reach <= computed_tokens:
@@ -136,6 +140,7 @@ class SchedulerHalf:
         # A look-up that goes on without us was given up.
         why = Why.DEADLINE if self._lookups.is_open(request) else Why.ABSENT
         self._count(sequence, why, reach - computed_tokens - max(0, fresh))
+        sequence.summary.found_tokens = max(sequence.summary.found_tokens, fresh)
         if fresh <= 0 or self._pays(sequence, fresh):
             return max(0, fresh)
         self._count(sequence, Why.LINK_SLOWER, fresh)
@@ -195,6 +200,7 @@ class SchedulerHalf:
         decided = Decided(Choice.RECOMPUTE, why)
         if decided not in sequence.counted:
             sequence.counted.add(decided)
+            sequence.summary.computed |= {why: tokens} if tokens else {}
             for namespace in sequence.namespaces:
                 self.cache.decisions.add(*decided, tokens, namespace)
 
@@ -229,6 +235,8 @@ class SchedulerHalf:
     def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepCommands:
         """Return the orders of this step and forget them."""
         stores = tuple(order for request in scheduled for order in self._stores(request))
+        for order in stores:
+            self._sequences[order.request].summary.stored_blocks += not (order.is_state or order.is_tail)
         loads, self._loads = tuple(self._loads), []
         advice, self._advice = tuple(self._advice), []
         self._step += 1
@@ -330,9 +338,15 @@ class SchedulerHalf:
         self._is_refused |= report.is_refused
         if report.step in self._steps:
             started_s, tokens = self._steps.pop(report.step)
-            self.cache.judge.note_prefill(0, tokens, now_s - started_s)
+            # The first one of some length is slower than all others: memory and kernels are new to it.
+            if self._is_warm:
+                self.cache.judge.note_prefill(0, tokens, now_s - started_s)
+            self._is_warm |= tokens >= SAMPLE_TOKENS_MIN
         for timing in report.loads:
             self.cache.judge.note_load(timing.tokens, timing.seconds, now_s)
+        for ended in report.ended:
+            if (sequence := self._sequences.get(ended.request)) is not None:
+                sequence.summary.note(ended)
         for sequence in map(self._sequences.get, report.failed):
             if sequence is not None:
                 sequence.may_load = False
@@ -346,11 +360,18 @@ class SchedulerHalf:
                 self._note_rough(sequence)
         self._lookups.lost(report.lost)
 
-    def finished(self, request: str) -> None:
-        """Forget a request, however it ended."""
-        self._sequences.pop(request, None)
+    def finished(self, request: str) -> RequestSummary | None:
+        """Forget a request, however it ended; return what was done for it, None if it was never looked up."""
+        sequence = self._sequences.pop(request, None)
         self._lookups.finished(request)
         self._loads = [order for order in self._loads if order.request != request]
+        if sequence is None:
+            return None
+        summary, prefill = sequence.summary, self.cache.judge.prefill()
+        if summary.ended is not None and prefill is not None:
+            start = sequence.computed_tokens
+            summary.saved_s = prefill.seconds(start, start + summary.ended.tokens) - summary.ended.seconds
+        return summary
 
     def reset(self, epoch: bytes) -> None:
         """Serve nothing that was stored before: from now on names carry `epoch`, which nobody has used."""

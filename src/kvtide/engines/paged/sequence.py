@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from kvtide.engines.settings import NO_OPTIONS, StreamOrder
 from kvtide.evict import Hint
 from kvtide.group import part_keys
 from kvtide.keys import KeyChain, NamespaceSpec
-from kvtide.outcomes import Decided
+from kvtide.outcomes import Decided, Why
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 
@@ -83,6 +84,15 @@ class LoadTiming(NamedTuple):
     seconds: float
 
 
+class EndedLoad(NamedTuple):
+    """A request's load: the tokens that came, its seconds, and why no more came; "" for all."""
+
+    request: str
+    tokens: int
+    seconds: float
+    reason: str
+
+
 class WorkerReport(NamedTuple):
     """A worker's findings of a step: promised blocks that are `lost`, requests whose loads `failed` or came `rough`.
 
@@ -94,13 +104,48 @@ class WorkerReport(NamedTuple):
     lost: tuple[BlockKey, ...] = ()
     failed: tuple[str, ...] = ()
     rough: tuple[str, ...] = ()
+    ended: tuple[EndedLoad, ...] = ()
     is_refused: bool = False
 
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Return this step's findings and another worker's, or later ones."""
         loads, lost, failed = self.loads + other.loads, self.lost + other.lost, self.failed + other.failed
-        is_refused = self.is_refused or other.is_refused
-        return WorkerReport(self.step, loads, lost, failed, self.rough + other.rough, is_refused)
+        rough, ended, is_refused = self.rough + other.rough, self.ended + other.ended, self.is_refused or other.is_refused
+        return WorkerReport(self.step, loads, lost, failed, rough, ended, is_refused)
+
+
+@dataclass(slots=True)
+class RequestSummary:
+    """One request's tokens by what was done for them. own: of the engine's cache. computed: by reason."""
+
+    own_tokens: int = 0
+    asked_tokens: int = 0
+    found_tokens: int = 0
+    ended: EndedLoad | None = None
+    saved_s: float | None = None
+    computed: dict[Why, int] = field(default_factory=dict)
+    stored_blocks: int = 0
+
+    def looked_up(self, own_tokens: int, tokens: int) -> None:
+        """Take what a request of so many tokens asks for, until a load of it has ended."""
+        if self.ended is None:
+            self.own_tokens, self.asked_tokens = own_tokens, tokens - own_tokens
+
+    def note(self, ended: EndedLoad) -> None:
+        """Take a load's end; of several shards the one that brought least."""
+        if self.ended is None or ended.tokens <= self.ended.tokens:
+            self.ended = ended
+
+    def text(self, store: str) -> str:
+        """Return it as a line for a person."""
+        found = [f"{self.asked_tokens} tokens asked, {self.own_tokens} more in the engine's cache"]
+        found.append(f"{self.found_tokens} found in {store}" if self.found_tokens else "none found")
+        if self.ended is not None:
+            saved = "" if self.saved_s is None else f", {self.saved_s:.3f} s saved"
+            failed = f" ({self.ended.reason})" if self.ended.reason else ""
+            found.append(f"{self.ended.tokens} loaded{failed} in {self.ended.seconds:.3f} s{saved}")
+        found += [f"{tokens} computed: {why.meaning}" for why, tokens in self.computed.items()]
+        return "; ".join([*found, f"{self.stored_blocks} blocks to store"])
 
 
 SALTS_MAX = 1024
@@ -190,8 +235,9 @@ class TrackedSequence:
         # What the engine had computed itself when it last asked for a match, and the pieces that were offered then.
         self.computed_tokens = 0
         self.offered: tuple[BlockRef, ...] = ()
-        # What was decided, and counted, about what is not loaded.
+        # What was decided, and counted, about what is not loaded; and of all of it what a person may want to know.
         self.counted: set[Decided] = set()
+        self.summary = RequestSummary()
         # Where its last load began; the first of its blocks that came rougher than the store has it, on top of which
         # nothing is stored.
         self.loaded_from = 0

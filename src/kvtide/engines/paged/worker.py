@@ -21,6 +21,7 @@ from kvtide.engines.paged.pages import HostPages, PagePool
 from kvtide.engines.paged.sequence import (
     AdviceOrder,
     BlockRef,
+    EndedLoad,
     LoadOrder,
     LoadTiming,
     StepCommands,
@@ -247,6 +248,7 @@ class WorkerHalf:
         lost: tuple[BlockKey, ...] = ()
         counts = {"loads": 1, "loaded_tokens": loaded, "loaded_bytes": report.stored_bytes}
         self._counts.update({**counts, "load_seconds": seconds, "failed_loads": not is_whole})
+        ended = EndedLoad(load.order.request, loaded, seconds, "" if report.reason is None else report.reason.value)
         # A streamed load takes the time that it was given, which says nothing of a link.
         is_timed = load.order.stream is None or seconds > load.order.stream.within_s
         if report.reason is MissReason.DEADLINE:
@@ -255,7 +257,7 @@ class WorkerHalf:
             lost = ((load.missed_states or load.first_missing(report.blocks).ids[self._shard]).key,)
         timings = (LoadTiming(loaded, seconds),) if is_timed else ()
         failed = () if is_whole else (load.order.request,)
-        self._report = self._report.joined(WorkerReport(0, timings, lost, failed))
+        self._report = self._report.joined(WorkerReport(0, timings, lost, failed, (), (ended,)))
 
     def _left_s(self, load: PageLoad) -> float:
         return max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())

@@ -5,6 +5,7 @@ Invariant: a request never fails for the cache's sake; pages that could not be f
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, LookupCounts
 from kvtide.group import ALL_ROWS, state_every
 from kvtide.store import Cache, cache_for
+from kvtide.tier import shown_url
+
+# vLLM shows what its own loggers say.
+_log = logging.getLogger("vllm.kvtide")
 
 # The scheduler half only asks; what it would keep in memory is of no use to the workers.
 ASKING_MEMORY_BYTES = 1 << 20
@@ -207,7 +212,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
         self._requests.pop(request.request_id, None)
         self._lookups.finished(request.request_id)
-        self.scheduler.finished(request.request_id)
+        summary = self.scheduler.finished(request.request_id)
+        if summary is not None:
+            _log.info("kvtide, request %s: %s", request.request_id, summary.text(shown_url(self._settings.store)))
         return False, None
 
     def request_finished_all_groups(
