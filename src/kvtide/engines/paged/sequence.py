@@ -110,8 +110,8 @@ class WorkerReport(NamedTuple):
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Return this step's findings and another worker's, or later ones."""
         loads, lost, failed = self.loads + other.loads, self.lost + other.lost, self.failed + other.failed
-        rough, ended, is_refused = self.rough + other.rough, self.ended + other.ended, self.is_refused or other.is_refused
-        return WorkerReport(self.step, loads, lost, failed, rough, ended, is_refused)
+        rough, ended = self.rough + other.rough, self.ended + other.ended
+        return WorkerReport(self.step, loads, lost, failed, rough, ended, self.is_refused or other.is_refused)
 
 
 @dataclass(slots=True)
