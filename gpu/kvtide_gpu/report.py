@@ -66,11 +66,16 @@ class _Report(msgspec.Struct, frozen=True):
 
 def judge(path: Path, has_device: bool) -> list[DoctorFinding]:
     """Judge a report of tools/gpu.py, which measures this GPU first if there is no file: a line for each kernel,
-    goal and fault. ValueError if there is no report, nor a way to one.
+    goal, fault, and proof on a device that is here. ValueError if there is no report, nor a way to one.
     """
     if not path.exists():
         _measure(path, has_device)
-    return _verdicts(path)
+    if not has_device:
+        return _verdicts(path)
+    # A report from elsewhere is judged without torch.
+    from kvtide_gpu.proofs import device_proofs
+
+    return [*_verdicts(path), *device_proofs()]
 
 
 def _measure(path: Path, has_device: bool) -> None:

@@ -10,9 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from tests.doors.user import kvtide
 
 from kvtide.cli import doctor
+from kvtide.engines.paged.device import DevicePages
+from kvtide_gpu.proofs import proofs
 from kvtide_gpu.report import GOALS, judge
 from twin import TwinKernels, needs_compiler
 
@@ -112,7 +115,7 @@ def test_device_is_measured_where_there_is_no_file(tmp_path: Path, monkeypatch: 
 
 def test_doctor_says_which_way_pages_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_GPU_FILES", (tmp_path,))
-    assert "torch copies vLLM's pages; for kernels" in doctor._gpu().detail
+    assert "copied by kernels where they prove faster than torch" in doctor._gpu().detail
     monkeypatch.setattr(doctor, "_GPU_FILES", ())
     assert doctor._gpu().detail.startswith("no CUDA device here")
 
@@ -151,3 +154,13 @@ def test_cases_run_on_the_twin_and_time_nothing(measuring: ModuleType, twin: Twi
     assert {goal.figure for goal in GOALS if goal.case == case} <= set(found)
     assert None in found.values()
     assert not any(isinstance(value, float) for name, value in found.items() if name != "bits")
+
+
+def test_proof_of_a_device_is_a_line_for_each_kind_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"float16", "float16 in groups", "bfloat16", "bfloat16 in groups", "float32", "float32 in groups", "states"}
+    found = proofs(torch.device("cpu"))
+    assert {finding.subject.removeprefix("proof ") for finding in found} == kinds
+    assert all(finding.status == "ok" and "every bit came out and in on cpu" in finding.detail for finding in found)
+    monkeypatch.setattr(DevicePages, "scatter", lambda *args: None)
+    bad = {(each.status, each.detail[:22]) for each in proofs(torch.device("cpu"))}
+    assert bad == {("bad", "a block that came in d")}
