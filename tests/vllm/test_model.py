@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import re
 import sys
 from contextlib import nullcontext
@@ -233,6 +234,8 @@ def _on_gpu(
     **options: Any,
 ) -> vllm_pages.EnginePages:
     """Take layers a, b, then c and so on, for the pages of groups on a GPU."""
+    # So that caplog has vLLM's log.
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
     monkeypatch.setattr(vllm_pages, "get_layers_from_vllm_config", lambda *args: {"a": attention})
     names = [f"layer.{number}" for number in range(len(layers))]
@@ -344,7 +347,7 @@ def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytes
     connector._model, connector._vllm_config, connector._clock = SimpleNamespace(label="", slots=None), None, None
     connector._registry = None
     pool: Any = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
-    monkeypatch.setattr(module, "page_pools", lambda *args: vllm_pages.EnginePages(pool, None))
+    monkeypatch.setattr(module, "page_pools", lambda *args: vllm_pages.EnginePages(pool, None, {}))
     cache = SimpleNamespace(open=list, tiers=SimpleNamespace(tier_names=()))
     monkeypatch.setattr(module, "cache_for", lambda store, codec, *args, **rest: seen.append(codec) or cache)
     monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)

@@ -1,16 +1,12 @@
 """Blocks in and out of pages, for every order and stride that engines use."""
 
-from collections import Counter
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from tests.engines.paged.pools import LAYOUT, PAGE_TOKENS, empty_layers, engine_writes, host_pages, random_block
 
-from kvtide.engines.paged.device import DevicePages, DeviceStream
+from kvtide.engines.paged.device import DevicePages
 from kvtide.engines.paged.pages import CellOrder, HostPages, cell_order, join_pages, keys_values, slot_page
-from ordered import Order, OrderedStream
 
 
 @pytest.mark.parametrize("order", CellOrder)
@@ -85,56 +81,17 @@ def test_unknown_order_is_refused() -> None:
         cell_order(cell, keys, keys)
 
 
-def _strided(axes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Return zeroed layers (pages, heads, tokens, content) whose memory is in the order of `axes`; 4 is the layer."""
-    sizes = (12, LAYOUT.kv_heads, PAGE_TOKENS, 2 * LAYOUT.head_dim, LAYOUT.layers)
-    storage = torch.zeros([sizes[axis] for axis in axes], dtype=torch.bfloat16)
-    logical = storage.permute([axes.index(axis) for axis in (4, 0, 1, 2, 3)])
-    return list(logical)
-
-
-@pytest.mark.parametrize("axes", [(4, 0, 1, 2, 3), (4, 0, 2, 1, 3), (4, 1, 0, 2, 3), (0, 4, 1, 2, 3), (0, 4, 2, 1, 3)])
-def test_device_pages_take_and_give_blocks_in_every_stride_order(axes: tuple[int, ...]) -> None:
-    layers, bits = _strided(axes), random_block(4)
-    pool = DevicePages.of_rows(layers, LAYOUT)
-    pool.scatter(bits, [9, 1], 0)
-    written: Any = layers[2][9, 1, 3].view(torch.int16).numpy().view(np.uint16)
-    assert written.tolist() == [*bits[2, 0, 3, 1], *bits[2, 1, 3, 1]]
-    captured = pool.capture([9, 1])
-    layers[0].zero_()
-    assert np.array_equal(captured.block(), bits)
-    captured.restore([3, 4], 0)
-    assert np.array_equal(pool.capture([3, 4]).block(), bits)
-    captured.restore([5], 1)
-    assert torch.equal(layers[0][5].view(torch.int16), layers[0][4].view(torch.int16))
-
-
-def test_device_pages_wait_for_what_the_engine_has_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = Order()
-    monkeypatch.setattr(DeviceStream, "new", lambda device: OrderedStream("copies", order))
-    monkeypatch.setattr(DeviceStream, "current", lambda device: OrderedStream("engine", order))
-    pool, bits = DevicePages.of_rows(_strided((4, 0, 1, 2, 3)), LAYOUT), random_block(4)
-    order.taken = Counter(engine=1)
-    with pytest.raises(AssertionError, match="copies did not wait for"):
-        pool.scatter(bits, [9, 1], 0)
-    pool.follow()
-    pool.scatter(bits, [9, 1], 0)
-    order.queued["engine"] = order.taken["engine"] = 2
-    pool.capture([9, 1])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_device_pages_on_a_gpu_give_back_what_they_took() -> None:
-    layers = [layer.cuda() for layer in _strided((4, 0, 2, 1, 3))]
-    pool, bits = DevicePages.of_rows(layers, LAYOUT), random_block(5)
-    pool.scatter(bits, [9, 1], 0)
-    captured = pool.capture([9, 1])
-    for layer in layers:
-        layer.zero_()
-    assert np.array_equal(captured.block(), bits)
-    captured.restore([3, 4], 0)
-    assert np.array_equal(pool.capture([3, 4]).block(), bits)
+def test_device_pages_take_and_give_the_blocks_that_this_machine_s_do() -> None:
+    # Strides, streams and devices are those of test_proof.py.
+    host, layers = host_pages(CellOrder.SPLIT)
+    device, bits = (
+        DevicePages.of_rows([torch.from_numpy(layer.view(np.int16)) for layer in layers], LAYOUT),
+        random_block(4),
+    )
+    device.scatter(bits, [9, 1], 0)
+    assert np.array_equal(host.capture([9, 1]).block(), bits)
+    device.capture([9, 1]).restore([5], 1)
+    assert np.array_equal(device.capture([9, 5]).block(), bits)
 
 
 def test_joined_pages_come_apart_again() -> None:

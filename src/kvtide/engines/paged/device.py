@@ -161,12 +161,14 @@ class DevicePages(PagePool):
 
     def _own(self, pages: Sequence[int], skip_pages: int) -> dict[Any, tuple[torch.Tensor, list[int]]]:
         """Return by their slots the numbers of layers' pages on the device, and where they come in a block."""
-        own = {layer.slots: layer.own(pages, skip_pages) for layer in self.layers}
-        return {slots: (self._numbers(chosen), here) for slots, (chosen, here) in own.items()}
-
-    def _numbers(self, pages: Sequence[int]) -> torch.Tensor:
-        """Return page numbers on the device. From pageable memory the engine's thread would wait for its step here."""
-        return self._pinned(torch.tensor(list(pages), dtype=torch.int64)).to(self._device, non_blocking=True)
+        found = {}
+        for layer in self.layers:
+            if layer.slots not in found:
+                chosen, here = layer.own(pages, skip_pages)
+                # From pageable memory the engine's thread would wait for its step here.
+                numbers = self._pinned(torch.tensor(chosen, dtype=torch.int64))
+                found[layer.slots] = numbers.to(self._device, non_blocking=True), here
+        return found
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._is_cuda else tensor

@@ -70,17 +70,14 @@ class _Memory:
         self._runs = [run.view(torch.uint8) for page in pages for run in _runs(page)]
 
     def read(self) -> torch.Tensor:
-        """Return a copy on the device."""
         return torch.cat(self._runs)
 
     def write(self, data: torch.Tensor) -> None:
-        """Queue the copies of what lies on the device."""
         for run, part in zip(self._runs, data.split([len(run) for run in self._runs]), strict=True):
             run.copy_(part)
 
 
 def _runs(page: torch.Tensor) -> list[torch.Tensor]:
-    """Return a page's memory as dense pieces."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(page.shape, page.stride(), strict=True))
     if span == page.numel():
         return [page.as_strided((span,), (1,))]
@@ -88,7 +85,7 @@ def _runs(page: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _by_address(page: torch.Tensor) -> list[int]:
-    """Return a page's axes, outermost in memory first."""
+    # The outermost first.
     return sorted(range(page.ndim), key=lambda axis: (-page.stride(axis), axis))
 
 
@@ -142,7 +139,6 @@ class _Trial:
             raise DeviceFault("pages were written that nobody named")
 
     def put_back(self) -> None:
-        """Write what was there before."""
         self._own.write(self._before)
         self._beside.write(self._before_beside)
         self._engine.finish()

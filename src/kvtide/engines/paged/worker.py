@@ -152,9 +152,9 @@ class WorkerHalf:
             self.cache.prefetch([self._meta(block) for block in advice.prefetch])
 
     def _follow(self) -> bool:
-        for pool in (self._pool, self._states):
-            if pool is not None:
-                pool.follow()
+        self._pool.follow()
+        if self._states is not None:
+            self._states.follow()
         return True
 
     def _run(self, load: PageLoad) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,8 @@ from kvtide.engines.vllm.model import BYTE_DTYPES, DTYPES, ServedModel
 from kvtide.engines.vllm.stats import counted
 from kvtide.errors import UnsupportedModel
 
-_log = logging.getLogger(__name__)
+# vLLM's log has what is below its own logger.
+_log = logging.getLogger(f"vllm.{__name__}")
 
 # Their kernels take a token's key, then its value, from the last axis of a page; or a latent, then its key by RoPE.
 KNOWN_BACKENDS = {
@@ -36,7 +36,7 @@ class EnginePages(NamedTuple):
 
     pool: PagePool
     states: PagePool | None
-    counts: Mapping[str, float] = MappingProxyType({})
+    counts: Mapping[str, float]
     refused: str = ""
 
 
@@ -59,8 +59,11 @@ def page_pools(
     if vllm_config.device_config.device_type == "cpu":
         pool = _host_pool(model, layers, vllm_config)
         pages_of = [OpaqueLayer(pages.numpy(), slots) for pages, slots in bytes_of]
-        return EnginePages(pool, None if states is None else OpaquePages(pages_of, states.layout, 1))
-    _check_backends(model, vllm_config)
+        return EnginePages(pool, None if states is None else OpaquePages(pages_of, states.layout, 1), {})
+    attention = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(model.layer_names))
+    unknown = {layer.get_attn_backend().get_name() for layer in attention.values()} - KNOWN_BACKENDS
+    if unknown:
+        raise UnsupportedModel(f"pages of attention backend {sorted(unknown)} are not known")
     return _proved(model, layers, bytes_of, settings, codecs, clock)
 
 
@@ -97,16 +100,6 @@ def _checked_rows(model: ServedModel, layers: Sequence[torch.Tensor], parts: int
     return found
 
 
-# Pages on a device
-
-
-def _check_backends(model: ServedModel, vllm_config: Any) -> None:
-    attention = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(model.layer_names))
-    backends = {layer.get_attn_backend().get_name() for layer in attention.values()}
-    if not backends <= KNOWN_BACKENDS:
-        raise UnsupportedModel(f"pages of attention backend {sorted(backends - KNOWN_BACKENDS)} are not known")
-
-
 def _proved(
     model: ServedModel,
     layers: Sequence[torch.Tensor],
@@ -122,11 +115,12 @@ def _proved(
     slots = model.slots or [None] * len(layers)
     # A page of the engine's may be several of its kernels', one behind the other.
     tokens = [model.page_tokens // len(own or (0,)) for own in slots]
-    parts = [each // layer.shape[2] for each, layer in zip(tokens, layers, strict=True)]
+    parts = [max(1, each // layer.shape[2]) for each, layer in zip(tokens, layers, strict=True)]
     found, halves = (_checked_rows(model, layers, parts[0]), 2) if model.dtype is not None else (layers, 1)
     split = [layer.unflatten(0, (-1, each)) if each > 1 else layer for layer, each in zip(found, parts, strict=True)]
-    rows = [DeviceLayer(layer, halves, own) for layer, own in zip(split, slots, strict=True)]
-    pool, states = DevicePages(rows, model.layout, model.page_tokens), None
+    rows = list(map(DeviceLayer, split, [halves] * len(split), slots))
+    pool: PagePool = DevicePages(rows, model.layout, model.page_tokens)
+    states: PagePool | None = None
     proof, groups = prove(pool, rows, clock, codecs), {row.slots for row in rows}
     if model.states is not None:
         kept = [DeviceLayer(pages, 1, own) for pages, own in bytes_of]
@@ -139,22 +133,19 @@ def _proved(
         return EnginePages(pool, states, counts, proof.reason)
     _log.info("proved on %s: %d groups, %d codecs, %.2f s", name, len(groups), len(codecs), proof.seconds)
     # Kernels know plain pages alone.
-    if settings.device_kernels == "off" or model.slots is not None or parts[0] > 1:
-        return EnginePages(pool, states, counts)
-    with_kernels = _with_kernels(pool, settings, codecs, clock)
-    if with_kernels is not pool:
-        counts[counted("proofs", "kernels")] += 1
-    return EnginePages(with_kernels, states, counts)
+    if settings.device_kernels != "off" and model.slots is None and parts[0] == 1:
+        plain, pool = pool, _with_kernels(pool, settings, codecs, clock)
+        counts[counted("proofs", "kernels")] += pool is not plain
+    return EnginePages(pool, states, counts)
 
 
 def _with_kernels(pool: PagePool, settings: ConnectorSettings, codecs: Sequence[Codec], clock: Clock) -> PagePool:
     is_asked_for = settings.device_kernels == "on"
     try:
-        found: PagePool = device_part("pages")(pool, settings.device_multiprocessors, codecs, clock, is_asked_for)
-        return found
+        pool = device_part("pages")(pool, settings.device_multiprocessors, codecs, clock, is_asked_for)
     except ImportError as error:
         _log.log(logging.WARNING if is_asked_for else logging.INFO, "torch copies the engine's pages: %s", error)
-        return pool
+    return pool
 
 
 def _probed_order(layer: torch.Tensor, vllm_config: Any) -> CellOrder:
