@@ -8,7 +8,6 @@ Uses are found by following values through the connector's functions, from the p
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
 import sys
@@ -69,7 +68,6 @@ AHEAD = {
 OURS = {"self", "other", "layout", "layer", "model", "states", "tier"}
 # Public in the connector's classes, and no hook of vLLM's.
 OWN = {"scheduler", "worker"}
-_PASS = {"list", "tuple", "set", "sorted", "reversed", "next", "iter", "dict"}
 
 Path_ = str | tuple["Path_", ...] | None
 
@@ -110,10 +108,10 @@ class Uses(NamedTuple):
             yield [_marked(f"{base}.{hook.name}") for base in hook.bases]
 
 
-def connector_uses(files: Iterable[Path] = ()) -> Uses:
+def connector_uses() -> Uses:
     """Read the connector's files."""
     found = Uses(set(), [], [], [])
-    for file in files or [ENGINES / "plugin.py", *sorted((ENGINES / "vllm").glob("*.py"))]:
+    for file in [ENGINES / "plugin.py", *sorted((ENGINES / "vllm").glob("*.py"))]:
         _Reader(file, found).read()
     names = {path.rpartition(".")[2] for path in found.paths}
     found.unknown[:] = [each for each in found.unknown if each.rpartition(".")[2] in names]
@@ -135,8 +133,7 @@ def problems(uses: Uses, surface: Surface, tested: Surface) -> list[str]:
             found.append(f"{call.use}{text} does not take {call.given} arguments and {call.names}")
     for hook in uses.hooks:
         for text in (surface.get(_marked(f"{base}.{hook.name}")) or "" for base in hook.bases):
-            given = [each for each in _signature(text).parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-            if text.startswith("(") and not _takes(hook.takes, len(given), ()):
+            if text.startswith("(") and not _takes(hook.takes, len(_arguments(text).args), ()):
                 found.append(f"our {hook.name}{hook.takes} is called with {text}")
     for base in {base for hook in uses.hooks for base in hook.bases}:
         needs = (surface.get(base) or "").partition(" needs ")[2]
@@ -149,28 +146,21 @@ def _marked(path: str) -> str:
     return f"{path}?" if any(each in path for each in OPTIONAL) and not path.endswith("?") else path
 
 
-def _signature(text: str) -> inspect.Signature:
-    """Return the signature in a description; one without parameters for what is no function."""
-    if not text.startswith("("):
-        return inspect.Signature()
-    kinds, found = inspect.Parameter, list[inspect.Parameter]()
-    args = ast.parse(f"def _{text.replace('=', '=0')}: 0").body[0].args  # type: ignore[attr-defined]
-    for position, each in enumerate(args.args):
-        default = 0 if position >= len(args.args) - len(args.defaults) else kinds.empty
-        found.append(kinds(each.arg, kinds.POSITIONAL_OR_KEYWORD, default=default))
-    found += [kinds(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
-    for each, value in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        found.append(kinds(each.arg, kinds.KEYWORD_ONLY, default=kinds.empty if value is None else 0))
-    found += [kinds(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
-    return inspect.Signature(found)
+def _arguments(text: str) -> ast.arguments:
+    (tree,) = ast.parse(f"def _{text.replace('=', '=0')}: 0").body
+    assert isinstance(tree, ast.FunctionDef)
+    return tree.args
 
 
 def _takes(text: str, count: int, names: Sequence[str]) -> bool:
-    try:
-        _signature(text).bind(*range(count), **dict.fromkeys(names))
-    except TypeError:
-        return False
-    return True
+    """Tell if parameters take so many arguments in order, and those with a name."""
+    args = _arguments(text)
+    words, others = [each.arg for each in args.args], [each.arg for each in args.kwonlyargs]
+    wanted = {*words[: len(words) - len(args.defaults)]}
+    wanted |= {each for each, value in zip(others, args.kw_defaults, strict=True) if value is None}
+    given, is_open = {*words[:count], *names}, args.kwarg is not None
+    fits = (count <= len(words) or args.vararg is not None) and len(given) == min(count, len(words)) + len(names)
+    return fits and wanted <= given and (is_open or given <= {*words, *others})
 
 
 class _Reader:
@@ -193,7 +183,7 @@ class _Reader:
                 self._imports["vllm"] = "vllm:"
         self._body(tree.body, {})
 
-    def _body(self, body: Sequence[ast.AST], names: dict[str, Path_]) -> None:
+    def _body(self, body: Iterable[ast.AST], names: dict[str, Path_]) -> None:
         for each in body:
             self._statement(each, names)
 
@@ -211,18 +201,11 @@ class _Reader:
             _bind(each.target, _item(self._path(each.iter, names)), names)
             self._body([*each.body, *each.orelse], names)
         else:
-            test = getattr(each, "test", None)
-            if (
-                isinstance(each, ast.Assert)
-                and isinstance(test, ast.Call)
-                and getattr(test.func, "id", "") == "isinstance"
-            ):
-                _bind(test.args[0], self._path(test.args[1], names), names)
+            if isinstance(each, ast.Assert) and isinstance(each.test, ast.Call):
+                # isinstance says which of our own classes it is.
+                _bind(each.test.args[0], None, names)
             for inner in ast.iter_child_nodes(each):
-                if isinstance(inner, ast.expr):
-                    self._path(inner, names)
-                else:
-                    self._statement(inner, names)
+                (self._path if isinstance(inner, ast.expr) else self._statement)(inner, names)
 
     def _class(self, each: ast.ClassDef, names: dict[str, Path_]) -> None:
         paths = [self._path(base, names) for base in each.bases]
@@ -237,12 +220,12 @@ class _Reader:
         self._body(each.body, dict(names))
         self._bases, self._own = [], set()
 
-    def _function(self, each: ast.FunctionDef | ast.Lambda, names: dict[str, Path_]) -> None:
+    def _function(self, each: ast.FunctionDef, names: dict[str, Path_]) -> None:
         args, inside = each.args, dict(names)
         for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs):
             said = None if arg.annotation is None else self._path(arg.annotation, names)
             inside[arg.arg] = said or ROOTS.get(arg.arg)
-        self._body(each.body if isinstance(each, ast.FunctionDef) else [ast.Expr(each.body)], inside)
+        self._body(each.body, inside)
 
     def _use(self, path: str) -> str:
         if not path.endswith((":", "*", "...", "[]", "()", ":__file__")):
@@ -266,15 +249,12 @@ class _Reader:
             return base if isinstance(each.slice, ast.Slice) else _item(base)
         if isinstance(each, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
             inside = dict(names)
-            for part in each.generators:
-                _bind(part.target, _item(self._path(part.iter, inside)), inside)
-                for test in part.ifs:
+            for loop in each.generators:
+                _bind(loop.target, _item(self._path(loop.iter, inside)), inside)
+                for test in loop.ifs:
                     self._path(test, inside)
-            results = [each.key, each.value] if isinstance(each, ast.DictComp) else [each.elt]
-            found = [self._path(result, inside) for result in results][-1]
-            return f"{found}..." if found == _SPEC else None
-        if isinstance(each, ast.Lambda):
-            self._function(each, names)
+            for part in (each.key, each.value) if isinstance(each, ast.DictComp) else (each.elt,):
+                self._path(part, inside)
             return None
         parts = [self._path(inner, names) for inner in ast.iter_child_nodes(each) if isinstance(inner, ast.expr)]
         if isinstance(each, ast.Tuple):
@@ -301,14 +281,8 @@ class _Reader:
         name = getattr(each.func, "id", "")
         if name == "getattr" and isinstance(given[0], str):
             self._found.paths.add(f"{given[0]}.{ast.literal_eval(each.args[1])}{'?' * (len(each.args) > 2)}")
-        if name in _PASS:
-            return given[0] if given else None
         if name == "zip":
             return _Zipped(given[: len(each.args)])
-        if name == "enumerate":
-            return _Zipped((None, given[0]))
-        if name == "partial" and isinstance(given[0], str):
-            return given[0]
         if isinstance(each.func, ast.Attribute) and each.func.attr in ("items", "values"):
             base = self._path(each.func.value, names)
             return _Zipped((None, base)) if each.func.attr == "items" else base
@@ -346,13 +320,12 @@ def _bind(target: ast.AST, path: Path_, names: dict[str, Path_]) -> None:
 
 def main() -> int:
     """Write a snapshot; say what is other than in the one before it, and why the connector could not work."""
-    given = Path(sys.argv[1])
+    folder = Path(sys.argv[1])
     with tempfile.TemporaryDirectory() as scratch:
-        folder = given
-        if given.is_file():
+        if folder.is_file():
+            with zipfile.ZipFile(folder) as wheel:
+                wheel.extractall(scratch, [each for each in wheel.namelist() if each.endswith(".py")])
             folder = Path(scratch)
-            with zipfile.ZipFile(given) as wheel:
-                wheel.extractall(folder, [each for each in wheel.namelist() if each.endswith(".py")])
         said = (folder / "vllm" / "_version.py").read_text(encoding="utf-8").partition("version = '")[2]
         version = ".".join(map(str, version_numbers(said)))
         uses, sources = connector_uses(), Sources(folder)

@@ -66,7 +66,7 @@ def vllm_warning(version: str, package: Path) -> str | None:
     if command is None:
         return None
     known, numbers = snapshots(), version_numbers(version)
-    name, tested = ".".join(map(str, numbers)), ".".join(map(str, version_numbers(TESTED_VLLM[-1])))
+    name, tested = (".".join(map(str, each)) for each in (numbers, version_numbers(TESTED_VLLM[-1])))
     nearest = min(known, key=lambda each: [abs(a - b) for a, b in zip(version_numbers(each), numbers, strict=True)])
     before = known[tested if name in known else nearest]
     missing, changed = SurfaceChanges.between(before, known.get(name) or Sources(package.parent).surface(before))
@@ -142,11 +142,11 @@ class Sources:
         return None
 
     def _imported(self, module: str, each: ast.ImportFrom) -> str:
-        if not each.level:
-            return each.module or ""
         parts = module.split(".")
         is_package = self._folder.joinpath(*parts, "__init__.py").is_file()
-        return ".".join([*parts[: len(parts) + is_package - each.level], *filter(None, [each.module])])
+        return ".".join(
+            [*(parts[: len(parts) + is_package - each.level] if each.level else ()), each.module or ""]
+        ).strip(".")
 
     def _class_of(self, node: _Node) -> _Node | None:
         """Return the class of a value of this type, or the class itself."""
@@ -168,13 +168,14 @@ class Sources:
 
     def _member(self, owner: _Node, name: str) -> _Node | None:
         for module, tree in self._family(owner):
+            types = list[ast.AST]()
             for each in _statements(tree.body):
-                if isinstance(each, ast.FunctionDef) and each.name == name:
-                    return _Node(module, each)
-                if _assigns(each, name):
-                    is_typed = isinstance(each, ast.AnnAssign)
-                    return _Node(module, each.annotation if is_typed else _UNKNOWN, is_typed)  # type: ignore[attr-defined]
-            types = list(_types_on_self(tree, name))
+                if isinstance(each, ast.FunctionDef):
+                    if each.name == name:
+                        return _Node(module, each)
+                    types += _types_on_self(each, name)
+                elif _assigns(each, name):
+                    types.insert(0, getattr(each, "annotation", _UNKNOWN))
             if types:
                 best = next((each for each in types if each is not _UNKNOWN), _UNKNOWN)
                 return _Node(module, best, is_type=best is not _UNKNOWN)
@@ -213,14 +214,12 @@ def _assigns(each: ast.AST, text: str) -> bool:
     return isinstance(each, ast.Assign | ast.AnnAssign) and any(_text(target) == text for target in targets)
 
 
-def _types_on_self(tree: ast.ClassDef, name: str) -> Iterator[ast.AST]:
-    """Types, as far as they are written there, of what methods set on `self`."""
-    for method in tree.body:
-        for each in ast.walk(method) if isinstance(method, ast.FunctionDef) else ():
-            if _assigns(each, f"self.{name}"):
-                said = {arg.arg: arg.annotation for arg in method.args.args}  # type: ignore[attr-defined]
-                own = getattr(each, "annotation", None) or said.get(getattr(each.value, "id", ""))  # type: ignore[attr-defined]
-                yield own or _UNKNOWN
+def _types_on_self(method: ast.FunctionDef, name: str) -> Iterator[ast.AST]:
+    """Types, as far as they are written there, of what a method sets on `self`."""
+    said = {arg.arg: arg.annotation for arg in method.args.args}
+    for each in ast.walk(method):
+        if _assigns(each, f"self.{name}"):
+            yield getattr(each, "annotation", None) or said.get(_text(getattr(each, "value", None))) or _UNKNOWN
 
 
 def _returned(node: _Node) -> _Node:

@@ -300,7 +300,7 @@ def test_line_about_a_request_says_why_a_load_ended_early(second: ToyEngine) -> 
 
 def test_first_step_of_some_length_says_nothing_of_speed(engines: Engines) -> None:
     engine = engines()
-    for tokens, is_known in ((10, False), (100, False), (100, True)):
+    for tokens, is_known in ((BLOCK - 1, False), (100, False), (100, True)):
         step = engine.step(tokens=tokens)
         engine.scheduler.heard(engine.worker.report(step.step))
         assert (engine.scheduler.cache.judge.prefill() is not None) == is_known

@@ -28,7 +28,6 @@ from kvtide.engines.paged.sequence import (
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
 from kvtide.group import Parts
 from kvtide.outcomes import Choice, Decided, Why
-from kvtide.plan import SAMPLE_TOKENS_MIN
 from kvtide.store import Cache
 from kvtide.types import BlockKey, ObjectId
 
@@ -121,7 +120,8 @@ class SchedulerHalf:
             return 0
         sequence = self._sequences.get(request) or self._tracked(request, salt, tokens, options, extra)
         sequence.computed_tokens = computed_tokens
-        sequence.summary.looked_up(computed_tokens, len(tokens))
+        if sequence.summary.ended is None:
+            sequence.summary.own_tokens, sequence.summary.asked_tokens = computed_tokens, len(tokens) - computed_tokens
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
         reach = (len(tokens) - 1) // sequence.unit_tokens * sequence.unit_tokens
         if not sequence.may_load or reach <= computed_tokens:
@@ -338,15 +338,15 @@ class SchedulerHalf:
         self._is_refused |= report.is_refused
         if report.step in self._steps:
             started_s, tokens = self._steps.pop(report.step)
-            # The first one of some length is slower than all others: memory and kernels are new to it.
+            # The first one of a block or more is slower than all others: memory and kernels are new to it.
             if self._is_warm:
                 self.cache.judge.note_prefill(0, tokens, now_s - started_s)
-            self._is_warm |= tokens >= SAMPLE_TOKENS_MIN
+            self._is_warm |= tokens >= self._block_tokens
         for timing in report.loads:
             self.cache.judge.note_load(timing.tokens, timing.seconds, now_s)
         for ended in report.ended:
             if (sequence := self._sequences.get(ended.request)) is not None:
-                sequence.summary.note(ended)
+                sequence.summary.ended = min(sequence.summary.ended or ended, ended, key=lambda each: each.tokens)
         for sequence in map(self._sequences.get, report.failed):
             if sequence is not None:
                 sequence.may_load = False

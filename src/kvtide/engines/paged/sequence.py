@@ -116,7 +116,7 @@ class WorkerReport(NamedTuple):
 
 @dataclass(slots=True)
 class RequestSummary:
-    """One request's tokens by what was done for them. own: of the engine's cache. computed: by reason."""
+    """One request's tokens by what was done for them. own: in the engine's cache. ended: the least of all shards."""
 
     own_tokens: int = 0
     asked_tokens: int = 0
@@ -125,16 +125,6 @@ class RequestSummary:
     saved_s: float | None = None
     computed: dict[Why, int] = field(default_factory=dict)
     stored_blocks: int = 0
-
-    def looked_up(self, own_tokens: int, tokens: int) -> None:
-        """Take what a request of so many tokens asks for, until a load of it has ended."""
-        if self.ended is None:
-            self.own_tokens, self.asked_tokens = own_tokens, tokens - own_tokens
-
-    def note(self, ended: EndedLoad) -> None:
-        """Take a load's end; of several shards the one that brought least."""
-        if self.ended is None or ended.tokens <= self.ended.tokens:
-            self.ended = ended
 
     def text(self, store: str) -> str:
         """Return it as a line for a person."""
