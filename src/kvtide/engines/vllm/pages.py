@@ -135,7 +135,8 @@ def _proved(
     # Kernels know plain pages alone.
     if settings.device_kernels != "off" and model.slots is None and parts[0] == 1:
         plain, pool = pool, _with_kernels(pool, settings, codecs, clock)
-        counts[counted("proofs", "kernels")] += pool is not plain
+        if pool is not plain:
+            counts[counted("proofs", "kernels")] += 1
     return EnginePages(pool, states, counts)
 
 
