@@ -75,7 +75,8 @@ def vllm_warning(version: str, package: Path) -> str | None:
     if name in known:
         return f"vLLM {version} has all that kvtide uses of it, by its sources; tests run on {TESTED_VLLM[-1]}"
     found = "; ".join(changed[:TOLD_MAX]) or "nothing that kvtide uses"
-    return f"vLLM {version} is not known to kvtide. Beside {nearest} it changes {found}. Tests run on {command}"
+    tests = f"Tests run on {TESTED_VLLM[-1]}: {command}"
+    return f"vLLM {version} is not known to kvtide. Beside {nearest} it changes {found}. {tests}"
 
 
 class _Node(NamedTuple):
