@@ -278,7 +278,7 @@ def test_whatever_a_gpu_keeps_is_proved_and_then_served(
     found = _on_gpu(monkeypatch, *GPU_CACHES[kind])
     assert found.refused == ""
     assert found.counts["proofs|proved"] == 1 and found.counts["proof_seconds"] > 0
-    assert re.search(r"proved on cpu: \d groups, 1 codecs, \d.\d\d s", caplog.text)
+    assert re.search(r"proved on cpu: \d groups, 1 codecs, \d.\d\d s, copied by torch", caplog.text)
     assert all(isinstance(each, DevicePages) for each in (found.pool, found.states) if each is not None)
 
 
@@ -327,11 +327,13 @@ def test_pages_of_a_device_are_of_kernels_where_these_are_proved_and_faster(
         offer("kvtide-gpu", "kvtide.device", "pages = made_up:pages")
     else:
         monkeypatch.setattr("kvtide.engines.entry_points", lambda **wanted: ())
+    caplog.set_level("INFO")
     many: dict[str, Any] = {} if asked == "off" else {"device_multiprocessors": 8}
     found = _on_gpu(monkeypatch, *GPU_CACHES["rows"], device_kernels=asked, **many)
     assert found.pool == expected if expected else isinstance(found.pool, DevicePages)
-    assert found.counts.get("proofs|kernels", 0) == bool(expected)
-    assert ("pip install 'kvtide[gpu]'" in caplog.text) == (asked == "on" and not is_installed)
+    assert ("proofs|kernels" in found.counts) == ("copied by kernels" in caplog.text) == bool(expected)
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert ("pip install 'kvtide[gpu]'" in "".join(warned)) == (asked == "on" and not is_installed)
     # Kernels are no faster, or failed their proof; or the pages are of groups.
     if asked == "auto" and is_installed:
         one = _on_gpu(monkeypatch, *GPU_CACHES["rows"], device_multiprocessors=1)

@@ -131,12 +131,14 @@ def _proved(
     if proof.reason:
         _log.warning("kvtide serves nothing here: %s failed its proof: %s", name, proof.reason)
         return EnginePages(pool, states, counts, proof.reason)
-    _log.info("proved on %s: %d groups, %d codecs, %.2f s", name, len(groups), len(codecs), proof.seconds)
+    who = "torch"
     # Kernels know plain pages alone.
     if settings.device_kernels != "off" and model.slots is None and parts[0] == 1:
         plain, pool = pool, _with_kernels(pool, settings, codecs, clock)
-        if pool is not plain:
-            counts[counted("proofs", "kernels")] += 1
+        who = "torch" if pool is plain else "kernels"
+        counts.update([] if pool is plain else [counted("proofs", who)])
+    said = (len(groups), len(codecs), proof.seconds)
+    _log.info("proved on %s: %d groups, %d codecs, %.2f s, copied by %s", name, *said, who)
     return EnginePages(pool, states, counts)
 
 
