@@ -260,6 +260,17 @@ def test_state_at_the_last_block_comes_back_in_another_engine(engines: States) -
     assert engines().restored("b", PROMPT) == (3 * BLOCK, state_of(PROMPT[: 3 * BLOCK]), False)
 
 
+def test_states_are_written_behind_what_the_engine_has_queued(engines: States, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines().run("a", PROMPT, 3 * BLOCK, len(PROMPT))
+    second, done = engines(), list[str]()
+    pool: Any = second.worker._states
+    scatter = pool.scatter
+    monkeypatch.setattr(pool, "follow", lambda: done.append("follow"))
+    monkeypatch.setattr(pool, "scatter", lambda *args: (done.append("scatter"), scatter(*args)))
+    assert second.restored("b", PROMPT) == (3 * BLOCK, state_of(PROMPT[: 3 * BLOCK]), False)
+    assert done[:2] == ["follow", "scatter"]
+
+
 def test_rows_without_a_state_at_their_end_are_no_hit(engines: States) -> None:
     engines().run("a", PROMPT, 3 * BLOCK - 1, len(PROMPT))
     assert engines().restored("b", PROMPT) == (0, b"", False)
