@@ -258,23 +258,34 @@ def proved_pages(
 
 
 def prove_codec(pages: KernelPages, codec: Codec, numbers: Sequence[int]) -> None:
-    """Have the device decode a golden object into pages. DeviceFault if the processor makes something else of it."""
+    """Have the device encode and decode a golden object. DeviceFault if the processor makes something else of it."""
     count = min(len(numbers), max(1, GOLDEN_BYTES * len(numbers) // pages.layout.raw_bytes))
     layout = replace(pages.layout, tokens=count * pages.page_tokens)
     meta = BlockMeta(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))), BlockKey(bytes(32)), 0, layout)
     values = np.random.default_rng(_SEED).standard_normal(layout.shape, np.float32) / 16
     signed: Any = torch.from_numpy(values).to(_FLOATS[layout.dtype]).view(_INTS[layout.dtype.item_bytes]).numpy()
-    if isinstance(codec, TideCodec) and codec.model is not None:
+    bits = signed.view(layout.bits_dtype)
+    own = codec.rounded() if isinstance(codec, TideCodec) else codec
+    sections = _encoded(own, meta, bits)
+    if _encoded(pages.encoder(codec), meta, bits) != sections:
+        raise DeviceFault(f"a golden object of {codec.codec_id} was encoded otherwise than by the processor")
+    if isinstance(own, TideCodec) and own.model is not None:
         # Made-up values fit no profile.
-        codec = codec.with_steps(codec.rounded().steps)
-    try:
-        sections = codec.encode(meta, signed.view(layout.bits_dtype))
-    except UnencodableBlock:
+        codec = own.with_steps(own.steps)
+        sections = _encoded(codec, meta, bits)
+    if sections is None:
         return
     pages.follow()
     pages.decode(codec, meta, sections, numbers[:count], 0)
     if pages.is_wrong(codec):
         raise DeviceFault(f"a golden object of {codec.codec_id} was decoded otherwise than by the processor")
+
+
+def _encoded(codec: Codec, meta: BlockMeta, bits: BlockBits) -> list[Section] | None:
+    try:
+        return codec.encode(meta, bits)
+    except UnencodableBlock:
+        return None
 
 
 def _copy_s(pages: PagePool, numbers: Sequence[int], clock: Clock) -> float:

@@ -175,7 +175,9 @@ LIES: dict[str, Change] = {
     "less of a head": less("block_copy", 6, 16),
     "another stride": less("block_copy", 7, 16),
     "one half less": less("groups_restore", 1),
+    "one half less, encoded": less("groups_quantise", 1),
     **{f"no {each}": without(each) for each in ("block_copy", "groups_restore", "rans_decode", "tide_restore_ordered")},
+    "no integers_encode": without("integers_encode"),
 }
 
 
