@@ -87,6 +87,8 @@ prefix index | kvtide-lab bench index | @measure | @machine | PREFIX
 selectors and ratios | kvtide-lab bench importance | docs/benchmarks.md: Loading what matters of a prefix
     @real | IMPRESS
     tests/lab/bench/test_importance_bench.py::test_needles_lie_at_their_depths_and_are_asked_for
+llama.cpp beside its own ways to keep prompts | kvtide-lab bench llama --model | @measure | @tiny | OURS
+    tests/llama/test_bench.py::test_bench_compares_ways_to_keep_prompts
 vLLM beside its peers | kvtide-lab bench engine | @measure | @engines | OFFLOADING
     tests/lab/bench/test_engine_bench.py::test_engines_answer_the_same_request_one_after_another_and_another_one_first_each_time
 agents beside what a user would pick | kvtide-lab bench agents | @measure | @engines | OURS

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.engines.llamacpp.identity import block_tokens_for, positions_of, unit_tokens
-from kvtide.engines.llamacpp.state import Part, PartShape, StateBuilder, Tensor, parse_context
+from kvtide.engines.llamacpp.identity import block_tokens_for, positions_of
+from kvtide.engines.llamacpp.state import PartShape, StateBuilder, Tensor, parse_context
 from kvtide.errors import CorruptPayload
 
 ROWS, COLUMNS, QUANTISED = Tensor(1, 32, 0), Tensor(1, 32, 2), Tensor(8, 34, 0)
-SHAPES = [PartShape(False, ((ROWS, ROWS),) * 2), PartShape(True, ((ROWS, COLUMNS),) * 3)]
+SHAPES: list[PartShape] = [(ROWS, ROWS) * 2, (ROWS, COLUMNS) * 3]
 
 
 def built(shapes: list[PartShape], positions: Any = range(5)) -> memoryview:
@@ -25,12 +25,12 @@ def built(shapes: list[PartShape], positions: Any = range(5)) -> memoryview:
     return memoryview(bytearray(b"\x05\0\0\0llama" + builder.data[8:]))
 
 
-@pytest.mark.parametrize("shapes", [SHAPES[:1], SHAPES[1:], SHAPES, [PartShape(False, ((QUANTISED, QUANTISED),))]])
+@pytest.mark.parametrize("shapes", [SHAPES[:1], SHAPES[1:], SHAPES, [(QUANTISED, QUANTISED)]])
 def test_what_is_put_together_is_taken_apart_again(shapes: list[PartShape]) -> None:
     parts = parse_context(built(shapes))
-    assert [part.shape for part in parts if part] == shapes
+    assert [part.shape for part in parts] == shapes
     for part in parts:
-        assert part is not None and list(part.positions) == [0, 1, 2, 3, 4]
+        assert list(part.positions) == [0, 1, 2, 3, 4]
         assert [rows.shape[0] for rows in part.rows] == [5] * len(part.rows)
 
 
@@ -44,21 +44,10 @@ def test_cut_or_damaged_state_is_refused_or_read_within_its_bytes(data: st.DataO
     at = data.draw(st.integers(0, 140))
     state[at] = data.draw(st.integers(0, 255))
     try:
-        parts: list[Part | None] = parse_context(state)
+        parts = parse_context(state)
     except CorruptPayload:
         return
-    assert all(part is None or part.positions.min() >= 0 for part in parts)
-
-
-def test_block_is_cut_from_cells_in_any_order() -> None:
-    order = [4, 5, 2, 3]
-    (part,) = parse_context(built(SHAPES[:1], order))
-    assert part is not None
-    out = np.empty(2 * SHAPES[0].token_bytes, np.uint8)
-    assert part.cut(3, 5, out)
-    expected = np.concatenate([np.ascontiguousarray(rows[[3, 0]]).view(np.uint8).reshape(-1) for rows in part.rows])
-    assert (out == expected).all()
-    assert not part.cut(1, 3, out)
+    assert all(part.positions.min() >= 0 for part in parts)
 
 
 def test_cells_of_a_window_hold_the_newest_positions() -> None:
@@ -71,4 +60,3 @@ def test_blocks_and_batches_end_together() -> None:
     assert [block_tokens_for(unit) for unit in (1, 32, 64, 96, 128, 512, 600, 2048, 257)] == [
         *(128, 128, 128, 96, 128, 256, 200, 256, 257)
     ]
-    assert unit_tokens(512, 128) == 128 and unit_tokens(100, 64) == 100

@@ -119,22 +119,6 @@ def grant_words(tenant: str, token: str) -> str:
     return f'[[grants]]\ntenant = "{tenant}"\nscopes = ["read", "write"]\ntoken_sha256 = "{digest}"\n'
 
 
-@contextmanager
-def kvtide_pool(count: int) -> Iterator[list[BenchService]]:
-    """Run the servers of one pool, each with memory."""
-    ports = free_ports(count)
-    url = pool_url(ports)
-    with tempfile.TemporaryDirectory(prefix="kvtide-pool-") as name, ExitStack() as stack:
-        folder = Path(name)
-        services = [BenchService([*kvtide_words(port, folder), "--pool", url], port, folder) for port in ports]
-        for service in services:
-            stack.callback(service.kill)
-            service.start()
-        for service in services:
-            service.wait_listening()
-        yield services
-
-
 def pool_url(ports: Sequence[int]) -> str:
     """Return the URL of a pool of servers on this machine."""
     return "pool://" + ",".join(f"127.0.0.1:{port}" for port in ports)

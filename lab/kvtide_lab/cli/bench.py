@@ -17,6 +17,7 @@ from kvtide_lab.sim.workload import read_trace
 
 app = typer.Typer(help="Measure; every figure comes with machine, commit and command.", no_args_is_help=True)
 app.command()(engines.engine)
+app.command()(engines.llama)
 app.command()(engines.agents)
 app.command()(engines.offload)
 app.command()(engines.prompts)

@@ -1,4 +1,4 @@
-"""`kvtide-lab bench engine | agents | offload | prompts | completion`: real vLLM in processes of its own."""
+"""`kvtide-lab bench engine | llama | agents | offload | prompts | completion`: real vLLM in processes of its own."""
 
 from __future__ import annotations
 
@@ -62,6 +62,19 @@ def engine(
             show,
         )
     tell(result, as_json)
+
+
+def llama(
+    model: Annotated[Path | None, typer.Option("--model", help="A GGUF file; default: SmolLM2-135M.")] = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """llama.cpp beside its own ways to keep prompts: restart, ten prompts that share, prompts that share nothing."""
+    from kvtide_lab.bench import llama as bench
+
+    size = bench.LlamaSize(rounds=3, alone=512) if quick else bench.LlamaSize()
+    with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work, progress_bars() as show:
+        tell(bench.run(model or bench.packaged_model(), Path(work), size, show), as_json)
 
 
 def agents(

@@ -1,6 +1,7 @@
 """Codecs: block to sections and back. Codecs know blocks, not tiers. The registry imports one when it is named."""
 
 from kvtide.codec.base import (
+    ByteReader,
     Codec,
     EmbeddedCodec,
     LayeredCodec,
@@ -16,6 +17,7 @@ from kvtide.codec.registry import AwaitingCodec, CodecRegistry, ProfileShape, Pr
 __all__ = [
     "PROFILE_BYTES_MAX",
     "AwaitingCodec",
+    "ByteReader",
     "Codec",
     "CodecRegistry",
     "EmbeddedCodec",

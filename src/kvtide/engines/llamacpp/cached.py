@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from kvtide.clock import Clock, SystemClock
-from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, Profile, ProfileShape
+from kvtide.codec import CodecRegistry, Profile, ProfileShape
 from kvtide.config import Limits
 from kvtide.engines import calibrate_command
-from kvtide.engines.llamacpp.context import LlamaContext
 from kvtide.engines.llamacpp.identity import ServedLlama, served_llama
 from kvtide.engines.llamacpp.prefixes import NOTHING, LlamaPrefixes, Prefix, Tokens
+from kvtide.engines.llamacpp.state import LlamaContext
 from kvtide.store import Cache, cache_for
 
 _log = logging.getLogger(__name__)
@@ -48,9 +48,9 @@ class CachedLlama:
     """A `llama_cpp.Llama` with a cache beside it, for the time of a `with`: its own methods are used as ever."""
 
     def __init__(
-        self, llm: Any, cache: Cache, clock: Clock, served: ServedLlama, seek_profile: Callable[[], None] | None = None
+        self, llm: Any, cache: Cache, clock: Clock, served: ServedLlama, seek_profile: Callable[[], None]
     ) -> None:
-        """seek_profile: has the open cache look for the model's profile."""
+        """seek_profile: has the open cache look for the model's profile, if its codec takes one."""
         self._seek_profile = seek_profile
         self.llm = llm
         self.cache = cache
@@ -61,19 +61,15 @@ class CachedLlama:
         self._prefixes = LlamaPrefixes(self._context, cache, clock, served)
         self._plain_eval, self._plain_load_state = llm.eval, llm.load_state
         self._plain_generate, self._signature = llm.generate, inspect.signature(llm.generate)
-        # Of the tokens that the context has: those that are as a whole prompt's, and the first one of an answer.
-        self._exact = 0
-        self._spoken = int(llm.n_ctx())
-        # Blocks of them that were stored or loaded; where the answer now given began; where rows of windows begin.
-        self._known_blocks = 0
-        self._answer_from = int(llm.n_ctx())
-        self._window_from = 0
+        # Of the context's tokens: those that are as a whole prompt's; the first of an answer, and of that now given.
+        self._exact, self._spoken, self._answer_from = 0, int(llm.n_ctx()), int(llm.n_ctx())
+        # Blocks of them that were stored or loaded, and the first token whose rows of windows were restored.
+        self._known_blocks = self._window_from = 0
 
     def __enter__(self) -> Self:
         self.cache.open()
         self.cache.recall()
-        if self._seek_profile is not None:
-            self._seek_profile()
+        self._seek_profile()
         self.llm.generate, self.llm.eval, self.llm.load_state = self._generate, self._eval, self._load_state
         return self
 
@@ -92,7 +88,10 @@ class CachedLlama:
 
     def hit_tokens(self, prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt are stored."""
-        return self.cache.guarded("look up", partial(self._prefixes.find, _array(prompt)), NOTHING).tokens
+        return self._find(np.asarray(prompt, np.int32)).tokens
+
+    def _find(self, prompt: Tokens) -> Prefix:
+        return self.cache.guarded("look up", partial(self._prefixes.find, prompt), NOTHING)
 
     # What the model's own methods have become
 
@@ -118,13 +117,12 @@ class CachedLlama:
         self._known_blocks = min(self._known_blocks, tokens // self.served.block_tokens)
         if tokens <= self._spoken:
             self._spoken = int(self.llm.n_ctx())
-        if not tokens:
-            self._window_from = 0
+        self._window_from = min(self._window_from, tokens)
 
     def _generate(self, tokens: Sequence[int], *more: Any, **named: Any) -> Generator[int, Sequence[int] | None, None]:
         prompt, report = list(tokens), None
         if self._signature.bind(prompt, *more, **named).arguments.get("reset", True):
-            report = self._begin(_array(prompt))
+            report = self._begin(np.asarray(prompt, np.int32))
         began_s = self._clock.monotonic_s()
         self._answer_from = len(prompt)
         answer = self._plain_generate(prompt, *more, **named)
@@ -153,15 +151,14 @@ class CachedLlama:
         """Restore what is stored of a prompt beyond what the context has of it."""
         began_s = self._clock.monotonic_s()
         reused = self._reused(prompt)
-        found = self.cache.guarded("look up", partial(self._prefixes.find, prompt), NOTHING)
-        space = self.served.groups[0].namespace
+        found, space = self._find(prompt), self.served.groups[0].spaces[0]
         is_worth = found.tokens >= reused + _GAIN_TOKENS_MIN and self.cache.is_worth(found.tokens, found.is_near, space)
         restored = self.cache.guarded("restore", partial(self._restore, prompt, found), 0) if is_worth else 0
-        if not restored:
-            reused = self._begun_between_batches(reused if not is_worth else 0, len(prompt))
         took_s, speed = self._clock.monotonic_s() - began_s, self.cache.judge.prefill()
-        saved_s = speed.seconds(reused, restored) - took_s if speed is not None and restored > reused else 0.0
-        return LlamaReport(len(prompt), reused if not restored else 0, restored, took_s, 0.0, 0, max(0.0, saved_s))
+        saved_s = speed.seconds(reused, restored) - took_s if speed is not None and restored else 0.0
+        if not restored:
+            reused = self._begun_between_batches(0 if is_worth else reused, len(prompt))
+        return LlamaReport(len(prompt), 0 if restored else reused, restored, took_s, 0.0, 0, max(0.0, saved_s))
 
     def _reused(self, prompt: Tokens) -> int:
         """Return how many tokens of a prompt llama.cpp would take from its context, which it empties if it may not."""
@@ -204,31 +201,17 @@ class CachedLlama:
 
     def _store(self) -> int:
         """Queue the blocks that are new in the context; return how many there are."""
-        before = self._known_blocks
-        self._known_blocks = self.cache.guarded("store a prompt", self._queue_blocks, before)
+        before, tokens = self._known_blocks, np.asarray(self.llm.input_ids[: self.llm.n_tokens])
+        queue = partial(self._prefixes.store, tokens, before, min(self._exact, len(tokens)), self._spoken)
+        self._known_blocks = self.cache.guarded("store a prompt", queue, before)
         return max(0, self._known_blocks - before)
 
-    def _queue_blocks(self) -> int:
-        tokens = np.asarray(self.llm.input_ids[: self.llm.n_tokens])
-        exact = min(self._exact, len(tokens))
-        return self._prefixes.store(tokens, self._known_blocks, exact, self._spoken)
-
     def _tell(self, report: LlamaReport) -> None:
-        computed = report.prompt_tokens - report.context_tokens - report.hit_tokens
-        _log.info(
-            "%d prompt tokens: %d from the context, %d from the store in %.2f s (%.1f s saved), %d computed in %.2f s",
-            *(
-                report.prompt_tokens,
-                report.context_tokens,
-                report.hit_tokens,
-                report.load_s if report.hit_tokens else 0,
-            ),
-            *(report.saved_s, computed, report.prefill_s),
+        line = (
+            "%d prompt tokens: %d from the context, %d from the store in %.2f s (%.1f s saved), %d computed in %.2f s"
         )
-
-
-def _array(tokens: Sequence[int]) -> Tokens:
-    return np.asarray(tokens, np.int32)
+        tokens, here, hit, load_s, prefill_s, _, saved_s = report
+        _log.info(line, tokens, here, hit, load_s if hit else 0, saved_s, tokens - here - hit, prefill_s)
 
 
 def attach(
@@ -251,13 +234,8 @@ def attach(
     """
     clock, registry = SystemClock(), CodecRegistry(profiles)
     served = served_llama(LlamaContext(llm), registry.make(codec).is_lossless, tenant_salt)
-    layout = served.groups[0].group.layout
-    if registry.make(codec).is_lossless:
-        made: Codec | AwaitingCodec = registry.make(codec)
-    else:
-        made = registry.make(codec, layout) if profiles else registry.make_by_group(codec, [ProfileShape(layout)])
-    cache, seek = cache_for(store, made, registry, limits, clock), None
-    if isinstance(made, AwaitingCodec) and not profiles:
-        command = calibrate_command(llm.model_path, str(store), made.profile_kind, b"", bool(tenant_salt))
-        seek = partial(cache.profiles.seek, served.weights, tenant_salt, command)
-    return CachedLlama(llm, cache, clock, served, seek)
+    shape = ProfileShape(served.groups[0].group.layout)
+    made = registry.make(codec, shape.layout) if profiles else registry.make_by_group(codec, [shape])
+    cache, kind = cache_for(store, made, registry, limits, clock), getattr(made, "profile_kind", "")
+    command = calibrate_command(llm.model_path, str(store), kind, b"", bool(tenant_salt))
+    return CachedLlama(llm, cache, clock, served, partial(cache.profiles.seek, served.weights, tenant_salt, command))

@@ -27,37 +27,31 @@ class KVTideCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]  # llama_cpp 
         super().__init__()
         self._store, self._options = store, options
         self.attached: CachedLlama | None = None
-        self._refused: Any = None
+        self._served: Any = None
 
     def __bool__(self) -> bool:
         # llama-cpp-python hands a cache tokens alone, and asks for its truth first: the model is who asks.
         asking = sys._getframe(1).f_locals.get("self")
-        if isinstance(asking, llama_cpp.Llama) and asking.cache is self:
-            self.serve(asking)
+        if isinstance(asking, llama_cpp.Llama) and asking.cache is self and asking is not self._served:
+            self.close()
+            self._served = asking
+            try:
+                self.attached = attach(asking, self._store, **self._options).__enter__()
+            except UnsupportedModel as error:
+                _log.warning("running without the cache: %s", error)
         return False
-
-    def serve(self, llm: Any) -> None:
-        """Attach a model, in the place of the one before, unless it is attached already."""
-        if llm is self._refused or (self.attached is not None and self.attached.llm is llm):
-            return
-        self.close()
-        try:
-            self.attached = attach(llm, self._store, **self._options).__enter__()
-        except UnsupportedModel as error:
-            self._refused = llm
-            _log.warning("running without the cache: %s", error)
 
     def close(self) -> None:
         """Store what is queued and leave the model as it was. Idempotent; the end of the process does it too."""
         if self.attached is not None:
             self.attached.close()
-        self.attached = None
+        self.attached = self._served = None
 
     @property
     def cache_size(self) -> int:
         """Return the bytes in the store's tiers."""
-        stats = self.attached.cache.stats().tiers if self.attached is not None else []
-        return sum(tier.used_bytes for tier in stats)
+        tiers = self.attached.cache.stats().tiers if self.attached is not None else ()
+        return sum(tier.used_bytes for tier in tiers)
 
     def __contains__(self, key: Sequence[int]) -> bool:
         return False

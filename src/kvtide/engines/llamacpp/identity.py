@@ -16,8 +16,7 @@ import numpy as np
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines.chunks import chunk_layout
-from kvtide.engines.llamacpp.context import LlamaContext
-from kvtide.engines.llamacpp.state import SEQUENCE_VERSION, PartShape, StateBuilder
+from kvtide.engines.llamacpp.state import SEQUENCE_VERSION, LlamaContext, PartShape, StateBuilder
 from kvtide.engines.paged import file_digest, gguf_files, gguf_fingerprint
 from kvtide.errors import CorruptPayload, UnsupportedModel
 from kvtide.group import GroupKind, LayerGroup
@@ -28,7 +27,7 @@ from kvtide.types import Namespace
 _DTYPES = {0: KVDtype.FLOAT32, 1: KVDtype.FLOAT16, 30: KVDtype.BFLOAT16}
 # Tokens of a block, where a batch is no shorter; and how short one may be where no number divides a batch well.
 _BLOCK_TOKENS, _SHORT_BLOCK_TOKENS, _BLOCK_TOKENS_MIN = 256, 128, 64
-_PROBE_TOKENS = (1, 2, 3)
+_PROBE_TOKENS = [1, 2, 3]
 # Settings of a context that decide what the same tokens leave in its cache.
 _DECISIVE = (
     *("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"),
@@ -40,15 +39,13 @@ _DECISIVE = (
 class ServedGroup(NamedTuple):
     """One of the model's caches: its rows in a state, its group, and the namespaces of its parts.
 
-    namespace: rows as a whole prompt's batches leave them. turns: rows as a conversation left them; told: those with
-    or after tokens of an answer. window_cells: of a cache that forgets what has left its window, its size; else 0.
+    spaces: of rows as a whole prompt's batches leave them, as a conversation left them, and of those among these that
+    have or follow an answer. window_cells: of a cache that forgets what has left its window, its size; else 0.
     """
 
     shape: PartShape
     group: LayerGroup
-    namespace: Namespace
-    turns: Namespace
-    told: Namespace
+    spaces: tuple[Namespace, ...]
     window_cells: int
 
 
@@ -74,35 +71,34 @@ def served_llama(context: LlamaContext, is_exact: bool, tenant_salt: bytes) -> S
     llm = context.llm
     _refuse(llm)
     shapes = _probed(context)
-    unit = unit_tokens(int(llm.n_batch), int(llama_cpp.llama_n_ubatch(llm.ctx)))
+    ubatch = int(llama_cpp.llama_n_ubatch(llm.ctx))
+    # After so many tokens a batch ends, wherever a whole prompt is computed from its beginning.
+    unit = ubatch if llm.n_batch % ubatch == 0 else int(llm.n_batch)
     size = block_tokens_for(unit)
     path = Path(llm.model_path)
     _check_mapped(gguf_files(path))
     weights = gguf_fingerprint(path)
-    fingerprint = _digest({"weights": weights.hex(), "unit": unit, "shapes": repr(shapes), **_settings(llm)})
-    windows = _window_cells(llm, len(shapes))
-    groups = []
+    what = json.dumps(
+        {"weights": weights.hex(), "unit": unit, "shapes": repr(shapes), **_settings(llm)}, sort_keys=True
+    )
+    fingerprint, groups = hashlib.sha256(what.encode()).digest(), list[ServedGroup]()
+    # Of a cache that forgets what has left its window; it is the second.
+    kept = min(int(llm.n_ctx()), llama_cpp.llama_model_n_swa(llm.model) + ubatch)
+    window_cells = 0 if llm.context_params.swa_full else -(-kept // 256) * 256
     for number, shape in enumerate(shapes):
-        window = int(llama_cpp.llama_model_n_swa(llm.model)) if windows[number] else 0
+        window = int(llama_cpp.llama_model_n_swa(llm.model)) if window_cells and number else 0
         group, is_opaque = _group(llm, shape, size, number, window)
         if not is_exact and (is_opaque or len(shapes) > 1):
             what = "quantised keys and values" if is_opaque else "keys and values of windows"
             raise UnsupportedModel(f"{what} are kept as they are: the codec must be lossless or raw")
         text = f"{group.text} {'exact' if is_exact else 'approximate'}"
-        plain, turns, told = (
-            NamespaceSpec(fingerprint, group.layout.dtype, f"{text}{kind}", size, tenant_salt).digest()
-            for kind in ("", " as turns left it", " as turns left it, with answers")
-        )
-        groups.append(ServedGroup(shape, group, plain, turns, told, windows[number]))
+        kinds = (text, f"{text} as turns left it", f"{text} as turns left it, with answers")
+        specs = [NamespaceSpec(fingerprint, group.layout.dtype, kind, size, tenant_salt) for kind in kinds]
+        groups.append(ServedGroup(shape, group, tuple(spec.digest() for spec in specs), window_cells if window else 0))
     is_paired = llama_cpp.llama_model_rope_type(llm.model) == llama_cpp.LLAMA_ROPE_TYPE_NORM
     pairs = groups[0].group.layout.kv_heads if is_paired and not is_exact else 0
-    label = str(llm.metadata.get("general.name") or Path(llm.model_path).stem)[:64]
+    label = str(llm.metadata.get("general.name") or path.stem)[:64]
     return ServedLlama(tuple(groups), size, unit, max(size, unit), label, weights, pairs)
-
-
-def unit_tokens(batch: int, ubatch: int) -> int:
-    """Return after how many tokens a batch ends, wherever a whole prompt is computed from its beginning."""
-    return ubatch if batch % ubatch == 0 else batch
 
 
 def block_tokens_for(unit: int) -> int:
@@ -132,21 +128,21 @@ def _probed(context: LlamaContext) -> list[PartShape]:
     """Return the model's caches after a few tokens went out and in again, each bit the same. The context is empty."""
     context.clear()
     try:
-        context.evaluate(_PROBE_TOKENS)
+        context.llm.eval(_PROBE_TOKENS)
         data, parts = context.read()
-        if len(parts) > 2 or any(part is None or (part.positions != range(3)).any() for part in parts):
+        if len(parts) > 2 or any(list(part.positions) != [0, 1, 2] for part in parts):
             raise CorruptPayload(f"a state of {len(parts)} parts has other cells than the three that were computed")
-        shapes = [part.shape for part in parts if part is not None]
-        builder = StateBuilder(shapes, [part.positions for part in parts if part is not None])
+        shapes = [part.shape for part in parts]
+        builder = StateBuilder(shapes, [part.positions for part in parts])
         for part, place in zip(parts, builder.parts, strict=True):
-            for source, target in zip(part.rows if part else (), place.rows, strict=True):
+            for source, target in zip(part.rows, place.rows, strict=True):
                 target[:] = source
         context.clear()
         if not context.write(builder.data) or context.read()[0] != data:
             raise CorruptPayload("a state that was put together is not what llama.cpp wrote")
     except CorruptPayload as error:
         raise UnsupportedModel(
-            f"llama.cpp's state of this model is not of a form that kvtide knows: {error}"
+            f"llama.cpp's state of this model has a form that kvtide does not know: {error}"
         ) from error
     finally:
         context.clear()
@@ -181,33 +177,17 @@ def _settings(llm: Any) -> dict[str, object]:
     return found
 
 
-def _digest(what: object) -> bytes:
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()
-
-
-def _window_cells(llm: Any, parts: int) -> list[int]:
-    """Return the size of each cache that forgets what has left its window; 0 of those that don't."""
-    if parts == 1 or llm.context_params.swa_full:
-        return [0] * parts
-    wanted = min(int(llm.n_ctx()), llama_cpp.llama_model_n_swa(llm.model) + llama_cpp.llama_n_ubatch(llm.ctx))
-    return [0, -(-wanted // 256) * 256]
-
-
 def _group(llm: Any, shape: PartShape, tokens: int, number: int, window: int) -> tuple[LayerGroup, bool]:
     """Return a cache as a group of layers, and whether its rows are bytes that are kept as they are."""
-    heads, tensors = int(llama_cpp.llama_model_n_head_kv(llm.model)), set(shape.tensors)
-    kinds = {(tensor.type_code, tensor.row_bytes) for tensor in tensors}
-    code, row_bytes = next(iter(kinds))
+    heads, layers = int(llama_cpp.llama_model_n_head_kv(llm.model)), len(shape) // 2
+    (code, row_bytes), *others = {(tensor.type_code, tensor.row_bytes) for tensor in shape}
     dtype = _DTYPES.get(code)
-    is_opaque = len(kinds) > 1 or dtype is None or row_bytes % (heads * dtype.item_bytes) != 0
-    if dtype is None or is_opaque:
-        layout = chunk_layout(shape.token_bytes * tokens, 1, tokens)
+    if others or dtype is None or row_bytes % (heads * dtype.item_bytes):
+        layout, dtype = chunk_layout(tokens * sum(tensor.row_bytes for tensor in shape), 1, tokens), None
     else:
-        dims = row_bytes // (heads * dtype.item_bytes)
-        layout = BlockLayout(len(shape.layers), tokens, heads, dims, dtype)
+        layout = BlockLayout(layers, tokens, heads, row_bytes // (heads * dtype.item_bytes), dtype)
     name = f"window {window}" if window else f"cache {number}"
-    group = LayerGroup(name, GroupKind.KV, tuple(range(len(shape.layers))), layout, max(0, window - 1))
-    return group, is_opaque
+    return LayerGroup(name, GroupKind.KV, tuple(range(layers)), layout, max(0, window - 1)), dtype is None
 
 
 def positions_of(tokens: int, cells: int) -> np.ndarray[Any, np.dtype[np.int32]]:

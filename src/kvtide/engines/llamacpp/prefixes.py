@@ -10,7 +10,7 @@ on behind an answer takes them: what llama.cpp would have had in its context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,9 +21,8 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec, LayeredCodec, sections_by_layer
 from kvtide.engines.gate import WriteGate
-from kvtide.engines.llamacpp.context import LlamaContext
 from kvtide.engines.llamacpp.identity import ServedGroup, ServedLlama, positions_of
-from kvtide.engines.llamacpp.state import Part, StateBuilder, block_rows, paired
+from kvtide.engines.llamacpp.state import LlamaContext, Part, StateBuilder, block_rows, halved, paired
 from kvtide.group import Parts, part_keys
 from kvtide.keys import block_keys
 from kvtide.store import BlockSource, Cache, PendingBlock
@@ -53,15 +52,18 @@ class LlamaPrefixes:
         self._cache = cache
         self._clock = clock
         self._served = served
+        self._reaches = [
+            each.group.reach_blocks(served.block_tokens) if each.window_cells else 0 for each in served.groups
+        ]
 
-    # Names
-
-    def _keys(self, tokens: Tokens) -> list[BlockKey]:
+    def _named(self, tokens: Tokens) -> list[list[list[BlockMeta]]]:
+        """Return the parts of all full blocks of tokens: by group, and by kind of rows as `ServedGroup.spaces` is."""
+        served = self._served
         # Any namespace will do: each group's own ones are in the names of its parts.
-        return block_keys(self._served.groups[0].namespace, tokens, self._served.block_tokens)
+        keys = block_keys(served.groups[0].spaces[0], tokens, served.block_tokens)
+        return [[self._metas(keys, group, space) for space in group.spaces] for group in served.groups]
 
     def _metas(self, keys: Sequence[BlockKey], group: ServedGroup, space: Namespace) -> list[BlockMeta]:
-        """Return the parts of all blocks in one namespace of a group."""
         parent, found = BlockKey(space), list[BlockMeta]()
         for number, key in enumerate(part_keys(space, keys)):
             object_id = self._cache.tiers.named(ObjectId(space, key))
@@ -70,36 +72,29 @@ class LlamaPrefixes:
             parent = key
         return found
 
-    def _reach(self, group: ServedGroup) -> int:
-        return group.group.reach_blocks(self._served.block_tokens) if group.window_cells else 0
-
     # Look up and load
 
     def find(self, prompt: Tokens) -> Prefix:
         """Look up the longest stored prefix of a prompt, whose last token is computed in any case."""
-        served, size = self._served, self._served.block_tokens
-        keys = self._keys(prompt[:-1])
-        exact = self._exact_blocks(keys)
-        told, metas = self._turns_blocks(keys, exact), []
-        stop = exact + len(told)
-        for group in served.groups:
-            spaces = [self._metas(keys[:stop], group, each) for each in (group.turns, group.told)] if told else []
-            parts = self._metas(keys[:exact], group, group.namespace)
-            parts += [spaces[is_told][number] for number, is_told in enumerate(told, exact)]
-            metas.append(parts[max(0, stop - (self._reach(group) or stop)) :])
-        self._cache.decisions.add_absent((len(keys) - stop) * size, served.groups[0].namespace)
-        is_near = stop > 0 and self._cache.is_near([each[0].id for each in metas])
-        return Prefix(stop * size, exact * size, metas, is_near)
+        size, named = self._served.block_tokens, self._named(prompt[:-1])
+        exact = self._exact_blocks([kinds[0] for kinds in named])
+        kinds, blocks = [0] * exact + self._turns(named, exact), len(named[0][0])
+        self._cache.decisions.add_absent((blocks - len(kinds)) * size, self._served.groups[0].spaces[0])
+        metas = [
+            [own[kind][number] for number, kind in enumerate(kinds)][max(0, len(kinds) - (reach or len(kinds))) :]
+            for own, reach in zip(named, self._reaches, strict=True)
+        ]
+        is_near = bool(kinds) and self._cache.is_near([each[0].id for each in metas])
+        return Prefix(len(kinds) * size, exact * size, metas, is_near)
 
-    def _exact_blocks(self, keys: Sequence[BlockKey]) -> int:
+    def _exact_blocks(self, named: Sequence[Sequence[BlockMeta]]) -> int:
         """Return how many leading blocks are stored as a whole prompt leaves them, up to the end of a batch."""
         step = self._served.step // self._served.block_tokens
-        stop = len(keys) // step * step
+        stop = len(named[0]) // step * step
         while stop:
             parts = [
-                Parts([meta.id for meta in self._metas(keys[:stop], group, group.namespace)], reach, bool(reach))
-                for group in self._served.groups
-                for reach in [self._reach(group)]
+                Parts([meta.id for meta in metas[:stop]], reach, bool(reach))
+                for metas, reach in zip(named, self._reaches, strict=True)
             ]
             blocks = self._cache.match_parts(parts).blocks
             if blocks == stop:
@@ -107,35 +102,29 @@ class LlamaPrefixes:
             stop = blocks // step * step
         return stop
 
-    def _turns_blocks(self, keys: Sequence[BlockKey], exact: int) -> list[bool]:
-        """Return of each block that a conversation has stored behind exact ones if it has, or follows, an answer.
+    def _turns(self, named: Sequence[Sequence[Sequence[BlockMeta]]], exact: int) -> list[int]:
+        """Return the kinds of blocks that a conversation has stored behind exact ones, up to the last with an answer.
 
-        Nothing where no answer is in any of them, or where windows have been left.
+        Nothing where layers have windows that forget.
         """
-        groups = self._served.groups
-        if any(group.window_cells for group in groups):
-            return []
-        told, turns = (
-            [[meta.id for meta in self._metas(keys, group, space)] for group, space in spaces]
-            for spaces in ([(each, each.told) for each in groups], [(each, each.turns) for each in groups])
-        )
-        found, last = list[bool](), 0
-        while exact + len(found) < len(keys):
+        found, last = list[int](), 0
+        while exact + len(found) < len(named[0][0]) and not any(self._reaches):
             at = exact + len(found)
-            if run := min(self._cache.match(ids[at:]) for ids in told):
-                found += [True] * run
-                last = len(found)
-            elif not last and (run := min(self._cache.match(ids[at:]) for ids in turns)):
-                found += [False] * run
-            else:
+            runs = [
+                min(self._cache.match([meta.id for meta in kinds[kind][at:]]) for kinds in named) for kind in (1, 2)
+            ]
+            kind = 2 if runs[1] else 1
+            if not runs[kind - 1] or (kind == 1 and last):
                 break
+            found += [kind] * runs[kind - 1]
+            last = len(found) if kind == 2 else last
         return found[:last]
 
     def load(self, prefix: Prefix) -> int:
         """Put a stored prefix in the place of all that the context has; return its tokens, 0 if it has none then."""
         groups, tokens = self._served.groups, prefix.tokens
         cells = [positions_of(tokens, group.window_cells) for group in groups]
-        gaps = [_gap(tokens, group, each) for group, each in zip(groups, cells, strict=True)]
+        gaps = [gap for group, each in zip(groups, cells, strict=True) for gap in _gaps(tokens, group, each)]
         builder = StateBuilder([group.shape for group in groups], cells)
         began_s = self._clock.monotonic_s()
         until_s = began_s + self._cache.judge.deadline_s(tokens)
@@ -153,14 +142,7 @@ class LlamaPrefixes:
             # A load that was given up is extrapolated.
             now_s = self._clock.monotonic_s()
             self._cache.judge.note_load(tokens, (now_s - began_s) * wanted / max(1, came), now_s)
-        if reason is not None or not self._context.write(builder.data):
-            return 0
-        for gap in gaps:
-            if gap is not None:
-                self._context.drop(gap)
-        return tokens
-
-    # Store
+        return tokens if reason is None and self._context.write(builder.data, gaps) else 0
 
     def store(self, tokens: Tokens, first: int, exact: int, spoken: int) -> int:
         """Queue the full blocks from `first` on of what the context has; return before which block all wait or did.
@@ -173,22 +155,18 @@ class LlamaPrefixes:
         if first >= stop:
             return first
         _, parts = self._context.read()
-        keys, queued = self._keys(tokens[: stop * size]), stop
-        for group, part in zip(self._served.groups, parts, strict=True):
-            if part is None or (part.positions != positions_of(len(tokens), group.window_cells)).any():
+        queued = stop
+        for group, part, named in zip(self._served.groups, parts, self._named(tokens[: stop * size]), strict=True):
+            if (part.positions != positions_of(len(tokens), group.window_cells)).any():
                 # Cells in another order are summed in another order.
                 return stop
-            spaces = [self._metas(keys, group, each) for each in (group.namespace, group.turns, group.told)]
             blocks, oldest = [], int(part.positions.min())
             for block in range(first, stop):
                 start, end = block * size, (block + 1) * size
                 kind = 0 if end <= exact else 1 if end <= spoken else 2
                 if start >= oldest and not (kind and group.window_cells):
-                    blocks.append(
-                        PendingBlock(
-                            spaces[kind][block], partial(_captured, part, start, end, group, self._served.pairs)
-                        )
-                    )
+                    capture = partial(_captured, part, start, end, group, self._served.pairs)
+                    blocks.append(PendingBlock(named[kind][block], capture))
             count = self._cache.store(blocks)
             queued = queued if group.window_cells else min(queued, first + count)
         return queued
@@ -204,18 +182,10 @@ class _Incoming:
         self._part = part
         self._metas = metas
 
-    def _cells(self, start: int, stop: int) -> Any:
-        """Return which cells hold these positions."""
-        window = self._group.window_cells
-        if not window or start // window == (stop - 1) // window:
-            start, stop = (start % window, (stop - 1) % window + 1) if window else (start, stop)
-            return slice(start, stop)
-        return np.arange(start, stop) % window
-
     def _write(self, position: int, first: int, layers: NDArray[Any]) -> None:
         """Write some layers of a block, from `first` on: their bytes as a block has them."""
         tokens, start = self._group.group.layout.tokens, self._metas[position].start
-        cells, tensors = self._cells(start, start + tokens), self._group.shape.tensors
+        cells, tensors = _cells(start, start + tokens, self._group.window_cells), self._group.shape
         with self.gate.enter() as is_in:
             if is_in:
                 data = layers.reshape(-1).view(np.uint8)
@@ -244,18 +214,23 @@ class _Incoming:
                 rows[before] = 0
 
 
-def _gap(tokens: int, group: ServedGroup, cells: Tokens) -> int | None:
-    """Give the cell that llama.cpp is to fill next a position of its own, to be emptied; None if it finds it anyway."""
-    window = group.window_cells
-    if not window or tokens <= window or tokens % window == 0:
-        return None
-    cells[tokens % window] = tokens + 1
-    return tokens + 1
+def _gaps(tokens: int, group: ServedGroup, cells: Tokens) -> Iterator[int]:
+    """Give the cell that llama.cpp is to fill next a position of its own, to be emptied, where it is not the first."""
+    if group.window_cells and tokens > group.window_cells and tokens % group.window_cells:
+        cells[tokens % group.window_cells] = tokens + 1
+        yield tokens + 1
+
+
+def _cells(start: int, stop: int, window_cells: int) -> Any:
+    """Return which cells hold these positions, where `positions_of` holds."""
+    return np.arange(start, stop) % window_cells if window_cells else slice(start, stop)
 
 
 def _captured(part: Part, start: int, stop: int, group: ServedGroup, pairs: int) -> BlockSource:
     """Copy a block out of a state."""
     bits: BlockBits = np.empty(group.group.layout.shape, group.group.layout.bits_dtype)
-    is_whole = part.cut(start, stop, bits.reshape(-1).view(np.uint8), pairs)
-    assert is_whole, f"tokens {start} to {stop} are not all in the state"
+    places = block_rows(part.shape, stop - start, bits.reshape(-1).view(np.uint8))
+    cells = _cells(start, stop, group.window_cells)
+    for number, (rows, place) in enumerate(zip(part.rows, places, strict=True)):
+        place[:] = halved(rows[cells], pairs) if pairs and number % 2 == 0 else rows[cells]
     return lambda: bits

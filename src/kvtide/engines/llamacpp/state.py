@@ -12,13 +12,16 @@ Invariant: nothing is read before the length is checked, and what is put togethe
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtide.codec import ByteReader
 from kvtide.errors import CorruptPayload
 from kvtide.tier.buffers import recycled_buffer
 
@@ -33,7 +36,7 @@ _CELL_BYTES = 12
 # Bounds of what is believed before the bytes are there.
 LAYERS_MAX, ROW_BYTES_MAX, NAME_BYTES_MAX = 4096, 1 << 24, 256
 # Buffers come in multiples of this, so that the next state, which is a little longer, takes the same one.
-ROOM_BYTES = 16 << 20
+_ROOM_BYTES = 16 << 20
 
 
 class Tensor(NamedTuple):
@@ -61,50 +64,16 @@ class Tensor(NamedTuple):
         return units.reshape(-1, cells).T if self.column_bytes else units.reshape(cells, -1)
 
 
-class PartShape(NamedTuple):
-    """One of the model's caches: (keys, values) of each of its layers."""
-
-    is_transposed: bool
-    layers: tuple[tuple[Tensor, Tensor], ...]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return them as a block has them: keys and values of the first layer, then of the next."""
-        return tuple(tensor for layer in self.layers for tensor in layer)
-
-    @property
-    def token_bytes(self) -> int:
-        """Return the bytes of one token in all layers."""
-        return sum(tensor.row_bytes for tensor in self.tensors)
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Return the places of `tensors` in the order of a state: all keys, then all values."""
-        return (*range(0, 2 * len(self.layers), 2), *range(1, 2 * len(self.layers), 2))
+# One of the model's caches: keys and values of its first layer, then of the next, as blocks have them.
+PartShape = tuple[Tensor, ...]
 
 
 class Part(NamedTuple):
-    """Cells of one cache in a state: the position of each, and the rows of `shape.tensors`, each (cells, units)."""
+    """Cells of one cache in a state: the position of each, and the rows of its tensors, each (cells, units)."""
 
     shape: PartShape
     positions: NDArray[np.int32]
     rows: tuple[Rows, ...]
-
-    def cut(self, start: int, stop: int, out: NDArray[np.uint8], pairs: int = 0) -> bool:
-        """Copy the rows of positions [start, stop) as a block has them. False if they are not all there.
-
-        pairs: so many heads of keys have neighbours that belong together, and blocks have them in two halves.
-        """
-        cells = np.flatnonzero((self.positions >= start) & (self.positions < stop))
-        if len(cells) != stop - start:
-            return False
-        cells = cells[np.argsort(self.positions[cells])]
-        is_run = cells[-1] - cells[0] == len(cells) - 1 and bool((np.diff(cells) == 1).all())
-        which: Any = slice(int(cells[0]), int(cells[-1]) + 1) if is_run else cells
-        places = block_rows(self.shape.tensors, stop - start, out)
-        for number, (rows, place) in enumerate(zip(self.rows, places, strict=True)):
-            place[:] = halved(rows[which], pairs) if pairs and number % 2 == 0 else rows[which]
-        return True
 
 
 def block_rows(tensors: Sequence[Tensor], tokens: int, block: NDArray[np.uint8]) -> Iterator[Rows]:
@@ -127,67 +96,50 @@ def paired(keys: Rows, heads: int) -> Rows:
     return keys.reshape(len(keys), heads, 2, -1).swapaxes(2, 3).reshape(len(keys), -1)
 
 
-class _Reader:
-    """Takes fields of a state, the length of each checked first."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.left = data
-
-    def take(self, size: int) -> memoryview:
-        if size > len(self.left):
-            raise CorruptPayload(f"a state ends {size - len(self.left)} bytes early")
-        found, self.left = self.left[:size], self.left[size:]
-        return found
-
-    def fields(self, form: struct.Struct) -> tuple[int, ...]:
-        return form.unpack(self.take(form.size))
-
-    def tensor(self, cells: int, is_transposed: bool) -> tuple[Tensor, Rows]:
-        """Take one tensor. CorruptPayload if it is none."""
-        if is_transposed:
-            code, column, elements = self.fields(_COLUMN_HEAD)
-            tensor = Tensor(code, column * elements, column)
-            is_good = column in (1, 2, 4)
-        else:
-            code, size = self.fields(_ROW_HEAD)
-            tensor, is_good = Tensor(code, size, 0), True
-        if not (is_good and 0 <= code < 256 and 0 < tensor.row_bytes <= ROW_BYTES_MAX):
-            raise CorruptPayload(f"a state has rows of {tensor}, which llama.cpp does not write")
-        return tensor, tensor.view(self.take(tensor.row_bytes * cells), cells)
-
-    def part(self) -> Part | None:
-        """Take one cache's cells; None for an empty one. CorruptPayload for a form that is not known."""
-        streams, cells = self.fields(_CELLS_HEAD)
-        if streams != 1:
-            raise CorruptPayload(f"a state has {streams} streams of sequences, expected 1")
-        if not cells:
-            return None
-        meta = np.frombuffer(self.take(_CELL_BYTES * cells), np.int32).reshape(cells, 3)
-        if (meta[:, 1] != 1).any() or (meta[:, 2] != 0).any() or (meta[:, 0] < 0).any():
-            raise CorruptPayload("cells of a state belong to other sequences than the first")
-        is_transposed, layers = self.fields(_LAYERS_HEAD)
-        if is_transposed > 1 or not 0 < layers <= LAYERS_MAX:
-            raise CorruptPayload(f"a state has {layers} layers, values transposed {is_transposed}")
-        keys = [self.tensor(cells, False) for _ in range(layers)]
-        values = [self.tensor(cells, bool(is_transposed)) for _ in range(layers)]
-        shape = PartShape(
-            bool(is_transposed), tuple((key[0], value[0]) for key, value in zip(keys, values, strict=True))
-        )
-        rows = tuple(each[1] for layer in zip(keys, values, strict=True) for each in layer)
-        return Part(shape, meta[:, 0], rows)
-
-
-def parse_context(data: memoryview) -> list[Part | None]:
+def parse_context(data: memoryview) -> list[Part]:
     """Return the caches in the state of a whole context. CorruptPayload if it has another form than the known one."""
-    reader = _Reader(data)
-    (size,) = reader.fields(struct.Struct("<I"))
+    reader = ByteReader(data)
+    (size,) = _fields(reader, struct.Struct("<I"))
     if size > NAME_BYTES_MAX:
         raise CorruptPayload(f"a state begins with a name of {size} bytes")
     reader.take(size)
-    parts = [reader.part()]
+    parts = [_part(reader)]
     while len(reader.left):
-        parts.append(reader.part())
+        parts.append(_part(reader))
     return parts
+
+
+def _fields(reader: ByteReader, form: struct.Struct) -> tuple[int, ...]:
+    return form.unpack(reader.take(form.size))
+
+
+def _part(reader: ByteReader) -> Part:
+    """Take one cache's cells. CorruptPayload if there are none, or for a form that is not known."""
+    streams, cells = _fields(reader, _CELLS_HEAD)
+    if streams != 1 or not cells:
+        raise CorruptPayload(f"a state has {cells} cells and {streams} streams of sequences, expected 1")
+    meta = np.frombuffer(reader.take(_CELL_BYTES * cells), np.int32).reshape(cells, 3)
+    if (meta[:, 1] != 1).any() or (meta[:, 2] != 0).any() or (meta[:, 0] < 0).any():
+        raise CorruptPayload("cells of a state belong to other sequences than the first")
+    is_transposed, layers = _fields(reader, _LAYERS_HEAD)
+    if is_transposed > 1 or not 0 < layers <= LAYERS_MAX:
+        raise CorruptPayload(f"a state has {layers} layers, values transposed {is_transposed}")
+    keys = [_tensor(reader, cells, False) for _ in range(layers)]
+    values = [_tensor(reader, cells, bool(is_transposed)) for _ in range(layers)]
+    found = [each for layer in zip(keys, values, strict=True) for each in layer]
+    return Part(tuple(each[0] for each in found), meta[:, 0], tuple(each[1] for each in found))
+
+
+def _tensor(reader: ByteReader, cells: int, is_transposed: bool) -> tuple[Tensor, Rows]:
+    code, size, *elements = _fields(reader, _COLUMN_HEAD if is_transposed else _ROW_HEAD)
+    tensor = Tensor(code, size * elements[0], size) if is_transposed else Tensor(code, size, 0)
+    if not (tensor.column_bytes in (0, 1, 2, 4) and 0 <= code < 256 and 0 < tensor.row_bytes <= ROW_BYTES_MAX):
+        raise CorruptPayload(f"a state has rows of {tensor}, which llama.cpp does not write")
+    return tensor, tensor.view(reader.take(tensor.row_bytes * cells), cells)
+
+
+def _state_room(size: int) -> memoryview:
+    return recycled_buffer(-(-size // _ROOM_BYTES) * _ROOM_BYTES)[:size]
 
 
 class StateBuilder:
@@ -197,39 +149,72 @@ class StateBuilder:
     """
 
     def __init__(self, shapes: Sequence[PartShape], cells: Sequence[NDArray[np.int32]]) -> None:
-        sizes = [_part_bytes(shape, len(each)) for shape, each in zip(shapes, cells, strict=True)]
-        size = _SEQUENCE_HEAD.size + sum(sizes)
-        self.data = recycled_buffer(-(-size // ROOM_BYTES) * ROOM_BYTES)[:size]
-        self.parts: list[Part] = []
+        size = _SEQUENCE_HEAD.size
+        for shape, positions in zip(shapes, cells, strict=True):
+            size += _CELLS_HEAD.size + _LAYERS_HEAD.size + len(positions) * _CELL_BYTES
+            size += sum(len(tensor.head) + len(positions) * tensor.row_bytes for tensor in shape)
+        self.data = _state_room(size)
         self._end = 0
         self._put(_SEQUENCE_HEAD.pack(_SEQUENCE_MAGIC, 0))
-        for shape, positions in zip(shapes, cells, strict=True):
-            self._put_part(shape, positions)
+        self.parts = [self._part(shape, positions) for shape, positions in zip(shapes, cells, strict=True)]
         assert self._end == size
 
-    def _put(self, data: bytes | memoryview) -> None:
-        self.data[self._end : self._end + len(data)] = data
-        self._end += len(data)
+    def _put(self, data: bytes) -> None:
+        self._room(len(data))[:] = data
 
-    def _put_part(self, shape: PartShape, positions: NDArray[np.int32]) -> None:
+    def _room(self, size: int) -> memoryview:
+        self._end += size
+        return self.data[self._end - size : self._end]
+
+    def _part(self, shape: PartShape, positions: NDArray[np.int32]) -> Part:
         cells = len(positions)
-        self._put(_CELLS_HEAD.pack(1, cells))
-        if not cells:
-            self.parts.append(Part(shape, positions, ()))
-            return
         meta = np.zeros((cells, 3), np.int32)
         meta[:, 0], meta[:, 1] = positions, 1
-        self._put(meta.tobytes())
-        self._put(_LAYERS_HEAD.pack(shape.is_transposed, len(shape.layers)))
-        tensors, rows = shape.tensors, dict[int, Rows]()
-        for place in shape.stored:
-            self._put(tensors[place].head)
-            size = cells * tensors[place].row_bytes
-            rows[place] = tensors[place].view(self.data[self._end : self._end + size], cells)
-            self._end += size
-        self.parts.append(Part(shape, positions, tuple(rows[place] for place in range(len(tensors)))))
+        is_transposed, layers = shape[1].column_bytes > 0, len(shape) // 2
+        self._put(_CELLS_HEAD.pack(1, cells) + meta.tobytes() + _LAYERS_HEAD.pack(is_transposed, layers))
+        rows = dict[int, Rows]()
+        for place in (*range(0, 2 * layers, 2), *range(1, 2 * layers, 2)):
+            tensor = shape[place]
+            self._put(tensor.head)
+            rows[place] = tensor.view(self._room(cells * tensor.row_bytes), cells)
+        return Part(shape, positions, tuple(rows[place] for place in sorted(rows)))
 
 
-def _part_bytes(shape: PartShape, cells: int) -> int:
-    heads = _LAYERS_HEAD.size + sum(len(tensor.head) for tensor in shape.tensors)
-    return _CELLS_HEAD.size + (heads + cells * (_CELL_BYTES + shape.token_bytes) if cells else 0)
+class LlamaContext:
+    """The context of a `llama_cpp.Llama`, whose tokens are counted there."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.llm.ctx), True)
+        self.llm.reset()
+
+    def read(self) -> tuple[memoryview, list[Part]]:
+        """Copy the state out; return it, and its parts, which are views of it. CorruptPayload for an unknown form."""
+        size = int(llama_cpp.llama_state_get_size(self.llm.ctx))
+        data = _state_room(size)
+        count = int(llama_cpp.llama_state_get_data(self.llm.ctx, _pointer(data), size))
+        if not 0 < count <= size:
+            raise CorruptPayload(f"llama.cpp wrote {count} bytes of a state of {size}")
+        return data[:count], parse_context(data[:count])
+
+    def write(self, data: memoryview, gaps: Sequence[int] = ()) -> bool:
+        """Put a sequence's state in the place of all that is there; False if llama.cpp refuses it, then nothing is.
+
+        gaps: positions whose cells are emptied again: where one is, the next token goes.
+        """
+        # Where a context is empty its cells are filled from the first one on.
+        memory = llama_cpp.llama_get_memory(self.llm.ctx)
+        llama_cpp.llama_memory_clear(memory, False)
+        is_taken = int(llama_cpp.llama_state_seq_set_data(self.llm.ctx, _pointer(data), len(data), 0)) == len(data)
+        if not is_taken:
+            self.clear()
+        for position in gaps if is_taken else ():
+            llama_cpp.llama_memory_seq_rm(memory, 0, position, position + 1)
+        return is_taken
+
+
+def _pointer(data: memoryview) -> Any:
+    return (ctypes.c_uint8 * len(data)).from_buffer(data)
