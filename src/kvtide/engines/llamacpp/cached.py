@@ -29,19 +29,20 @@ _log = logging.getLogger(__name__)
 _GAIN_TOKENS_MIN = 32
 # Computing a prompt's first tokens once more is no more than this part of the work, for a prompt that can be stored.
 _SHARE_MIN = 32
+_LINE = "%d prompt tokens: %d from the context, %d from the store in %.2f s (%.1f s saved), %d computed in %.2f s"
 
 
 class LlamaReport(NamedTuple):
-    """A prompt's tokens: in the context already, restored (0 if those were enough), computed; seconds of each."""
+    """A prompt's tokens: in the context already, else restored, computed; seconds of these; those saved, estimated."""
 
     prompt_tokens: int
     context_tokens: int
     hit_tokens: int
     load_s: float
-    prefill_s: float
-    blocks_queued: int
-    # Estimated, from what a token has taken so far.
     saved_s: float
+    computed_tokens: int
+    prefill_s: float = 0.0
+    blocks_queued: int = 0
 
 
 class CachedLlama:
@@ -56,15 +57,14 @@ class CachedLlama:
         self.cache = cache
         self.served = served
         self.last: LlamaReport | None = None
-        self._clock = clock
-        self._context = LlamaContext(llm)
+        self._clock, self._context = clock, LlamaContext(llm)
         self._prefixes = LlamaPrefixes(self._context, cache, clock, served)
         self._plain_eval, self._plain_load_state = llm.eval, llm.load_state
         self._plain_generate, self._signature = llm.generate, inspect.signature(llm.generate)
         # Of the context's tokens: those that are as a whole prompt's; the first of an answer, and of that now given.
         self._exact, self._spoken, self._answer_from = 0, int(llm.n_ctx()), int(llm.n_ctx())
-        # Blocks of them that were stored or loaded, and the first token whose rows of windows were restored.
-        self._known_blocks = self._window_from = 0
+        # Blocks of them that were stored or loaded; tokens below which a restored context lacks rows of windows.
+        self._known_blocks = self._whole_from = 0
 
     def __enter__(self) -> Self:
         self.cache.open()
@@ -93,8 +93,6 @@ class CachedLlama:
     def _find(self, prompt: Tokens) -> Prefix:
         return self.cache.guarded("look up", partial(self._prefixes.find, prompt), NOTHING)
 
-    # What the model's own methods have become
-
     def _load_state(self, state: Any) -> None:
         self._cut(0)
         self._plain_load_state(state)
@@ -117,7 +115,9 @@ class CachedLlama:
         self._known_blocks = min(self._known_blocks, tokens // self.served.block_tokens)
         if tokens <= self._spoken:
             self._spoken = int(self.llm.n_ctx())
-        self._window_from = min(self._window_from, tokens)
+        if tokens < self._whole_from:
+            # Rows of windows are not there, or nothing is.
+            self._exact, self._whole_from = 0, self._whole_from if tokens else 0
 
     def _generate(self, tokens: Sequence[int], *more: Any, **named: Any) -> Generator[int, Sequence[int] | None, None]:
         prompt, report = list(tokens), None
@@ -130,7 +130,7 @@ class CachedLlama:
             token = next(answer)
             if report is not None:
                 report = report._replace(prefill_s=self._clock.monotonic_s() - began_s)
-                self._tell(report)
+                _log.info(_LINE, *report[:-1])
             sent = yield token
             # The first token is out: now there is time to look at the rows of the prompt, while windows have them.
             self._store()
@@ -145,8 +145,6 @@ class CachedLlama:
                 self.last = report._replace(blocks_queued=queued)
             self._answer_from = int(self.llm.n_ctx())
 
-    # Around an answer
-
     def _begin(self, prompt: Tokens) -> LlamaReport:
         """Restore what is stored of a prompt beyond what the context has of it."""
         began_s = self._clock.monotonic_s()
@@ -158,7 +156,9 @@ class CachedLlama:
         saved_s = speed.seconds(reused, restored) - took_s if speed is not None and restored else 0.0
         if not restored:
             reused = self._begun_between_batches(0 if is_worth else reused, len(prompt))
-        return LlamaReport(len(prompt), 0 if restored else reused, restored, took_s, 0.0, 0, max(0.0, saved_s))
+        here = 0 if restored else reused
+        computed = len(prompt) - here - restored
+        return LlamaReport(len(prompt), here, restored, took_s if restored else 0.0, max(0.0, saved_s), computed)
 
     def _reused(self, prompt: Tokens) -> int:
         """Return how many tokens of a prompt llama.cpp would take from its context, which it empties if it may not."""
@@ -166,9 +166,9 @@ class CachedLlama:
         same = min(len(here), len(prompt))
         differing = np.flatnonzero(here[:same] != prompt[:same])
         reused = min(int(differing[0]) if len(differing) else same, len(prompt) - 1)
-        first = max(0, reused - max(group.group.reach_tokens for group in self.served.groups))
-        sizes = [group.window_cells for group in self.served.groups if group.window_cells]
-        if sizes and reused < len(here) and first < max(self._window_from, len(here) - sizes[0]):
+        group = self.served.groups[-1]
+        is_gone = max(0, reused - group.group.reach_tokens) < len(here) - group.window_cells
+        if group.window_cells and reused < len(here) and (is_gone or reused < self._whole_from):
             # Of windows that were left the rows are gone: llama.cpp would go on without them.
             self._context.clear()
             self._cut(0)
@@ -181,12 +181,10 @@ class CachedLlama:
         if not 0 < (reused - start) * _SHARE_MIN <= prompt_tokens - start:
             return reused
         self.llm.n_tokens = start
-        if not start:
-            self.llm.reset()
         return start
 
     def _restore(self, prompt: Tokens, found: Prefix) -> int:
-        llm, size = self.llm, self.served.block_tokens
+        llm = self.llm
         # Whatever happens, the context's own tokens are gone.
         llm.reset()
         self._cut(0)
@@ -194,9 +192,9 @@ class CachedLlama:
         if tokens:
             llm.input_ids[:tokens] = prompt[:tokens]
             llm.n_tokens = tokens
-            self._exact, self._known_blocks = found.exact, tokens // size
+            self._exact, self._known_blocks = found.exact, tokens // self.served.block_tokens
             self._spoken = found.exact if tokens > found.exact else int(llm.n_ctx())
-            self._window_from = max((each[0].start for each in found.metas if each), default=0)
+            self._whole_from = tokens if self.served.groups[-1].window_cells else 0
         return tokens
 
     def _store(self) -> int:
@@ -205,13 +203,6 @@ class CachedLlama:
         queue = partial(self._prefixes.store, tokens, before, min(self._exact, len(tokens)), self._spoken)
         self._known_blocks = self.cache.guarded("store a prompt", queue, before)
         return max(0, self._known_blocks - before)
-
-    def _tell(self, report: LlamaReport) -> None:
-        line = (
-            "%d prompt tokens: %d from the context, %d from the store in %.2f s (%.1f s saved), %d computed in %.2f s"
-        )
-        tokens, here, hit, load_s, prefill_s, _, saved_s = report
-        _log.info(line, tokens, here, hit, load_s if hit else 0, saved_s, tokens - here - hit, prefill_s)
 
 
 def attach(

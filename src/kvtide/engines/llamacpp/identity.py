@@ -27,7 +27,6 @@ from kvtide.types import Namespace
 _DTYPES = {0: KVDtype.FLOAT32, 1: KVDtype.FLOAT16, 30: KVDtype.BFLOAT16}
 # Tokens of a block, where a batch is no shorter; and how short one may be where no number divides a batch well.
 _BLOCK_TOKENS, _SHORT_BLOCK_TOKENS, _BLOCK_TOKENS_MIN = 256, 128, 64
-_PROBE_TOKENS = [1, 2, 3]
 # Settings of a context that decide what the same tokens leave in its cache.
 _DECISIVE = (
     *("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"),
@@ -111,24 +110,26 @@ def block_tokens_for(unit: int) -> int:
 
 def _refuse(llm: Any) -> None:
     """UnsupportedModel for what is known to keep something else than rows of tokens."""
-    if SEQUENCE_VERSION != llama_cpp.LLAMA_STATE_SEQ_VERSION:
-        found = f"{llama_cpp.LLAMA_STATE_SEQ_VERSION} in llama-cpp-python {llama_cpp.__version__}"
-        raise UnsupportedModel(f"kvtide knows version {SEQUENCE_VERSION} of llama.cpp's states, this is {found}")
-    if llama_cpp.llama_model_is_recurrent(llm.model) or llama_cpp.llama_model_is_hybrid(llm.model):
-        raise UnsupportedModel("layers that keep a state (Mamba, LFM2, Qwen3-Next) can't be cut at a token")
-    if llama_cpp.llama_model_has_encoder(llm.model) or llama_cpp.llama_get_memory(llm.ctx) is None:
-        raise UnsupportedModel("a model with an encoder, or without a cache, has no prefixes to restore")
-    if llm.context_params.n_seq_max != 1:
-        raise UnsupportedModel(f"a context of {llm.context_params.n_seq_max} sequences is for embeddings")
-    if getattr(llm.chat_handler, "clip_model_path", None) is not None:
-        raise UnsupportedModel("images have no token ids by which a prompt could be found again")
+    version, sequences, model = llama_cpp.LLAMA_STATE_SEQ_VERSION, llm.context_params.n_seq_max, llm.model
+    has_states = llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model)
+    has_encoder = llama_cpp.llama_model_has_encoder(model) or llama_cpp.llama_get_memory(llm.ctx) is None
+    sees_images = getattr(llm.chat_handler, "clip_model_path", None) is not None
+    for is_so, reason in (
+        (version != SEQUENCE_VERSION, f"kvtide knows version {SEQUENCE_VERSION} of llama.cpp's states, got {version}"),
+        (has_states, "layers that keep a state (Mamba, LFM2, Qwen3-Next) can't be cut at a token"),
+        (has_encoder, "a model with an encoder, or without a cache, has no prefixes to restore"),
+        (sequences != 1, f"a context of {sequences} sequences is for embeddings"),
+        (sees_images, "images have no token ids by which a prompt could be found again"),
+    ):
+        if is_so:
+            raise UnsupportedModel(reason)
 
 
 def _probed(context: LlamaContext) -> list[PartShape]:
     """Return the model's caches after a few tokens went out and in again, each bit the same. The context is empty."""
     context.clear()
     try:
-        context.llm.eval(_PROBE_TOKENS)
+        context.llm.eval([1, 2, 3])
         data, parts = context.read()
         if len(parts) > 2 or any(list(part.positions) != [0, 1, 2] for part in parts):
             raise CorruptPayload(f"a state of {len(parts)} parts has other cells than the three that were computed")

@@ -72,8 +72,6 @@ class LlamaPrefixes:
             parent = key
         return found
 
-    # Look up and load
-
     def find(self, prompt: Tokens) -> Prefix:
         """Look up the longest stored prefix of a prompt, whose last token is computed in any case."""
         size, named = self._served.block_tokens, self._named(prompt[:-1])
@@ -110,13 +108,11 @@ class LlamaPrefixes:
         found, last = list[int](), 0
         while exact + len(found) < len(named[0][0]) and not any(self._reaches):
             at = exact + len(found)
-            runs = [
-                min(self._cache.match([meta.id for meta in kinds[kind][at:]]) for kinds in named) for kind in (1, 2)
-            ]
-            kind = 2 if runs[1] else 1
-            if not runs[kind - 1] or (kind == 1 and last):
+            turns, told = (min(self._cache.match([meta.id for meta in own[n][at:]]) for own in named) for n in (1, 2))
+            kind, run = (2, told) if told else (1, turns)
+            if not run or (kind == 1 and last):
                 break
-            found += [kind] * runs[kind - 1]
+            found += [kind] * run
             last = len(found) if kind == 2 else last
         return found[:last]
 
@@ -132,7 +128,7 @@ class LlamaPrefixes:
         for group, part, metas in zip(groups, builder.parts, prefix.metas, strict=True):
             incoming = _Incoming(group, part, metas, self._served.pairs)
             left_s = max(0.0, until_s - self._clock.monotonic_s())
-            report = self._cache.load(metas, Whole(incoming.block, incoming.sections), left_s)
+            report = self._cache.load(metas, Whole(incoming.write, incoming.sections), left_s)
             incoming.gate.close()
             wanted, came, reason = wanted + len(metas), came + report.blocks, report.reason
             if report.blocks < len(metas):
@@ -182,20 +178,15 @@ class _Incoming:
         self._part = part
         self._metas = metas
 
-    def _write(self, position: int, first: int, layers: NDArray[Any]) -> None:
-        """Write some layers of a block, from `first` on: their bytes as a block has them."""
+    def write(self, position: int, layers: NDArray[Any], first: int = 0) -> None:
+        """Write a block, or some layers of it from `first` on."""
         tokens, start = self._group.group.layout.tokens, self._metas[position].start
-        cells, tensors = _cells(start, start + tokens, self._group.window_cells), self._group.shape
+        cells = _cells(start, start + tokens, self._group.window_cells)
+        came = block_rows(self._group.shape[2 * first :], tokens, layers.reshape(-1).view(np.uint8))
         with self.gate.enter() as is_in:
-            if is_in:
-                data = layers.reshape(-1).view(np.uint8)
-                for number, rows in enumerate(block_rows(tensors[2 * first :], tokens, data), 2 * first):
-                    is_paired = self._pairs and number % 2 == 0
-                    self._part.rows[number][cells] = paired(rows, self._pairs) if is_paired else rows
-
-    def block(self, position: int, bits: BlockBits) -> None:
-        """Write a block."""
-        self._write(position, 0, bits)
+            for number, rows in enumerate(came if is_in else (), 2 * first):
+                is_paired = self._pairs and number % 2 == 0
+                self._part.rows[number][cells] = paired(rows, self._pairs) if is_paired else rows
 
     def sections(self, position: int, codec: Codec, sections: Sequence[Section]) -> bool:
         """Write a block's layers out of its sections, without a copy between; False if they are none."""
@@ -203,15 +194,14 @@ class _Incoming:
         if not isinstance(codec, LayeredCodec) or len(sections) != layout.layers:
             return False
         for layer, section in enumerate(sections_by_layer(layout, sections)):
-            self._write(position, layer, codec.decode_layer(layout, section))
+            self.write(position, codec.decode_layer(layout, section), layer)
         return True
 
     def fill_before(self) -> None:
         """Clear the rows before the first part: of what has left the windows, which no token looks at."""
-        before = np.flatnonzero(self._part.positions < self._metas[0].start)
-        if self._group.window_cells and len(before):
-            for rows in self._part.rows:
-                rows[before] = 0
+        before = self._part.positions < self._metas[0].start
+        for rows in self._part.rows if self._group.window_cells else ():
+            rows[before] = 0
 
 
 def _gaps(tokens: int, group: ServedGroup, cells: Tokens) -> Iterator[int]:

@@ -14,9 +14,6 @@ from typing import Any
 
 from kvtide.engines.llamacpp.cached import attach
 
-# Streams that are under way at a signal have this long to end.
-_GRACE_S = 10
-
 
 def serve_model(
     model: Path, store: str, host: str, port: int, options: Mapping[str, Any], say: Callable[[str], None], **cached: Any
@@ -35,7 +32,8 @@ def serve_model(
     say(f"loading {model.name}")
     settings = ModelSettings(model=str(model), model_alias=model.stem, verbose=False, **options)
     app = llama_server.create_app(server_settings=ServerSettings(host=host, port=port), model_settings=[settings])
-    config = uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=_GRACE_S)
+    # Streams that are under way at a signal have ten seconds to end.
+    config = uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=10)
     # The server raises the signal that ended it once more, when it is done.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with (
