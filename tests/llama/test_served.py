@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 from tests.llama.conftest import ask
 from tests.llama.tiny import write_mamba
+from tests.servers import server_process
 
 from kvtide.engines.llamacpp import attach
 from kvtide.errors import UnsupportedModel
 
 
-def hits(opened: Any, store: Path, prompt: list[int], model: Any = "llama", salt: bytes = b"", **options: Any) -> int:
+def hits(
+    opened: Any, store: Path | str, prompt: list[int], model: Any = "llama", salt: bytes = b"", **options: Any
+) -> int:
     """Ask once; return how many tokens were stored before."""
     with opened(model, **options) as llm, attach(llm, store, tenant_salt=salt) as cached:
         found = int(cached.hit_tokens(prompt))
@@ -74,6 +77,16 @@ def test_models_that_keep_states_are_refused_with_the_reason(opened: Any, tmp_pa
         assert ask(llm, [5, 6, 7]).ids
 
 
-def test_contexts_for_embeddings_are_refused_with_the_reason(opened: Any, tmp_path: Path) -> None:
-    with opened(embedding=True) as llm, pytest.raises(UnsupportedModel, match="is for embeddings"):
+@pytest.mark.parametrize(
+    ("option", "reason"), [("embedding", "is for embeddings"), ("logits_all", "which are never stored")]
+)
+def test_contexts_of_other_uses_are_refused_with_the_reason(
+    opened: Any, tmp_path: Path, option: str, reason: str
+) -> None:
+    with opened(**{option: True}) as llm, pytest.raises(UnsupportedModel, match=reason):
         attach(llm, tmp_path / "store")
+
+
+def test_machines_share_prompts_over_a_server(opened: Any, tokens: list[int]) -> None:
+    with server_process("--tier", "memory://") as server:
+        assert [hits(opened, server.url, tokens[:400]) for _ in range(2)] == [0, 384]

@@ -118,6 +118,7 @@ def _refuse(llm: Any) -> None:
         (version != SEQUENCE_VERSION, f"kvtide knows version {SEQUENCE_VERSION} of llama.cpp's states, got {version}"),
         (has_states, "layers that keep a state (Mamba, LFM2, Qwen3-Next) can't be cut at a token"),
         (has_encoder, "a model with an encoder, or without a cache, has no prefixes to restore"),
+        (llm._logits_all and llm.draft_model is None, "logits_all wants those of all tokens, which are never stored"),
         (sequences != 1, f"a context of {sequences} sequences is for embeddings"),
         (sees_images, "images have no token ids by which a prompt could be found again"),
     ):
