@@ -10,7 +10,7 @@ PIP_VLLM := .venv-vllm/bin/python $(INSTALL)
 PIP_LLAMA := .venv-llama/bin/python $(INSTALL)
 PIP := $(BIN)/python $(INSTALL) --constraint constraints.txt
 
-.PHONY: check check-bytes check-rest demo test test-vllm test-llama lint bench install wheels site newcomer clean
+.PHONY: check check-bytes check-rest demo test test-vllm test-llama lint bench install wheels wheel-aarch64 image site newcomer clean
 
 demo: .venv/demo
 	$(BIN)/kvtide demo
@@ -53,6 +53,16 @@ install: .venv/installed
 # What is released, in dist/. PYTHONS: interpreters to build with, 3.11 and a newer one; those on PATH if it is empty.
 wheels:
 	@$(PYTHON) tools/wheels.py $(PYTHONS)
+
+# The one for aarch64 on x86-64, tried in an emulator.
+wheel-aarch64: .venv/installed
+	@$(BIN)/python tools/aarch64.py
+
+# The cache server's image, built and started, where something here builds images.
+image:
+	@for each in docker podman; do $$each info >/dev/null 2>&1 || continue; \
+	$$each build --file deploy/Dockerfile --tag kvtide . && $$each run --rm kvtide --version && exit 0 || exit 1; done; \
+	echo "No image was built: neither docker nor podman can build one here."
 
 # The documents as pages, in site/; a warning or a dead link fails.
 site: .venv/site

@@ -43,12 +43,25 @@ def readme_example(store: Path) -> str:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Raise ValueError if the wheel is large or holds profiles."""
+    """Raise ValueError if the wheel is large, holds profiles or a second module, or lacks files or its SBOM."""
     if wheel.stat().st_size > WHEEL_BYTES_MAX:
         raise ValueError(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {WHEEL_BYTES_MAX}")
-    profiles = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".kvprofile")]
+    content = zipfile.ZipFile(wheel)
+    names = content.namelist()
+    profiles = [name for name in names if name.endswith(".kvprofile")]
     if profiles:
         raise ValueError(f"{wheel.name} holds profiles: {profiles}")
+    built = [name for name in names if name.endswith((".so", ".pyc"))]
+    if len(built) != 1:
+        raise ValueError(f"{wheel.name} was to hold one native module, it holds {built}")
+    sources = (path for path in (ROOT / "src").rglob("*") if path.is_file() and path.suffix not in {".so", ".pyc"})
+    lacking = {path.relative_to(ROOT / "src").as_posix() for path in sources} - {*names}
+    if lacking:
+        raise ValueError(f"{wheel.name} lacks {sorted(lacking)}")
+    lists = [json.loads(content.read(name)) for name in names if "dist-info/sboms/" in name]
+    unnamed = [each for found in lists for each in found["components"] if not each.get("version", "given")]
+    if len(lists) != 1 or unnamed or not lists[0]["metadata"]["component"]["version"]:
+        raise ValueError(f"{wheel.name} was to hold one list of parts, it has {len(lists)}; without version: {unnamed}")
 
 
 def run(*command: object, cwd: Path) -> str:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,24 @@ def test_only_files_named_after_an_instruction_set_are_compiled_for_one() -> Non
     ):
         if "-mavx" in flags or "avx512_flags" in flags:
             assert all("avx" in file or "amx" in file for file in files.split()), files
+
+
+BUILD = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+
+
+def test_sdist_holds_every_source_and_nothing_that_was_built(tmp_path: Path) -> None:
+    tracked = ["git", "ls-files", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "NOTICE", "src", "native"]
+    names = subprocess.run(tracked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in names:
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "tree" / name)
+    for name in ("_native.abi3.so", "__pycache__/block.cpython-311.pyc"):
+        (tmp_path / "tree/src/kvtide" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "tree/src/kvtide" / name).touch()
+    subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=tmp_path / "tree", check=True)
+    with tarfile.open(next(tmp_path.glob("kvtide-*.tar.gz"))) as sdist:
+        held = {name.partition("/")[2] for name in sdist.getnames()}
+    assert held == {*names, "PKG-INFO"}
 
 
 def test_machine_without_a_compiler_is_told_in_one_line(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def touch(memory: memoryview, is_wanted: Callable[[], bool]) -> None:
     if sys.platform != "linux":
         return
     madvise = ctypes.CDLL(None).madvise
-    first, end = _address(memory) // ALIGN_BYTES * ALIGN_BYTES, _address(memory) + len(memory)
+    first, end = _address(memory) // mmap.PAGESIZE * mmap.PAGESIZE, _address(memory) + len(memory)
     for start in range(first, end, _HUGE_PAGE_BYTES):
         size = min(_HUGE_PAGE_BYTES, end - start)
         if not is_wanted() or madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _POPULATE_WRITE):
