@@ -126,7 +126,7 @@ def test_each_cache_comes_back_where_the_device_is_an_emulated_one(started: Any,
     if "kv_cache_dtype" in options and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM's fp8 needs a processor with AVX-512")
     transfer = kvtide_transfer(str(tmp_path / "store"), codec="lossless")
-    transfer["kv_connector_module_path"] = "kvtide_lab.vllm.emulated_gpu"
+    transfer |= {"kv_connector": "EmulatedGpuConnector", "kv_connector_module_path": "kvtide_lab.vllm.emulated_gpu"}
     model = checkpoint(family, tmp_path / "model")
     with started(model, transfer, **options, disable_log_stats=False) as process:
         computed = process.ask(PROMPT, 4)

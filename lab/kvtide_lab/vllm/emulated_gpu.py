@@ -1,6 +1,6 @@
 """kvtide's connector on a processor as on a GPU: its pages are copied by torch, once they are proved.
 
-Use it as `kv_connector: KVTideConnector, kv_connector_module_path: kvtide_lab.vllm.emulated_gpu`, on its own store: a
+Use it as `kv_connector: EmulatedGpuConnector, kv_connector_module_path: kvtide_lab.vllm.emulated_gpu`, on its own store: a
 processor's pages have another order inside than a GPU's, and here its blocks bear a GPU's names.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from kvtide.engines.vllm import connector, pages
 
-__all__ = ["KVTideConnector"]
+__all__ = ["EmulatedGpuConnector"]
 
 
-class KVTideConnector(connector.KVTideConnector):
+class EmulatedGpuConnector(connector.KVTideConnector):
     """Takes the processor's pages for those of a GPU: whatever their order, they come back as they were."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

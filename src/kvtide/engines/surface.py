@@ -20,9 +20,9 @@ from kvtide.errors import UnsupportedModel
 
 _STEP = re.compile(r"\.\w+|\[\]|\(\)")
 # As many changes are named in a warning.
-TOLD_MAX = 8
+_TOLD_MAX = 8
 # Imports and bases are followed so far.
-DEPTH_MAX = 32
+_DEPTH_MAX = 32
 # Around the type that is meant.
 _WRAPPERS = {"Optional", "SkipValidation", "type"}
 _UNKNOWN = ast.Constant(None)
@@ -71,10 +71,10 @@ def vllm_warning(version: str, package: Path) -> str | None:
     before = known[tested if name in known else nearest]
     missing, changed = SurfaceChanges.between(before, known.get(name) or Sources(package.parent).surface(before))
     if missing:
-        raise UnsupportedModel(f"vLLM {version} lacks {', '.join(missing[:TOLD_MAX])}: {command}")
+        raise UnsupportedModel(f"vLLM {version} lacks {', '.join(missing[:_TOLD_MAX])}: {command}")
     if name in known:
         return f"vLLM {version} has all that kvtide uses of it, by its sources; tests run on {TESTED_VLLM[-1]}"
-    found = "; ".join(changed[:TOLD_MAX]) or "nothing that kvtide uses"
+    found = "; ".join(changed[:_TOLD_MAX]) or "nothing that kvtide uses"
     tests = f"Tests run on {TESTED_VLLM[-1]}: {command}"
     return f"vLLM {version} is not known to kvtide. Beside {nearest} it changes {found}. {tests}"
 
@@ -129,7 +129,7 @@ class Sources:
     def _named(self, module: str, name: str, depth: int = 0) -> _Node | None:
         """Return where a module's name is defined, through its imports."""
         tree = self._module(module)
-        for each in () if tree is None or depth > DEPTH_MAX else _statements(tree.body):
+        for each in () if tree is None or depth > _DEPTH_MAX else _statements(tree.body):
             if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == name:
                 return _Node(module, each)
             if isinstance(each, ast.ImportFrom):
@@ -159,7 +159,7 @@ class Sources:
 
     def _family(self, node: _Node, depth: int = 0) -> Iterator[tuple[str, ast.ClassDef]]:
         """A class and those that it is made of, nearest first, each with its module."""
-        if isinstance(node.tree, ast.ClassDef) and depth <= DEPTH_MAX:
+        if isinstance(node.tree, ast.ClassDef) and depth <= _DEPTH_MAX:
             yield node.module, node.tree
             for base in node.tree.bases:
                 name = base.value if isinstance(base, ast.Subscript) else base

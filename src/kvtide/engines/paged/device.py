@@ -15,7 +15,7 @@ from kvtide.engines.paged.pages import Captured, PagePool, slot_page
 _INT_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # Some 5 ms of a device: longer than it takes to queue a few copies.
-DELAY_CYCLES = 10_000_000
+_DELAY_CYCLES = 10_000_000
 
 
 def device_name(device: torch.device) -> str:
@@ -64,7 +64,7 @@ class DeviceStream:
         """Keep what is queued from now on waiting for some milliseconds."""
         if self._stream is not None:
             with self.queue():
-                torch.cuda._sleep(DELAY_CYCLES)
+                torch.cuda._sleep(_DELAY_CYCLES)
 
     def uses(self, tensor: torch.Tensor) -> None:
         """Keep a tensor's memory from others until what is queued here is done."""
