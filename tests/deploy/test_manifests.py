@@ -65,6 +65,7 @@ def kinds() -> dict[str, Any]:
         "hadolint Dockerfile",
         "check-jsonschema --builtin-schema vendor.compose-spec compose.yaml",
         f"check-jsonschema --builtin-schema vendor.github-workflows {' '.join(map(str, WORKFLOWS))}",
+        f"zizmor --offline --no-progress {' '.join(map(str, WORKFLOWS))}",
         "kubernetes-validate --strict --quiet kubernetes/kvtide.yaml",
         "promtool check rules alerts.yml",
         "promtool check config prometheus.yml",
