@@ -205,6 +205,15 @@ def test_no_start_on_an_honest_device_is_refused_and_pages_are_as_they_were(monk
         assert all(torch.equal(*each) for each in zip(held, before, strict=True))
 
 
+def test_what_an_earlier_proof_left_in_memory_is_not_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, came = rows(), list[bytes]()
+    scatter = pool.scatter
+    monkeypatch.setattr(pool, "scatter", lambda bits, *where: (came.append(bits.tobytes()), scatter(bits, *where)))
+    for _ in range(2):
+        assert prove(pool, pool.layers, SystemClock()).reason == ""
+    assert len(set(came)) == len(came) == 4
+
+
 class _OffByOne(LosslessCodec):
     """Decodes the last value wrong."""
 

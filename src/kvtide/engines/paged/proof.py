@@ -22,7 +22,8 @@ from kvtide.engines.paged.pages import Bytes, PagePool, join_pages
 from kvtide.errors import DeviceFault, KvtideError
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-_SEED = 45
+# Denormals and NaNs with something in them, of every dtype and its complement.
+_SPECIAL = (0x00010001, 0x7FC1FFC1)
 
 
 class Proof(NamedTuple):
@@ -52,7 +53,7 @@ def prove(
     try:
         trial = _Trial(pool, layers)
         try:
-            trial.run([codec for codec in codecs if codec.is_lossless])
+            trial.run([codec for codec in codecs if codec.is_lossless], int(started_s * 1e9))
             more(trial.pages)
         finally:
             trial.put_back()
@@ -109,9 +110,14 @@ class _Trial:
         self._own, self._beside = _Memory(layers, self._numbers), _Memory(layers, [beside] * len(layers))
         self._before, self._before_beside = self._own.read(), self._beside.read()
 
-    def run(self, codecs: Sequence[Codec]) -> None:
-        """DeviceFault, with what went wrong, unless every bit came where it should."""
-        first = np.random.default_rng(_SEED).integers(0, 256, len(self._before), np.uint8)
+    def run(self, codecs: Sequence[Codec], seed: int) -> None:
+        """DeviceFault, with what went wrong, unless every bit came where it should.
+
+        seed: another one each time, or what an earlier proof left in memory would be taken for what was copied.
+        """
+        first = np.random.default_rng(seed).integers(0, 256, len(self._before), np.uint8)
+        words = first[: len(first) // 4 * 4].view("<u4")
+        words[::5], words[1::5] = _SPECIAL
         # Every bit comes in both as 0 and as 1, and the engine's own writes are others.
         second, engine_s = ~first, first[::-1].copy()
         sent = [torch.from_numpy(each).to(self._before.device) for each in (first, engine_s)]
