@@ -25,9 +25,8 @@ from kvtide.engines.llamacpp import attach
 from kvtide_lab.measuring import Show
 
 _CODECS = {"kvtide raw": "raw", "kvtide lossless": "lossless", "kvtide tide": "tide:5e-3"}
-_NAMES = ("plain", "LlamaRAMCache", "LlamaDiskCache", "session file", *_CODECS)
-_END_TOKENS, _ANSWER_TOKENS, _BATCH_TOKENS, _PROMPTS = 16, 8, 128, 10
-_TEXT_BYTES, _FLUSH_S_MAX = 100_000, 120.0
+_PEERS = ("plain", "LlamaRAMCache", "LlamaDiskCache", "session file")
+_END_TOKENS, _ANSWER_TOKENS, _BATCH_TOKENS, _PROMPTS, _FLUSH_S_MAX = 16, 8, 128, 10, 120.0
 
 
 class LlamaSize(NamedTuple):
@@ -58,7 +57,7 @@ class LlamaBenchResult(msgspec.Struct, frozen=True):
     restart_vs_session_file: float
     answers_changed: int
     shared_raw_vs_disk_cache: float
-    shared_tide_vs_disk_cache: float
+    shared_tide_vs_disk_cache: float | None
     alone_vs_plain: float
     rows: list[LlamaRow]
 
@@ -76,9 +75,10 @@ class _Bench:
         self._model, self._work, self._size, self._session = model, work, size, str(work / "session")
         is_known = "SmolLM2-135M" in model.name
         self._profiles = [each for each in installed_profiles() if is_known and each.kind == "tide-layer"]
+        self.names = [*_PEERS, *(name for name in _CODECS if is_known or not name.endswith(" tide"))]
         text = "\n".join(str(topics[name]) for name in sorted(topics))
         with self.opened("plain", "") as (llm, _):
-            self.tokens: list[int] = llm.tokenize(text.encode()[:_TEXT_BYTES])
+            self.tokens: list[int] = llm.tokenize(text.encode()[:100_000])
 
     @contextmanager
     def opened(self, name: str, folder: str) -> Iterator[tuple[Any, Any]]:
@@ -87,7 +87,7 @@ class _Bench:
         llm = llama_cpp.Llama(str(self._model), n_ctx=self._size.stored + 64, n_batch=_BATCH_TOKENS, verbose=False)
         with closing(llm), contextlib.ExitStack() as stack:
             if name in _CODECS:
-                profiles = self._profiles if "tide" in name else ()
+                profiles = self._profiles if name.endswith(" tide") else ()
                 cached = stack.enter_context(attach(llm, place, codec=_CODECS[name], profiles=profiles))
             elif name == "LlamaRAMCache":
                 llm.set_cache(llama_cpp.LlamaRAMCache())
@@ -155,21 +155,21 @@ def _flush(cached: Any) -> None:
 def run(model: Path, work: Path, size: LlamaSize, show: Show) -> LlamaBenchResult:
     """Measure all contenders on a model."""
     bench, rows, plain = _Bench(model, work, size), dict[str, LlamaRow](), ""
-    for number, name in enumerate(_NAMES):
-        show(name, number, len(_NAMES))
+    for number, name in enumerate(bench.names):
+        show(name, number, len(bench.names))
         ttft_s, said = bench.restart(name)
         plain = plain or said
         written = bench.shared_bytes(name) if name in _CODECS or name == "LlamaDiskCache" else 0
         alone = bench.alone_tokens_s(name) if name in _CODECS or name == "plain" else 0.0
         rows[name] = LlamaRow(name, ttft_s, said == plain, written, alone)
-    raw, disk_bytes = rows["kvtide raw"], rows["LlamaDiskCache"].shared_bytes_written
+    raw, tide, disk_bytes = rows["kvtide raw"], rows.get("kvtide tide"), rows["LlamaDiskCache"].shared_bytes_written
     return LlamaBenchResult(
         model.name,
         rows["plain"].restart_ttft_s / raw.restart_ttft_s,
         rows["session file"].restart_ttft_s / raw.restart_ttft_s,
-        sum(not row.is_plain_answer for row in rows.values() if row.contender != "kvtide tide"),
+        sum(not row.is_plain_answer for row in rows.values() if row is not tide),
         raw.shared_bytes_written / disk_bytes,
-        rows["kvtide tide"].shared_bytes_written / disk_bytes,
+        tide.shared_bytes_written / disk_bytes if tide is not None else None,
         raw.alone_tokens_s / rows["plain"].alone_tokens_s,
         [*rows.values()],
     )
