@@ -11,6 +11,7 @@ from tests.llama.tiny import write_mamba
 
 from kvtide.engines.llamacpp import KVTideCache, attach
 
+SEA = "The sea " * 40
 MESSAGES = [
     {"role": "system", "content": "You answer in one line, and you never say anything else. " * 6},
     {"role": "user", "content": "What is a tide?"},
@@ -20,16 +21,14 @@ MESSAGES = [
 def calls(llm: Any) -> list[Any]:
     """Call a model as users do, each time as if it were new; return what it says."""
     grammar = llama_cpp.LlamaGrammar.from_string('root ::= "yes" | "no"', verbose=False)
-    common = {"max_tokens": 24, "temperature": 0.7, "seed": 7}
-    chat = llm.create_chat_completion(MESSAGES, **common)
+    found, common = list[Any](), {"max_tokens": 24, "temperature": 0.7, "seed": 7}
+    for options in (common, {**common, "grammar": grammar}):
+        llm.reset()
+        found.append(llm.create_chat_completion(MESSAGES, **options)["choices"])
     llm.reset()
-    parts = [each["choices"][0]["delta"] for each in llm.create_chat_completion(MESSAGES, stream=True, **common)]
+    found += [each["choices"][0]["delta"] for each in llm.create_chat_completion(MESSAGES, stream=True, **common)]
     llm.reset()
-    text = llm.create_completion("The sea " * 40, max_tokens=9, temperature=0.0)
-    llm.reset()
-    chosen = llm.create_chat_completion(MESSAGES, grammar=grammar, **common)
-    llm.reset()
-    return [chat["choices"], parts, text["choices"], text["usage"], chosen["choices"]]
+    return [*found, llm.create_completion(SEA, max_tokens=9, temperature=0.0)["choices"]]
 
 
 def test_calls_of_users_say_what_they_say_without_a_cache(opened: Any, tmp_path: Path) -> None:
@@ -39,7 +38,7 @@ def test_calls_of_users_say_what_they_say_without_a_cache(opened: Any, tmp_path:
         with opened() as llm, attach(llm, tmp_path) as cached:
             assert calls(llm) == plain
             assert cached.last is not None and cached.flush(10)
-            assert cached.hit_tokens(llm.tokenize(("The sea " * 40).encode())) > 0
+            assert cached.hit_tokens(llm.tokenize(SEA.encode())) > 0
 
 
 def test_set_cache_attaches_the_model_that_asks(

@@ -30,7 +30,7 @@ def serve_model(
         raise ValueError(f"no file {model}: give the path of a model in GGUF")
     logging.getLogger("kvtide.engines.llamacpp").setLevel(logging.INFO)
     say(f"loading {model.name}")
-    settings = ModelSettings(model=str(model), model_alias=model.stem, verbose=False, **options)
+    settings = ModelSettings(model=str(model), model_alias=model.stem, verbose=False, logits_all=False, **options)
     app = llama_server.create_app(server_settings=ServerSettings(host=host, port=port), model_settings=[settings])
     # Streams that are under way at a signal have ten seconds to end.
     config = uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=10)
