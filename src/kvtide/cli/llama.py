@@ -25,7 +25,7 @@ def llama(
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: one for each processor.")] = 0,
     gpu_layers: Annotated[int, typer.Option("--gpu-layers", min=-1, help="On a GPU, where it was built for one.")] = 0,
     flash_attention: Annotated[bool, typer.Option("--flash-attention", help="As llama.cpp's own option.")] = False,
-    codec: Annotated[str, typer.Option("--codec", help="lossless, raw, tide[:quality] …")] = "lossless",
+    codec: Annotated[str, typer.Option("--codec", help="raw [on this machine], lossless [elsewhere], tide …")] = "",
     tenant_salt: Annotated[
         str, typer.Option("--tenant-salt", envvar=TENANT_SALT_VARIABLE, help="Keeps what is stored apart.")
     ] = "",

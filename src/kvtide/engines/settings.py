@@ -63,6 +63,16 @@ _OF_PAGES = {
 }
 
 
+def usual_codec(store: str) -> str:
+    """Return the codec of who names none: what is read from this machine is read faster than it is decoded."""
+    return "raw" if is_local(store) else "lossless"
+
+
+def is_local(store: str) -> bool:
+    """True for a store on this machine."""
+    return "://" not in store or store.startswith(("disk://", "memory://"))
+
+
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A connector's options.
 
@@ -120,7 +130,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"bad kvtide option: {error}") from error
         settings._check_together(options.keys())
         settings.limits()
-        return settings if settings.codec else replace(settings, codec="raw" if settings.is_local else "lossless")
+        return settings if settings.codec else replace(settings, codec=usual_codec(settings.store))
 
     def _check_together(self, given: Collection[str]) -> None:
         """ValueError for options that would do nothing, or that exclude each other."""
@@ -161,7 +171,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def is_local(self) -> bool:
         """True for a store on this machine."""
-        return "://" not in self.store or self.store.startswith(("disk://", "memory://"))
+        return is_local(self.store)
 
     def check_device(self, kind: str) -> None:
         """ValueError for options that an engine on a device of this kind ("cpu", "cuda") does not take."""

@@ -21,6 +21,7 @@ from kvtide.engines import calibrate_command
 from kvtide.engines.llamacpp.identity import ServedLlama, served_llama
 from kvtide.engines.llamacpp.prefixes import NOTHING, LlamaPrefixes, Prefix, Tokens
 from kvtide.engines.llamacpp.state import LlamaContext
+from kvtide.engines.settings import usual_codec
 from kvtide.store import Cache, cache_for
 
 _log = logging.getLogger(__name__)
@@ -185,7 +186,6 @@ class CachedLlama:
 
     def _restore(self, prompt: Tokens, found: Prefix) -> int:
         llm = self.llm
-        # Whatever happens, the context's own tokens are gone.
         llm.reset()
         self._cut(0)
         tokens = self._prefixes.load(found)
@@ -209,21 +209,22 @@ def attach(
     llm: Any,
     store: str | Path,
     *,
-    codec: str = "lossless",
+    codec: str = "",
     profiles: Sequence[Profile] = (),
     tenant_salt: bytes = b"",
     limits: Limits | None = None,
 ) -> CachedLlama:
     """Put a cache beside a `llama_cpp.Llama`, whose context is empty afterwards.
 
-    store: `disk:///path`, a folder, `memory://`, `http://…` of `kvtide serve`, … codec: `lossless`, `raw`, `tide` …;
-    lossy ones take `profiles`, or what `kvtide calibrate` left in the store for this model. tenant_salt: keeps tenants
-    apart. UnsupportedModel (a ValueError), with the reason, for what can't be served exactly.
+    store: `disk:///path`, a folder, `memory://`, `http://…` of `kvtide serve`, … codec: `raw`, which is the default
+    for a store on this machine, `lossless`, the default elsewhere, `tide` …; lossy ones take `profiles`, or what
+    `kvtide calibrate` left in the store for this model. tenant_salt: keeps tenants apart. UnsupportedModel (a
+    ValueError), with the reason, for what can't be served exactly.
 
         with attach(llm, "disk:///var/cache/kvtide"):
             llm.create_chat_completion(messages)
     """
-    clock, registry = SystemClock(), CodecRegistry(profiles)
+    clock, registry, codec = SystemClock(), CodecRegistry(profiles), codec or usual_codec(str(store))
     served = served_llama(LlamaContext(llm), registry.make(codec).is_lossless, tenant_salt)
     shape = ProfileShape(served.groups[0].group.layout)
     made = registry.make(codec, shape.layout) if profiles else registry.make_by_group(codec, [shape])
