@@ -22,6 +22,7 @@ from kvtide.engines.llamacpp.identity import ServedLlama, served_llama
 from kvtide.engines.llamacpp.prefixes import NOTHING, LlamaPrefixes, Prefix, Tokens
 from kvtide.engines.llamacpp.state import LlamaContext
 from kvtide.engines.settings import usual_codec
+from kvtide.plan import PrefillSpeed
 from kvtide.store import Cache, cache_for
 
 _log = logging.getLogger(__name__)
@@ -111,8 +112,7 @@ class CachedLlama:
 
     def _cut(self, tokens: int) -> None:
         """Take note that the context is left with so many tokens."""
-        unit = self.served.unit_tokens
-        self._exact = min(self._exact, tokens) // unit * unit
+        self._exact = min(self._exact, tokens) // self.served.unit_tokens * self.served.unit_tokens
         self._known_blocks = min(self._known_blocks, tokens // self.served.block_tokens)
         if tokens <= self._spoken:
             self._spoken = int(self.llm.n_ctx())
@@ -124,13 +124,15 @@ class CachedLlama:
         prompt, report = list(tokens), None
         if self._signature.bind(prompt, *more, **named).arguments.get("reset", True):
             report = self._begin(np.asarray(prompt, np.int32))
-        began_s = self._clock.monotonic_s()
-        self._answer_from = len(prompt)
+        began_s, self._answer_from = self._clock.monotonic_s(), len(prompt)
         answer = self._plain_generate(prompt, *more, **named)
         try:
             token = next(answer)
             if report is not None:
-                report = report._replace(prefill_s=self._clock.monotonic_s() - began_s)
+                took_s = self._clock.monotonic_s() - began_s
+                speed = self.cache.judge.prefill() or PrefillSpeed(report.computed_tokens / max(took_s, 1e-9))
+                saved_s = max(0.0, speed.seconds(0, report.hit_tokens) - report.load_s)
+                report = report._replace(prefill_s=took_s, saved_s=saved_s)
                 _log.info(_LINE, *report[:-1])
             sent = yield token
             # The first token is out: now there is time to look at the rows of the prompt, while windows have them.
@@ -153,13 +155,11 @@ class CachedLlama:
         found, space = self._find(prompt), self.served.groups[0].spaces[0]
         is_worth = found.tokens >= reused + _GAIN_TOKENS_MIN and self.cache.is_worth(found.tokens, found.is_near, space)
         restored = self.cache.guarded("restore", partial(self._restore, prompt, found), 0) if is_worth else 0
-        took_s, speed = self._clock.monotonic_s() - began_s, self.cache.judge.prefill()
-        saved_s = speed.seconds(reused, restored) - took_s if speed is not None and restored else 0.0
+        load_s = self._clock.monotonic_s() - began_s if restored else 0.0
         if not restored:
             reused = self._begun_between_batches(0 if is_worth else reused, len(prompt))
         here = 0 if restored else reused
-        computed = len(prompt) - here - restored
-        return LlamaReport(len(prompt), here, restored, took_s if restored else 0.0, max(0.0, saved_s), computed)
+        return LlamaReport(len(prompt), here, restored, load_s, 0.0, len(prompt) - here - restored)
 
     def _reused(self, prompt: Tokens) -> int:
         """Return how many tokens of a prompt llama.cpp would take from its context, which it empties if it may not."""
