@@ -137,7 +137,7 @@ def test_short_prefix_is_refused() -> None:
 def test_chart_says_which_waits_were_not_measured() -> None:
     measured = [DemoRequest("", "", 10 * n, 0, 0.5, float(n), n in (1, 10), None) for n in range(1, 11)]
     console = Console(width=80, record=True, file=io.StringIO())
-    for each in shown(measured, 1536):
+    for each in shown(measured, "SmolLM2-135M", 1536):
         console.print(each)
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80

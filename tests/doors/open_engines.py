@@ -30,6 +30,8 @@ LLAMA = table(
     """
 a GGUF model, its prompts kept | kvtide llama MODEL.gguf --store --batch --context | @quick-llama | @llama | OURS
     tests/llama/test_server.py::test_prompt_outlives_a_server_that_was_told_to_end
+a chat with a GGUF model, charted | kvtide demo --model | @quick-llama | @llama | OURS
+    tests/llama/test_server.py::test_demo_is_a_chat_with_a_gguf_model
 restore a prompt of llama-cpp-python | attach(llm, "disk:///var/cache/kvtide") | @in-python | @llama | OURS
     tests/llama/test_exact.py::test_restored_answers_are_those_of_a_fresh_model
 tide for GGUF | kvtide calibrate MODEL.gguf --store --codec tide:5e-3 | docs/llamacpp.md: Sizes | @llama | OURS

@@ -62,3 +62,15 @@ def test_model_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "give the path of a model in GGUF" in ended.stderr
+
+
+def test_demo_is_a_chat_with_a_gguf_model(models: Any, tmp_path: Path) -> None:
+    sizes = ("--prefix-tokens", "512", "--answer-tokens", "4")
+    command = [sys.executable, "-m", "kvtide.cli", "demo", "--model", str(models()), "--store", str(tmp_path), *sizes]
+    said = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    requests = said["requests"]
+    assert (said["model"], len(requests)) == (models().stem, 10)
+    assert [each["hit_tokens"] for each in requests[:2]] == [0, 512]
+    # A new process has what was said before, too.
+    assert min(each["hit_tokens"] for each in requests[5:]) >= 512
+    assert [each["is_answer_same"] for each in requests if each["is_measured"]] == [True] * 3

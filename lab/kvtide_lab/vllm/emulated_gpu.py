@@ -1,7 +1,7 @@
 """kvtide's connector on a processor as on a GPU: its pages are copied by torch, once they are proved.
 
-Use it as `kv_connector: EmulatedGpuConnector, kv_connector_module_path: kvtide_lab.vllm.emulated_gpu`, on its own store:
-a processor's pages have another order inside than a GPU's, and here its blocks bear a GPU's names.
+Use it as `kv_connector: EmulatedGpuConnector, kv_connector_module_path: kvtide_lab.vllm.emulated_gpu`, on a store
+of its own: a processor's pages have another order inside than a GPU's, and here its blocks bear a GPU's names.
 """
 
 from __future__ import annotations

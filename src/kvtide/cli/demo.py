@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -40,8 +41,12 @@ _BAR_COLUMNS = 27
 
 
 class DemoJob(msgspec.Struct, frozen=True):
-    """Questions of a chat to one process, and what was said before, as tokens. store: empty for the model alone."""
+    """Questions of a chat to one process, and what was said before, as tokens. store: empty for the model alone.
 
+    model: a GGUF file, for llama.cpp; empty for SmolLM2-135M in transformers.
+    """
+
+    model: str
     store: str
     codec: str
     context_tokens: int
@@ -84,6 +89,9 @@ class DemoRequest(msgspec.Struct, frozen=True):
 
 def demo(
     url: StoreOption = DEFAULT_STORE,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="A GGUF file: the chat is with it, in llama.cpp.")
+    ] = None,
     codec: Annotated[str, typer.Option("--codec", help="Codec of new blocks.")] = "lossless",
     prefix_tokens: Annotated[
         int, typer.Option("--prefix-tokens", min=256, max=7000, help="Text before the first question.")
@@ -96,8 +104,10 @@ def demo(
     if path is None:
         raise ValueError(f"the demo needs a store that a second process can open, as disk:///path, got {url!r}")
     CodecRegistry().make(codec)
+    if model is not None and not model.is_file():
+        raise ValueError(f"no file {model}: --model takes a model in GGUF, as kvtide llama does")
     store = str(path.absolute())
-    job = DemoJob(store, codec, prefix_tokens, answer_tokens, QUESTIONS[:_BEFORE])
+    job = DemoJob(str(model or ""), store, codec, prefix_tokens, answer_tokens, QUESTIONS[:_BEFORE])
     with _processes() as ask:
 
         def without(index: int, chat: Sequence[int]) -> DemoRun:
@@ -113,7 +123,9 @@ def demo(
         plain[len(runs) - 1] = without(len(runs) - 1, runs[-2].chat)
     requests = _requests(runs, plain)
     with_s, plain_s = sum(each.ttft_s for each in requests), sum(each.plain_ttft_s for each in requests)
+    name = model.stem if model is not None else "SmolLM2-135M"
     result = {
+        "model": name,
         "codec": codec,
         "store": store,
         "requests": msgspec.to_builtins(requests),
@@ -127,7 +139,13 @@ def demo(
         "read_bytes": runs[_BEFORE].read_bytes,
     }
     machine = f"{cpu_name()}, cores: {os.cpu_count() or 1}"
-    say(result, as_json, *shown(requests, prefix_tokens), *_summed(requests, runs, codec), f"store: {store}; {machine}")
+    say(
+        result,
+        as_json,
+        *shown(requests, name, prefix_tokens),
+        *_summed(requests, runs, codec),
+        f"store: {store}; {machine}",
+    )
 
 
 def _requests(runs: Sequence[DemoRun], plain: dict[int, DemoRun]) -> list[DemoRequest]:
@@ -147,9 +165,9 @@ def _requests(runs: Sequence[DemoRun], plain: dict[int, DemoRun]) -> list[DemoRe
     ]
 
 
-def shown(requests: Sequence[DemoRequest], context_tokens: int) -> Iterator[object]:
+def shown(requests: Sequence[DemoRequest], model: str, context_tokens: int) -> Iterator[object]:
     """Yield the chart of a chat about a text of so many tokens: its title, what its signs mean, a line a request."""
-    yield f"A chat with SmolLM2-135M about a text of {context_tokens:,} tokens."
+    yield f"A chat with {model} about a text of {context_tokens:,} tokens."
     yield "Seconds to the first token: █ with kvtide, ░ so many more without it."
     yield "~ was not asked without it: read off the line between those that were."
     longest_s = max(max(each.ttft_s, each.plain_ttft_s) for each in requests)
@@ -171,7 +189,9 @@ def _summed(requests: Sequence[DemoRequest], runs: Sequence[DemoRun], codec: str
     asked = [each.is_answer_same for each in requests if each.is_measured]
     restored = runs[_BEFORE]
     yield f"{sum(map(bool, asked))} of {len(asked)} answers that were compared are the same, token for token"
-    yield f"{codec}: {format_bytes(restored.read_bytes)} read for {format_bytes(restored.raw_bytes)} of keys and values"
+    if restored.read_bytes:
+        came = format_bytes(restored.read_bytes)
+        yield f"{codec}: {came} read for {format_bytes(restored.raw_bytes)} of keys and values"
     if runs[0].hit_tokens:
         yield "The store has this chat from an earlier demo: its first request was restored too."
 

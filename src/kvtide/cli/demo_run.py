@@ -11,16 +11,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pydoc_data.topics import topics
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvtide.cli.demo import DemoAnswer, DemoJob, DemoRun
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
-from kvtide.engines.transformers import CachedModel, attach, load_to_fork, model_fingerprint
+
+if TYPE_CHECKING:
+    from kvtide.engines.transformers import CachedModel
 
 _MARKER = "<<said>>"
+# More than a question takes.
+_QUESTION_TOKENS = 128
 
 
 class _Watch:
@@ -53,8 +57,7 @@ def _prompt_ids(tokenizer: Any, job: DemoJob, chat: Sequence[int], question: str
         said = [{"role": "user", "content": f"{_MARKER}\n\n{question}"}]
     head, _, tail = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False).partition(_MARKER)
     if not chat:
-        text = "\n\n".join(f"{name}\n{topics[name]}" for name in sorted(topics))
-        text_ids = tokenizer(text[: 8 * job.context_tokens]).input_ids
+        text_ids = tokenizer(_text(job.context_tokens)).input_ids
         chat = [*tokenizer(head).input_ids, *text_ids][: job.context_tokens]
         if len(chat) < job.context_tokens:
             raise ValueError(f"the demo's text has {len(chat)} tokens, {job.context_tokens} were asked for")
@@ -63,6 +66,9 @@ def _prompt_ids(tokenizer: Any, job: DemoJob, chat: Sequence[int], question: str
 
 def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
     """Ask a job's questions one after the other; yield measurements of each call of generate."""
+    # Who chats with llama.cpp may not have it.
+    from kvtide.engines.transformers import attach, model_fingerprint
+
     tensor = tokenizer(" ", return_tensors="pt").input_ids.new_tensor
     # The first call in a process pays for warm-up that has nothing to do with caching.
     model.generate(tensor([_prompt_ids(tokenizer, job, job.chat, "")[:8]]), max_new_tokens=2, do_sample=False)
@@ -95,12 +101,57 @@ def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
             cached.flush(60.0)
 
 
-def _answered(job: DemoJob, tokenizer: Any, model: Any) -> None:
+def _llama_runs(job: DemoJob) -> Iterator[DemoRun]:
+    """Ask a job's questions of a GGUF model in llama.cpp, each as if another chat had been in between."""
     try:
-        for result in _runs(job, tokenizer, model):
+        from llama_cpp import Llama
+
+        from kvtide.engines.llamacpp import attach as attach_llama
+    except ImportError as error:
+        raise ValueError(f"llama.cpp is not installed ({error}): pip install 'kvtide[llamacpp]'") from error
+    room = max(len(job.chat), job.context_tokens) + len(job.questions) * (_QUESTION_TOKENS + job.answer_tokens)
+    llm = Llama(job.model, n_ctx=room, n_batch=128, n_ubatch=128, verbose=False)
+    clock, chat = (
+        SystemClock(),
+        list(job.chat) or llm.tokenize(_text(job.context_tokens).encode())[: job.context_tokens],
+    )
+    # The first tokens in a process pay for warm-up.
+    llm.eval(chat[:8])
+    with attach_llama(llm, job.store, codec=job.codec) if job.store else nullcontext() as cached:
+        for question in job.questions:
+            prompt = [*chat, *llm.tokenize(f"\n\nQuestion: {question}\nAnswer:".encode(), add_bos=False)]
+            llm.reset()
+            began_s, waits, answer = clock.monotonic_s(), list[float](), list[int]()
+            for token in llm.generate(prompt, temp=0.0):
+                waits.append(clock.monotonic_s() - began_s)
+                answer += [token] if token != llm.token_eos() else []
+                if len(waits) == job.answer_tokens or token == llm.token_eos():
+                    break
+            chat = [*prompt, *answer]
+            hit_tokens = cached.last.hit_tokens if cached and cached.last else 0
+            said = llm.detokenize(answer).decode(errors="replace")
+            yield DemoRun(len(prompt), hit_tokens, waits[0], 0, 0, said, chat)
+        if cached:
+            cached.flush(60.0)
+
+
+def _text(tokens: int) -> str:
+    """Return a text of so many tokens and more."""
+    return "\n\n".join(f"{name}\n{topics[name]}" for name in sorted(topics))[: 8 * tokens]
+
+
+def _answered(job: DemoJob, loaded: tuple[Any, Any] | None) -> None:
+    try:
+        for result in _llama_runs(job) if loaded is None else _runs(job, *loaded):
             _say(DemoAnswer(result))
     except ValueError as error:
         _say(DemoAnswer(mistake=str(error)))
+
+
+def _loaded() -> tuple[Any, Any]:
+    from kvtide.engines.transformers import load_to_fork
+
+    return load_to_fork()
 
 
 def _say(answer: DemoAnswer) -> None:
@@ -113,13 +164,13 @@ def main() -> None:
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=DemoJob)
         try:
-            loaded = loaded or load_to_fork()
+            loaded = None if job.model else loaded or _loaded()
         except ValueError as error:
             _say(DemoAnswer(mistake=str(error)))
             return
         child = os.fork()
         if child == 0:
-            _answered(job, *loaded)
+            _answered(job, loaded)
             # Python would take two seconds to let go of torch.
             os._exit(0)
         if os.waitpid(child, 0)[1]:
