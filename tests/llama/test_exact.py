@@ -118,6 +118,24 @@ def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens:
             assert ask(llm, tokens[:200] + tokens[900:950]).is_same(plain)
 
 
+def test_answer_that_was_given_up_looks_at_no_context_that_is_another_s_or_gone(
+    opened: Any, tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, reads = llama_cpp.llama_state_get_data, list[int]()
+    monkeypatch.setattr(llama_cpp, "llama_state_get_data", lambda *each: reads.append(1) or plain(*each))
+    with opened() as llm, attach(llm, tmp_path):
+        first, second = llm.generate(tokens[:300], temp=0.0), llm.generate(tokens[500:800], temp=0.0)
+        next(first)
+        ask(llm, tokens[900:1300])
+        seen = len(reads)
+        first.close()
+        assert len(reads) == seen
+        next(second)
+    # The model is closed.
+    second.close()
+    assert len(reads) == seen
+
+
 def test_model_is_as_before_after_the_cache_closed(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     with opened() as llm:
         with attach(llm, tmp_path):

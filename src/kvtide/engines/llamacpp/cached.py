@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,6 @@ class LlamaReport(NamedTuple):
     saved_s: float
     computed_tokens: int
     prefill_s: float = 0.0
-    blocks_queued: int = 0
 
 
 class CachedLlama:
@@ -54,12 +54,9 @@ class CachedLlama:
         self, llm: Any, cache: Cache, clock: Clock, served: ServedLlama, seek_profile: Callable[[], None]
     ) -> None:
         """seek_profile: has the open cache look for the model's profile, if its codec takes one."""
-        self._seek_profile = seek_profile
-        self.llm = llm
-        self.cache = cache
-        self.served = served
+        self.llm, self.cache, self.served = llm, cache, served
         self.last: LlamaReport | None = None
-        self._clock, self._context = clock, LlamaContext(llm)
+        self._clock, self._context, self._seek_profile = clock, LlamaContext(llm), seek_profile
         self._prefixes = LlamaPrefixes(self._context, cache, clock, served)
         self._plain_eval, self._plain_load_state = llm.eval, llm.load_state
         self._plain_generate, self._signature = llm.generate, inspect.signature(llm.generate)
@@ -67,6 +64,8 @@ class CachedLlama:
         self._exact, self._spoken, self._answer_from = 0, int(llm.n_ctx()), int(llm.n_ctx())
         # Blocks of them that were stored or loaded; tokens below which a restored context lacks rows of windows.
         self._known_blocks = self._whole_from = 0
+        # The answer now given. Those that nobody wants any more end at any time, in any thread: they look at nothing.
+        self._lock, self._answer = threading.RLock(), object()
 
     def __enter__(self) -> Self:
         self.cache.open()
@@ -82,6 +81,8 @@ class CachedLlama:
         """Store what is queued and leave the model as it was. Idempotent."""
         for name in ("generate", "eval", "load_state"):
             vars(self.llm).pop(name, None)
+        with self._lock:
+            self._answer = object()
         self.cache.close()
 
     def flush(self, timeout_s: float) -> bool:
@@ -122,6 +123,8 @@ class CachedLlama:
 
     def _generate(self, tokens: Sequence[int], *more: Any, **named: Any) -> Generator[int, Sequence[int] | None, None]:
         prompt, report = list(tokens), None
+        with self._lock:
+            mine = self._answer = object()
         if self._signature.bind(prompt, *more, **named).arguments.get("reset", True):
             report = self._begin(np.asarray(prompt, np.int32))
         began_s, self._answer_from = self._clock.monotonic_s(), len(prompt)
@@ -131,9 +134,9 @@ class CachedLlama:
             if report is not None:
                 took_s = self._clock.monotonic_s() - began_s
                 speed = self.cache.judge.prefill() or PrefillSpeed(report.computed_tokens / max(took_s, 1e-9))
-                saved_s = max(0.0, speed.seconds(0, report.hit_tokens) - report.load_s)
-                report = report._replace(prefill_s=took_s, saved_s=saved_s)
-                _log.info(_LINE, *report[:-1])
+                saved_s = speed.seconds(0, report.hit_tokens) - report.load_s
+                self.last = report._replace(prefill_s=took_s, saved_s=max(0.0, saved_s))
+                _log.info(_LINE, *self.last)
             sent = yield token
             # The first token is out: now there is time to look at the rows of the prompt, while windows have them.
             self._store()
@@ -143,10 +146,10 @@ class CachedLlama:
             return
         finally:
             answer.close()
-            queued = self._store()
-            if report is not None:
-                self.last = report._replace(blocks_queued=queued)
-            self._answer_from = int(self.llm.n_ctx())
+            with self._lock:
+                if mine is self._answer:
+                    self._store()
+                    self._answer_from = int(self.llm.n_ctx())
 
     def _begin(self, prompt: Tokens) -> LlamaReport:
         """Restore what is stored of a prompt beyond what the context has of it."""
@@ -197,12 +200,11 @@ class CachedLlama:
             self._whole_from = tokens if self.served.groups[-1].window_cells else 0
         return tokens
 
-    def _store(self) -> int:
-        """Queue the blocks that are new in the context; return how many there are."""
+    def _store(self) -> None:
+        """Queue the blocks that are new in the context."""
         before, tokens = self._known_blocks, np.asarray(self.llm.input_ids[: self.llm.n_tokens])
         queue = partial(self._prefixes.store, tokens, before, min(self._exact, len(tokens)), self._spoken)
         self._known_blocks = self.cache.guarded("store a prompt", queue, before)
-        return max(0, self._known_blocks - before)
 
 
 def attach(

@@ -50,8 +50,7 @@ class KVTideCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]  # llama_cpp 
     @property
     def cache_size(self) -> int:
         """Return the bytes in the store's tiers."""
-        tiers = self.attached.cache.stats().tiers if self.attached is not None else ()
-        return sum(tier.used_bytes for tier in tiers)
+        return sum(tier.used_bytes for tier in self.attached.cache.stats().tiers) if self.attached else 0
 
     def __contains__(self, key: Sequence[int]) -> bool:
         return False

@@ -52,7 +52,7 @@ class ServedLlama(NamedTuple):
     """Served groups of a context. step: prompts are restored in multiples of it, where batches end.
 
     pairs: KV heads whose channels lossy codecs take from another order than llama.cpp's, where RoPE turns neighbours;
-    they know them in two halves, as transformers has them, and so do profiles. 0 where nothing has to be changed.
+    they know them in two halves, as transformers has them. 0 where nothing has to be changed. weights: names profiles.
     """
 
     groups: tuple[ServedGroup, ...]
@@ -60,7 +60,6 @@ class ServedLlama(NamedTuple):
     unit_tokens: int
     step: int
     label: str
-    # By which the model's profiles are kept: they don't depend on how it is run.
     weights: bytes
     pairs: int
 
