@@ -1,10 +1,12 @@
 """Hosts for servers: network namespaces, each joined to us by a cable that can be cut one way or both."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -59,11 +61,20 @@ def _run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True)
 
 
+def _remove_left_behind() -> None:
+    """Remove namespaces of processes that were killed: their cables have the addresses that ours shall have."""
+    said = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for name, pid in re.findall(r"^(kvt(\d+)-\d+)", said, re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
 @contextmanager
 def network_hosts(count: int) -> Iterator[Sequence[Host]]:
     """Make hosts, and remove them. Skips the test, with the reason, where that is not allowed."""
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("nft")):
         pytest.skip("network namespaces need root, ip and nft: apt install iproute2 nftables")
+    _remove_left_behind()
     with ExitStack() as stack:
         try:
             hosts = [Host(number, stack) for number in range(count)]
