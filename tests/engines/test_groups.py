@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.families import EXACT, LOSSY, REFUSED, SUPPORT, TIDE, families, model_of_family
+from tokenizers.processors import TemplateProcessing
 
 from kvtide.cli.explain import Explanation, MatchVerdict, explain_prompt
 from kvtide.config import Limits
 from kvtide.engines.calibrate.texts import evaluation_texts
-from kvtide.engines.transformers import CachedModel, Impress, attach
+from kvtide.engines.transformers import CachedModel, Impress, attach, load_tokenizer
 from kvtide.engines.transformers.fingerprint import NamespaceSettings
 from kvtide.engines.transformers.groups import groups_of
+from kvtide.engines.transformers.smollm2 import _begin_texts
 from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind
 from kvtide.types import Namespace
@@ -369,6 +371,12 @@ def test_its_four_parts_make_one_file(gemma: LoadedModel) -> None:
     digest = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
     assert hashlib.sha256(data).hexdigest() == digest
     assert gemma.tokenize("\n\nThe capital")[0] == 2
+    # Transformers 5.19 forgets it, whose folder the others' would be.
+    tokenizer = load_tokenizer(gemma.folder)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    assert tokenizer("The capital").input_ids[0] != 2
+    _begin_texts(tokenizer, gemma_file())
+    assert tokenizer("The capital").input_ids[:2] == [2, 818]
 
 
 # Around the window, at a block's border and behind it.

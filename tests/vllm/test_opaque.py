@@ -71,7 +71,7 @@ GROUPED = {
     # Gated delta: no float32 on processors.
     "qwen3_next": Grouped({"dtype": "bfloat16"}),
 }
-# Starting an engine is what takes time: these two have all the ways in which something may not come, and a restart.
+# Starting an engine is what takes time: these two have all the ways in which something may not come.
 DAMAGED = {"gemma4", "granite4"}
 
 
@@ -86,10 +86,11 @@ def started(nursery: EngineNursery) -> Callable[..., EngineProcess]:
     return start
 
 
-def asked_again(process: EngineProcess, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
-    """Ask for answers once vLLM has forgotten all that its own cache has."""
-    assert process.do("settle")["is_done"] and process.do("reset")["is_done"]
-    return [process.ask(prompt, tokens) for prompt in prompts]
+def asked(process: EngineProcess, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    """Ask for answers, and wait until their blocks are stored."""
+    answers = [process.ask(prompt, tokens) for prompt in prompts]
+    assert process.do("settle")["is_done"]
+    return answers
 
 
 def test_matrix_of_support_is_what_is_tested_here() -> None:
@@ -100,15 +101,14 @@ def test_matrix_of_support_is_what_is_tested_here() -> None:
 def test_all_groups_come_back_as_far_as_they_reach(started: Any, family: str, tmp_path: Path) -> None:
     model, store, case = checkpoint(family, tmp_path / "model"), tmp_path / "store", GROUPED[family]
     transfer, prompts = kvtide_transfer(str(store), codec="lossless"), [PROMPT, [*PROMPT[:600], *PROMPT[:40]]]
-    with started(model, transfer, **case.options) as process:
-        answers = [[process.ask(prompt, 8) for prompt in prompts], asked_again(process, prompts, 8)]
-    if family in DAMAGED:
+    answers = []
+    # An engine that has measured how fast it computes may find that these few tokens are not worth loading.
+    for is_damaged in (False, False, True)[: 3 if family in DAMAGED else 2]:
+        assert not is_damaged or flip_bytes(store) > 0
         with started(model, transfer, **case.options) as process:
-            answers[1] = [process.ask(prompt, 8) for prompt in prompts]
-            # vLLM can't be told of single pages here: the request is computed again, and no other fails.
-            assert flip_bytes(store) > 0
-            answers.append(asked_again(process, prompts, 8))
-        assert answers[2][0]["cached_tokens"] < case.restored[0]
+            answers.append(asked(process, prompts, 8))
+    # vLLM can't be told of single pages here: the request is computed again, and no other fails.
+    assert family not in DAMAGED or answers[2][0]["cached_tokens"] < case.restored[0]
     assert tuple(each["cached_tokens"] for each in answers[1]) == case.restored
     for which in (0, 1):
         assert len({tuple(each[which]["ids"]) for each in answers}) == 1
@@ -128,10 +128,12 @@ def test_each_cache_comes_back_where_the_device_is_an_emulated_one(started: Any,
     transfer = kvtide_transfer(str(tmp_path / "store"), codec="lossless")
     transfer |= {"kv_connector": "EmulatedGpuConnector", "kv_connector_module_path": "kvtide_lab.vllm.emulated_gpu"}
     model = checkpoint(family, tmp_path / "model")
-    with started(model, transfer, **options, disable_log_stats=False) as process:
-        computed = process.ask(PROMPT, 4)
-        (loaded,) = asked_again(process, [PROMPT], 4)
-        metrics = process.do("check")["stats"]["metrics"]
+    answers = []
+    for _ in range(2):
+        with started(model, transfer, **options, disable_log_stats=False) as process:
+            answers += asked(process, [PROMPT], 4)
+            metrics = process.do("check")["stats"]["metrics"]
+    computed, loaded = answers
     assert (computed["cached_tokens"], loaded["cached_tokens"]) == (0, GROUPED.get(name, Grouped({})).restored[0])
     assert loaded["ids"] == computed["ids"]
     assert metrics["vllm:kvtide_proofs"] == 1

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -53,6 +54,7 @@ def converted(name: str, find: Callable[[], Path]) -> Path:
     with contextlib.redirect_stderr(io.StringIO()), _gguf_read_once():
         packed = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        _begin_texts(tokenizer, file)
     settings = {name: value for name, value in packed.config.to_dict().items() if name != "quantization_config"}
     # A fresh model: one that was loaded from GGUF refuses to be saved.
     with torch.device("meta"):
@@ -70,6 +72,17 @@ def converted(name: str, find: Callable[[], Path]) -> Path:
             raise
         shutil.rmtree(aside)
     return folder
+
+
+def _begin_texts(tokenizer: Any, file: Path) -> None:
+    """Have texts begin with BOS if the file says so: some versions of transformers forget it."""
+    import gguf
+
+    field = gguf.GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
+    bos, number = tokenizer.bos_token, tokenizer.bos_token_id
+    if field is not None and field.contents() and tokenizer("a").input_ids[:1] != [number]:
+        made = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, number)])
+        tokenizer.backend_tokenizer.post_processor = made
 
 
 @contextlib.contextmanager
