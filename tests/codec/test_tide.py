@@ -351,8 +351,9 @@ def test_block_gets_the_step_at_which_its_own_loss_is_what_was_asked() -> None:
     usual = OWN.steps.final_units
     found = [(OWN.encode(META, louder(factor)), louder(factor)) for factor in (0.8, 1.0, 1.25)]
     units = [steps_of(memoryview(sections[0].data)).final_units for sections, _ in found]
-    assert units[0] > units[1] > units[2]
-    assert abs(units[1] - usual) <= 2
+    # A quiet one is promised no more than others.
+    assert usual == units[0] >= units[1] > units[2]
+    assert usual - units[1] <= 2
     for sections, bits in found:
         # Gains are whole units, and one step has another gain than the next.
         assert OWN.quality_of(sections) == pytest.approx(1e-2, rel=0.2)
@@ -372,7 +373,7 @@ def test_own_loss_of_blocks_that_nobody_has_seen_the_like_of_is_bounded() -> Non
     assert own.factor(-400, 1.0) == 1.0
     assert own.factor(0, 1.5) == pytest.approx(np.exp(0.3))
     assert own.factor(0, 60.0) == pytest.approx(np.exp(2.0))
-    assert own.factor(0, -60.0) == pytest.approx(np.exp(-0.7))
+    assert own.factor(0, -60.0) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -94,14 +94,14 @@ def fuzzers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subp
         yield running
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_fuzzed_decoder_stays_within_its_buffers(fuzzers: dict[str, subprocess.Popen[str]], decoder: str) -> None:
     said, _ = fuzzers[decoder].communicate()
     assert fuzzers[decoder].returncode == 0, f"seed {SEED}\n{said[-4000:]}"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("sanitize", "batches"), [("address,undefined", 30), ("thread", 5)])
 def test_mover_keeps_to_its_jobs_whatever_peers_and_owners_do(tmp_path: Path, sanitize: str, batches: int) -> None:
     program, sources = tmp_path / "mover_stress", [HERE / "mover_stress.cpp", NATIVE / "mover.cpp"]

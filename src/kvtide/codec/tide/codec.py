@@ -124,13 +124,14 @@ class TideCodec:
             raise UnencodableBlock("tide needs a profile of this model's shape")
         model, sections, apart = self.model, list[Section](), apart_tokens(meta, bits)
         projected = self._projected(meta, bits, self.steps, apart)
+        if self._is_held:
+            # What is coded finer than this is better than promised.
+            fit: Fit = [group for each in projected for group in each.fit]
+            check_promise(fit, int(np.count_nonzero(apart == 0)))
         if self._is_own:
             steps = model.own_steps(self.steps, self.quality, _gain(projected))
             if steps != self.steps:
                 projected = self._projected(meta, bits, steps, apart)
-        if self._is_held:
-            fit: Fit = [group for each in projected for group in each.fit]
-            check_promise(fit, int(np.count_nonzero(apart == 0)))
         for (start, stop), each in zip(_ranges(model), projected, strict=True):
             coded = encode_range(model, self._path, each)
             ids = (SectionId(SectionKind.DATA, refinement, start, stop) for refinement in range(len(coded)))
@@ -160,7 +161,7 @@ class TideCodec:
         except CorruptPayload as error:
             raise UnencodableBlock(f"what was encoded can't be decoded: {error}") from error
         assert model is not None
-        turns, units = model.turns(meta, is_back=True), steps_of(memoryview(sections[0].data)).final_units
+        turns, units = model.turns(meta, is_back=True), self.steps.final_units
         is_coded, fit, rounding = apart_tokens(meta, bits) == 0, [], 0.0
         for start, stop in _ranges(model):
             exact, found = (load_values(StoredLayers(each[start:stop], dtype, start, turns)) for each in (bits, out))

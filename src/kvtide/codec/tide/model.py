@@ -105,12 +105,14 @@ def _between(known: NDArray[np.float64], wanted: NDArray[np.float64], at: float)
     return float(wanted[i] + share * (wanted[i + 1] - wanted[i]))
 
 
-# A block's own loss is so many times the curve's at least and at most, as logarithms: what lies beyond was not seen.
-_OWN_LOG_MIN, _OWN_LOG_MAX = -0.7, 2.0
+# A block's own loss is so many times the curve's at most, as a logarithm: what lies beyond was not seen.
+_OWN_LOG_MAX = 2.0
 
 
 class OwnLoss(NamedTuple):
-    """A block's own loss beside the curve's, told by how loud its loudest tokens are, which its base says.
+    """A block's own loss above the curve's, told by how loud its loudest tokens are, which its base says.
+
+    One that is quieter than usual loses less, but not so surely that its promise could be another.
 
     by_step: rows of step in units, the mean of texts' gains there and their standard deviation. deviation: nats of the
     logarithm of KL for one such deviation; 0 where nothing was measured.
@@ -124,7 +126,7 @@ class OwnLoss(NamedTuple):
         if self.deviation == 0:
             return 1.0
         usual, spread = (float(np.interp(units, self.by_step[:, 0], self.by_step[:, i])) for i in (1, 2))
-        return math.exp(min(max(self.deviation * (gain - usual) / spread, _OWN_LOG_MIN), _OWN_LOG_MAX))
+        return math.exp(min(max(self.deviation * (gain - usual) / spread, 0.0), _OWN_LOG_MAX))
 
 
 class Group:
