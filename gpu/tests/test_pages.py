@@ -261,7 +261,7 @@ class Engine:
         orders = StepCommands(1, (), stores, is_idle=False)
         self.worker.start(orders)
         self.worker.store(orders)
-        assert self.cache.flush(10)
+        assert self.cache.flush(100)
 
     def load(self, request: str, pages: list[int]) -> set[int]:
         """Return the pages that were not filled."""
