@@ -63,16 +63,26 @@ def engine(model: Path, nursery: EngineNursery) -> Callable[..., AbstractContext
 
 
 @pytest.fixture(scope="session")
-def answers_of(nursery: EngineNursery) -> Callable[..., list[list[Any]]]:
+def tiny_engine(nursery: EngineNursery) -> Callable[..., EngineProcess]:
+    """Start engines of tiny models, which have no tokenizers."""
+
+    def start(model: Path, transfer: dict[str, Any] | None, **options: Any) -> EngineProcess:
+        wide = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096, **options}
+        return EngineProcess(Path(sys.executable), model, nursery.log, transfer, wide, nursery=nursery)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def answers_of(tiny_engine: Callable[..., EngineProcess]) -> Callable[..., list[list[Any]]]:
     """Start engines of a tiny model one after the other; return what each says to the prompts."""
 
     def ask(
         model: Path, transfers: Sequence[Any], prompts: Sequence[list[int]], answer_tokens: int, **options: Any
     ) -> list[list[Any]]:
-        wide = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096, **options}
         found: list[list[Any]] = []
         for transfer in transfers:
-            with EngineProcess(Path(sys.executable), model, nursery.log, transfer, wide, nursery=nursery) as process:
+            with tiny_engine(model, transfer, **options) as process:
                 found.append([])
                 for prompt in prompts:
                     found[-1].append(process.ask(prompt, answer_tokens))

@@ -1,7 +1,5 @@
 """Caches whose pages kvtide keeps as they are, in the real engine: fp8, latents, and what AMX packs."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +8,7 @@ import torch
 from tests.families import EXACT, LOSSY, TIDE, checkpoint, draft_checkpoint, families
 from tests.vllm.conftest import PAGE_TOKENS, flip_bytes
 
-from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess, kvtide_transfer
+from kvtide_lab.bench.engine_process import kvtide_transfer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -43,8 +41,8 @@ def test_pages_come_back_as_they_were(answers_of: Any, name: str, tmp_path: Path
         checkpoint(case.family, tmp_path / "model"),
         kvtide_transfer(str(tmp_path / "store"), codec="lossless"),
     )
-    ((cold,), (warm,)) = answers_of(model, [transfer, transfer], [PROMPT], case.tokens, **case.options)
-    assert cold["ids"] == warm["ids"]
+    ((plain,), (cold,), (warm,)) = answers_of(model, [None, transfer, transfer], [PROMPT], case.tokens, **case.options)
+    assert cold["ids"] == warm["ids"] == plain["ids"]
     assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, RESTORED)
 
 
@@ -75,41 +73,21 @@ GROUPED = {
 DAMAGED = {"gemma4", "granite4"}
 
 
-@pytest.fixture
-def started(nursery: EngineNursery) -> Callable[..., EngineProcess]:
-    """Start a tiny model's engine with kvtide."""
-
-    def start(model: Path, transfer: dict[str, Any], **options: Any) -> EngineProcess:
-        wide = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096, **options}
-        return EngineProcess(Path(sys.executable), model, nursery.log, transfer, wide, nursery=nursery)
-
-    return start
-
-
-def asked(process: EngineProcess, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
-    """Ask for answers, and wait until their blocks are stored."""
-    answers = [process.ask(prompt, tokens) for prompt in prompts]
-    assert process.do("settle")["is_done"]
-    return answers
-
-
 def test_matrix_of_support_is_what_is_tested_here() -> None:
     assert {*GROUPED, *(case.family for case in CASES.values())} == set(families("connector", EXACT, TIDE, LOSSY))
 
 
 @pytest.mark.parametrize("family", GROUPED)
-def test_all_groups_come_back_as_far_as_they_reach(started: Any, family: str, tmp_path: Path) -> None:
+def test_all_groups_come_back_as_far_as_they_reach(answers_of: Any, family: str, tmp_path: Path) -> None:
     model, store, case = checkpoint(family, tmp_path / "model"), tmp_path / "store", GROUPED[family]
     transfer, prompts = kvtide_transfer(str(store), codec="lossless"), [PROMPT, [*PROMPT[:600], *PROMPT[:40]]]
-    answers = []
-    # An engine that has measured how fast it computes may find that these few tokens are not worth loading.
-    for is_damaged in (False, False, True)[: 3 if family in DAMAGED else 2]:
-        assert not is_damaged or flip_bytes(store) > 0
-        with started(model, transfer, **case.options) as process:
-            answers.append(asked(process, prompts, 8))
-    # vLLM can't be told of single pages here: the request is computed again, and no other fails.
-    assert family not in DAMAGED or answers[2][0]["cached_tokens"] < case.restored[0]
-    assert tuple(each["cached_tokens"] for each in answers[1]) == case.restored
+    answers = answers_of(model, [None, transfer, transfer], prompts, 8, **case.options)
+    assert tuple(each["cached_tokens"] for each in answers[2]) == case.restored
+    if family in DAMAGED:
+        # vLLM can't be told of single pages here: the request is computed again, and no other fails.
+        assert flip_bytes(store) > 0
+        answers += answers_of(model, [transfer], prompts, 8, **case.options)
+        assert answers[3][0]["cached_tokens"] < case.restored[0]
     for which in (0, 1):
         assert len({tuple(each[which]["ids"]) for each in answers}) == 1
         assert {each[which]["finish"] for each in answers} == {"length"}
@@ -121,7 +99,7 @@ EMULATED |= {name: (case.family, case.options) for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("name", EMULATED)
-def test_each_cache_comes_back_where_the_device_is_an_emulated_one(started: Any, name: str, tmp_path: Path) -> None:
+def test_each_cache_comes_back_where_the_device_is_an_emulated_one(tiny_engine: Any, name: str, tmp_path: Path) -> None:
     family, options = EMULATED[name]
     if "kv_cache_dtype" in options and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM's fp8 needs a processor with AVX-512")
@@ -129,9 +107,11 @@ def test_each_cache_comes_back_where_the_device_is_an_emulated_one(started: Any,
     transfer |= {"kv_connector": "EmulatedGpuConnector", "kv_connector_module_path": "kvtide_lab.vllm.emulated_gpu"}
     model = checkpoint(family, tmp_path / "model")
     answers = []
+    # An engine that has measured how fast it computes may find that these few tokens are not worth loading.
     for _ in range(2):
-        with started(model, transfer, **options, disable_log_stats=False) as process:
-            answers += asked(process, [PROMPT], 4)
+        with tiny_engine(model, transfer, **options, disable_log_stats=False) as process:
+            answers.append(process.ask(PROMPT, 4))
+            assert process.do("settle")["is_done"]
             metrics = process.do("check")["stats"]["metrics"]
     computed, loaded = answers
     assert (computed["cached_tokens"], loaded["cached_tokens"]) == (0, GROUPED.get(name, Grouped({})).restored[0])
