@@ -139,13 +139,8 @@ def demo(
         "read_bytes": runs[_BEFORE].read_bytes,
     }
     machine = f"{cpu_name()}, cores: {os.cpu_count() or 1}"
-    say(
-        result,
-        as_json,
-        *shown(requests, name, prefix_tokens),
-        *_summed(requests, runs, codec),
-        f"store: {store}; {machine}",
-    )
+    lines = [*shown(requests, name, prefix_tokens), *_summed(requests, runs, codec)]
+    say(result, as_json, *lines, f"store: {store}; {machine}")
 
 
 def _requests(runs: Sequence[DemoRun], plain: dict[int, DemoRun]) -> list[DemoRequest]:

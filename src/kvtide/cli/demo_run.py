@@ -111,10 +111,8 @@ def _llama_runs(job: DemoJob) -> Iterator[DemoRun]:
         raise ValueError(f"llama.cpp is not installed ({error}): pip install 'kvtide[llamacpp]'") from error
     room = max(len(job.chat), job.context_tokens) + len(job.questions) * (_QUESTION_TOKENS + job.answer_tokens)
     llm = Llama(job.model, n_ctx=room, n_batch=128, n_ubatch=128, verbose=False)
-    clock, chat = (
-        SystemClock(),
-        list(job.chat) or llm.tokenize(_text(job.context_tokens).encode())[: job.context_tokens],
-    )
+    clock, size = SystemClock(), job.context_tokens
+    chat = list(job.chat) or llm.tokenize(_text(size).encode())[:size]
     # The first tokens in a process pay for warm-up.
     llm.eval(chat[:8])
     with attach_llama(llm, job.store, codec=job.codec) if job.store else nullcontext() as cached:

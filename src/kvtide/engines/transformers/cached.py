@@ -244,8 +244,6 @@ class CachedModel:
             hint = None
         if importance is None:
             rows = [self.prefixes.find(each, hint) for each in rows]
-        hit_tokens = self._block_tokens * rows[0].hit.blocks if rows[0].hit is not None else 0
-        found_in = self._found_in(self.prefixes.is_near(rows[0], hit_tokens))
         restored = self.prefixes.restore(rows, began_s)
         ended_by = rows[0].hit.ended_by if rows[0].hit is not None else None
         report = report._replace(
@@ -253,7 +251,7 @@ class CachedModel:
             load_s=self._clock.monotonic_s() - began_s,
             stored_bytes_read=restored.stored_bytes,
             ended_by=None if ended_by is None else self._identity.groups[ended_by].group.name,
-            found_in=found_in,
+            found_in=self._found_in(restored.is_near),
         )
         return _Begun(rows, restored.past, restored.columns, report)
 

@@ -50,11 +50,15 @@ class SequenceRow(NamedTuple):
 
 
 class RestoredColumns(NamedTuple):
-    """An engine's cache with the leading columns of a call's rows, and the stored bytes that were read for it."""
+    """An engine's cache with the leading columns of a call's rows, and the stored bytes that were read for it.
+
+    is_near: they were in the fastest tier.
+    """
 
     past: DynamicCache
     columns: int = 0
     stored_bytes: int = 0
+    is_near: bool = False
 
 
 def recompute_s(judge: Judge, tokens: int) -> float | None:
@@ -162,7 +166,7 @@ class Prefixes:
             load = partial(self._load, rows, [*alike.values()], stop, tokens, None if is_near else began_s)
             found = cache.guarded("restore", load, None)
             if found is not None:
-                return found
+                return found._replace(is_near=is_near)
         return RestoredColumns(DynamicCache(config=self._model.config))
 
     def _load(
