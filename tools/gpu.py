@@ -41,7 +41,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 DISASSEMBLED = "sm_90"
 PROFILES = ("tide-light", "tide-layer", "tide-deep")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZER_S_MAX = 60
+SANITIZER_S_MAX = 90
 # A compiler that a test starts would be preloaded too, and leaks. Tests of faults repeat the others' calls; cases of
 # this script run by themselves.
 SANITIZED_NOT = "program or fails or report"
@@ -77,39 +77,32 @@ def run_tests(which: str = "", environment: dict[str, str] | None = None) -> dic
 
 
 def sanitize() -> dict[str, Any]:
-    """Run the device's tests under compute-sanitizer."""
+    """Run the device's tests under compute-sanitizer, its tools side by side."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
         return {"status": None, "reason": "no compute-sanitizer"}
-    found: dict[str, Any] = {}
-    for tool in TOOLS:
-        command = [
-            program,
-            "--tool",
-            tool,
-            "--error-exitcode",
-            "9",
-            "--target-processes",
-            "all",
-            sys.executable,
-            __file__,
-        ]
-        try:
-            done = subprocess.run(
-                [*command, "--sanitized"],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=SANITIZER_S_MAX,
-                # Each tensor gets an allocation of its own: torch's larger ones would hide where it ends.
-                env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            )
-            found[tool] = {"status": done.returncode, "log": done.stdout[-1500:]}
-        except subprocess.TimeoutExpired:
-            found[tool] = {"status": None, "log": f"not done after {SANITIZER_S_MAX} s"}
+    with ThreadPoolExecutor(len(TOOLS)) as pool:
+        found = dict(zip(TOOLS, pool.map(partial(_sanitized, program), TOOLS), strict=True))
     statuses = [each["status"] for each in found.values()]
     # A failure says more than a tool that did not end.
     return {"status": next(filter(None, statuses), None if None in statuses else 0), **found}
+
+
+def _sanitized(program: str, tool: str) -> dict[str, Any]:
+    options = ["--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
+    try:
+        done = subprocess.run(
+            [program, *options, sys.executable, __file__, "--sanitized"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SANITIZER_S_MAX,
+            # Each tensor gets an allocation of its own: torch's larger ones would hide where it ends.
+            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": None, "log": f"not done after {SANITIZER_S_MAX} s"}
+    return {"status": done.returncode, "log": done.stdout[-1500:]}
 
 
 def sanitize_twin() -> dict[str, Any]:
@@ -212,11 +205,11 @@ def main() -> int:
     if has_device:
         result["build"] = timed("build", build)
         result["tests"] = timed("tests", run_tests)
-        result["sanitizer"] = timed("sanitizer", sanitize)
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         noting_kernels = noting(CudaKernels)
         with noting_kernels(torch.device("cuda"), Budget.of_multiprocessors(multiprocessors)) as kernels:
             noted = cases(kernels, noting_kernels.launched)
+        result["sanitizer"] = timed("sanitizer", sanitize)
     else:
         # Nothing is timed, so that the tests' process and this one may share the machine.
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as other:
