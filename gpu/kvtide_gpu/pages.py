@@ -100,12 +100,22 @@ class KernelPages:
             self._plain.follow()
             self._after = self._kernels.at_current().mark()
 
+    @property
+    def room_bytes(self) -> int:
+        """The memory that a captured block takes; see PagePool."""
+        return self._plain.room_bytes
+
+    def reserve(self, blocks: int, is_wanted: Callable[[], bool]) -> None:
+        """Pin memory for captured blocks; see PagePool."""
+        self._plain.reserve(blocks, is_wanted)
+
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
         """Write a block into `pages`; see PagePool."""
+        block = torch.from_numpy(bits.reshape(-1).view(np.uint8))
 
         def by_kernel() -> bool:
             self._in.wait_for(self._after)
-            self._copier.scatter(self._in, bits, self._target.token_starts(pages, skip_pages))
+            self._copier.scatter(self._in, block, self._target.token_starts(pages, skip_pages))
             self._in.finish()
             return True
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.block import BlockLayout, BlockMeta
 from kvtide.engines.paged import CellOrder, keys_values
 from kvtide.engines.paged.device import DeviceStream
 from kvtide.types import Section
@@ -105,16 +105,18 @@ class BlockCopier:
         )
         self._unit_bytes = _VECTOR_BYTES if is_aligned else _UNIT_BYTES
 
-    def scatter(self, kernels: Kernels, bits: BlockBits, token_starts: NDArray[np.int64]) -> None:
-        """Write a block of this machine's memory to its tokens' places; see `PageTarget.token_starts`."""
+    def scatter(self, kernels: Kernels, block: torch.Tensor, token_starts: NDArray[np.int64]) -> None:
+        """Write a block's bytes, of this machine's memory, to its tokens' places; see `PageTarget.token_starts`."""
         staging = Staging(kernels)
-        places = [staging.add(array) for array in (self._target.bases, token_starts, bits)]
-        base = staging.base
-        sent = staging.send()
-        bases, starts, block = (base + place for place in places)
-        self._launch(kernels, bases, starts, block, to_pages=True)
+        bases, starts = (staging.add(array) for array in (self._target.bases, token_starts))
+        base, sent = staging.base, staging.send()
+        if kernels.device.type == "cuda":
+            with kernels.queue():
+                # What was captured is pinned already.
+                block = block.pin_memory().to(kernels.device, non_blocking=True)
+        self._launch(kernels, base + bases, base + starts, address(block), to_pages=True)
         # Queued memory is reused after what uses it on the same stream.
-        del sent
+        del sent, block
 
     def gather(self, kernels: Kernels, token_starts: NDArray[np.int64], out: DeviceStream) -> torch.Tensor:
         """Return a block of pinned memory that the pages' values are on their way to, on the stream `out`.

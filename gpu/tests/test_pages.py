@@ -91,6 +91,20 @@ def test_blocks_come_and_go_in_every_stride_order(kernels: Kernels, layout: Bloc
     assert not any(layer[others].any() for layer in layers)
 
 
+def test_memory_of_captured_blocks_is_taken_before_they_come(kernels: Kernels) -> None:
+    layers, is_wanted = engine_layers(kernels, LAYOUT), iter([True, True, True, False])
+    is_cuda = kernels.device.type == "cuda"
+    with pages_of(kernels, layers) as pool:
+        pool.capture(range(4)).wait()
+        pool.reserve(8, lambda: next(is_wanted))
+        assert next(is_wanted, None) is None
+        pinned = torch.cuda.host_memory_stats()["num_host_alloc"] if is_cuda else 0
+        captured = [pool.capture(range(4)) for _ in range(3)]
+        assert not is_cuda or torch.cuda.host_memory_stats()["num_host_alloc"] == pinned
+        assert all(len(each.block()) == LAYOUT.layers for each in captured)
+        assert pool.room_bytes >= LAYOUT.raw_bytes
+
+
 def coded(
     position: int, layout: BlockLayout = LAYOUT, codec: Codec = CODEC
 ) -> tuple[BlockMeta, list[Section], BlockBits]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -122,6 +122,19 @@ class DevicePages(PagePool):
         """Return plain layers (pages, kv_heads, page_tokens, 2 * head_dim), each token's key before its value."""
         return cls([DeviceLayer(layer) for layer in layers], layout, layers[0].shape[-2])
 
+    @property
+    def room_bytes(self) -> int:
+        """The pinned memory that a captured block takes: torch rounds up to a power of two."""
+        size = self.layout.raw_bytes
+        return 1 << (size - 1).bit_length() if self._is_cuda else size
+
+    def reserve(self, blocks: int, is_wanted: Callable[[], bool]) -> None:
+        """Pin memory for captured blocks; see PagePool. A block of 16 MiB waits 7 ms for that, in the engine's step."""
+        rooms = []
+        while len(rooms) < blocks and is_wanted():
+            rooms.append(self._room())
+        # Given back, torch keeps them pinned.
+
     def follow(self) -> None:
         """Put what is written from now on after what torch's current stream has queued."""
         self._after = DeviceStream.current(self._device).mark()
@@ -154,7 +167,7 @@ class DevicePages(PagePool):
         gathered = torch.cat([each.reshape(-1).view(torch.uint8) for each in found])
         self._copies.wait_for(DeviceStream.current(self._device).mark())
         with self._copies.queue():
-            host = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=self._is_cuda)
+            host = self._room()
             host.copy_(gathered, non_blocking=True)
         self._copies.uses(gathered)
         return _DeviceCaptured(self, host, self._copies.mark())
@@ -169,6 +182,9 @@ class DevicePages(PagePool):
                 numbers = self._pinned(torch.tensor(chosen, dtype=torch.int64))
                 found[layer.slots] = numbers.to(self._device, non_blocking=True), here
         return found
+
+    def _room(self) -> torch.Tensor:
+        return torch.empty(self.layout.raw_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._is_cuda else tensor

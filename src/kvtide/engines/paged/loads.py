@@ -13,7 +13,6 @@ from kvtide.config import step_back
 from kvtide.engines.gate import WriteGate
 from kvtide.engines.paged.pages import Captured, HostPages, PagePool
 from kvtide.engines.paged.sequence import BlockRef, LoadOrder
-from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
 from kvtide.tier.faults import FaultGuard
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
@@ -226,12 +225,10 @@ class StreamedPages:
         self._load.sink(self._kept + block, bits, is_kept=False)
 
 
-def touch_rooms(tiers: TierStack, kept_bytes: int, block_bytes: int, is_wanted: Callable[[], bool]) -> None:
+def touch_rooms(tiers: TierStack, pool: PagePool, kept_bytes: int, is_wanted: Callable[[], bool]) -> None:
     """Take memory from the system for captured blocks and the memory tier, behind all else that computes."""
     step_back(TOUCH_NICE)
-    rooms = [recycled_buffer(block_bytes) for _ in range(min(kept_bytes, RECYCLED_BYTES_MAX) // block_bytes)]
-    for room in rooms:
-        touch(room, is_wanted)
+    pool.reserve(kept_bytes // pool.room_bytes, is_wanted)
     memory = tiers.open_tiers.get(MemoryTier.name)
     if isinstance(memory, MemoryTier):
         memory.touch(TOUCHED_BYTES_MAX, is_wanted)

@@ -6,7 +6,7 @@ A layer's pages are an array (pages, kv_heads, page_tokens, 2 * head_dim), howev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import Codec, LayeredCodec, sections_by_layer
 from kvtide.tier.base import DeviceMemory
-from kvtide.tier.buffers import recycled_buffer
+from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
 from kvtide.types import Section
 
 Cells = NDArray[Any]
@@ -73,6 +73,11 @@ class PagePool(Protocol):
     page_tokens: int
 
     @property
+    def room_bytes(self) -> int:
+        """The memory that a captured block takes."""
+        return self.layout.raw_bytes
+
+    @property
     def memory(self) -> DeviceMemory | None:
         """The memory of the device that the pages lie on, if objects can be kept in it."""
         return None
@@ -80,6 +85,12 @@ class PagePool(Protocol):
     def close(self) -> None:
         """Give back what the pages took besides. Idempotent."""
         return
+
+    def reserve(self, blocks: int, is_wanted: Callable[[], bool]) -> None:
+        """Take memory from the system for so many captured blocks before they come, while it is wanted."""
+        count = min(blocks, RECYCLED_BYTES_MAX // self.layout.raw_bytes)
+        for room in [recycled_buffer(self.layout.raw_bytes) for _ in range(count)]:
+            touch(room, is_wanted)
 
     def follow(self) -> None:
         """Put what is written from now on after what the calling thread, the engine's, has queued on a device."""

@@ -78,7 +78,7 @@ class WorkerHalf:
         self.cache = cache
         self._pool = pool
         self._states = states
-        self._kept = KeptBlocks(kept_bytes_max, pool.layout.raw_bytes, cache.tiers.is_valid)
+        self._kept = KeptBlocks(kept_bytes_max, pool.room_bytes, cache.tiers.is_valid)
         self._tokens = pool.layout.tokens
         self._tail_tokens = tail_tokens
         self._is_refused = is_refused
@@ -101,11 +101,9 @@ class WorkerHalf:
 
     def take_memory(self) -> None:
         """Take memory in the background before blocks need it: the engine's thread would wait for it to be cleared."""
-        # What is captured of a device lies there.
-        kept_bytes = self._kept.bytes_max if self._pool.memory is None else 0
 
         def take() -> None:
-            touch_rooms(self.cache.tiers, kept_bytes, self._pool.layout.raw_bytes, lambda: not self._is_closed)
+            touch_rooms(self.cache.tiers, self._pool, self._kept.bytes_max, lambda: not self._is_closed)
 
         take_all = partial(self.cache.guarded, "take memory", take, None)
         threading.Thread(target=take_all, name="kvtide-memory", daemon=True).start()
