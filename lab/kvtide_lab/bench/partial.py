@@ -50,19 +50,15 @@ class Partial(Generic[_Inputs, _Result]):
 
     def get(self, case: str, context: int) -> list[_Result] | None:
         """Return what was found, in order; None if it was not yet."""
-        return self._results.get(_key(case, context))
+        return self._results.get(f"{context} {case}")
 
     def put(self, case: str, context: int, found: list[_Result]) -> None:
         """Add a result, and write all to a new file, then rename it."""
-        self._results[_key(case, context)] = found
+        self._results[f"{context} {case}"] = found
         if self._path is not None:
             aside = self._path.with_name(f"{self._path.name}.new")
             aside.write_bytes(msgspec.json.encode(_File(self._inputs, self._results)))
             aside.rename(self._path)
-
-
-def _key(case: str, context: int) -> str:
-    return f"{context} {case}"
 
 
 def ids_digest(ids: Sequence[int]) -> str:

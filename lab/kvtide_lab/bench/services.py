@@ -119,11 +119,6 @@ def grant_words(tenant: str, token: str) -> str:
     return f'[[grants]]\ntenant = "{tenant}"\nscopes = ["read", "write"]\ntoken_sha256 = "{digest}"\n'
 
 
-def pool_url(ports: Sequence[int]) -> str:
-    """Return the URL of a pool of servers on this machine."""
-    return "pool://" + ",".join(f"127.0.0.1:{port}" for port in ports)
-
-
 def free_ports(count: int) -> list[int]:
     """Return ports that nobody listens on now."""
     with ExitStack() as stack:

@@ -62,7 +62,6 @@ def bench_index(quick: QuickOption = False, as_json: JsonOption = False) -> None
 @app.command("fairness")
 def bench_fairness(
     client: ClientOption = None,
-    slots: Annotated[int, typer.Option("--slots", help="Send slots of the server.")] = 4,
     pace: Annotated[
         float, typer.Option("--pace", help="Share of the link that the server fills; 0: unlimited.")
     ] = 0.93,
@@ -70,7 +69,7 @@ def bench_fairness(
     as_json: JsonOption = False,
 ) -> None:
     """Clients that share a link of 1 Gbit/s through the server, under every send policy."""
-    setup = FairnessSetup(mix=client_mix(client), slots=slots, duration_s=5.0)
+    setup = FairnessSetup(mix=client_mix(client), slots=4, duration_s=5.0)
     tell(fairness.run(setup, pace, 1 if quick else 7), as_json)
 
 

@@ -14,14 +14,7 @@ import typer
 from msgspec.structs import replace
 
 from kvtide.cli.report import JsonOption, progress_bars
-from kvtide_lab.cli.options import (
-    LmcacheOption,
-    PartialOption,
-    PythonOption,
-    QuickOption,
-    tell,
-    texts_of,
-)
+from kvtide_lab.cli.options import LmcacheOption, PartialOption, PythonOption, QuickOption, tell, texts_of
 from kvtide_lab.config import leave_a_core
 from kvtide_lab.subjects import tokenizer
 
@@ -89,9 +82,6 @@ def agents(
     count: Annotated[int | None, typer.Option("--count", min=1, help="Sessions.")] = None,
     turns: Annotated[int | None, typer.Option("--turns", min=2, help="Of each session at most.")] = None,
     context: Annotated[int | None, typer.Option("--context", min=256, help="Tokens of a prompt at most.")] = None,
-    no_reuse: Annotated[
-        int | None, typer.Option("--no-reuse", min=1, help="Prompts that share nothing, asked beside a plain engine.")
-    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often everything is measured.")] = 1,
     partial: PartialOption = None,
     quick: QuickOption = False,
@@ -108,7 +98,6 @@ def agents(
         sessions=count or size.sessions,
         turns=turns or size.turns,
         context_tokens=context or size.context_tokens,
-        no_reuse=no_reuse or size.no_reuse,
         rounds=rounds,
     )
     names = tuple(engines.split(",")) if engines else bench.QUICK_NAMES if quick else bench.FULL_NAMES

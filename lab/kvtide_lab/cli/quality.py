@@ -32,6 +32,8 @@ MODEL_MBIT = 17.0
 STEP_S = 0.05
 LINKS, LINKS_QUICK = ("200", "20", "5", "step", "lte"), ("20",)
 VLLM_LINKS, VLLM_TOKENS = ("200", "20", "5"), 2068
+# What a slow disk reads in a second.
+DISK_BYTES_S = 200e6
 LINK_HELP = (
     f"Mbit/s, `step` (200 to 5 Mbit/s), a model ({', '.join(LINK_MODELS)}) or the file of a trace; repeats. "
     f"Default: {', '.join(LINKS)}."
@@ -123,7 +125,6 @@ def turns(
 
 def importance(
     text: TextOption = None,
-    disk_mb_s: Annotated[float, typer.Option("--disk-mb-s", help="What the disk reads in a second.")] = 200.0,
     kv: Annotated[
         Literal["float32", "float16", "bfloat16"],
         typer.Option("--kv", help="float16 is rounded from float32; in bfloat16 the model runs, too."),
@@ -140,14 +141,12 @@ def importance(
     """Quality, bytes and TTFT of every selector at every ratio, and needles."""
     from kvtide_lab.bench import importance as bench
 
-    if not disk_mb_s > 0:
-        raise ValueError(f"--disk-mb-s must be positive, got {disk_mb_s}")
     if context_tokens is not None and context_tokens % 256:
         raise ValueError(f"--context-tokens must be a multiple of 256, got {context_tokens}")
     chosen, of = texts_of(text), subject(dtype="bfloat16" if kv == "bfloat16" else "float32")
     size = bench.QUICK if quick else bench.FULL
     size = size._replace(context_tokens=context_tokens or size.context_tokens)
-    asked = (of.model, of.folder.name, of.tokenize, chosen, profiles_of(None), size, disk_mb_s * 1e6)
+    asked = (of.model, of.folder.name, of.tokenize, chosen, profiles_of(None), size, DISK_BYTES_S)
     with progress_bars() as show:
         result = bench.run(*asked, show, KVDtype(kv), tables=table or bench.TABLES)
     tell(result, as_json)

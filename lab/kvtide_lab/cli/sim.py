@@ -115,18 +115,10 @@ def regions(seed: SeedOption = 0, quick: QuickOption = False, as_json: JsonOptio
 
 
 @app.command("pool")
-def pool(
-    servers: Annotated[
-        list[int] | None, typer.Option("--servers", help="How many; may be given several times.")
-    ] = None,
-    seed: SeedOption = 0,
-    quick: QuickOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def pool(seed: SeedOption = 0, quick: QuickOption = False, as_json: JsonOption = False) -> None:
     """Load of a pool's servers, and what a join or a leave moves, for each way to place blocks."""
-    counts = tuple(servers) if servers else SERVERS if quick else SERVERS + SERVERS_MANY
-    report = run_pool(seed, counts, KEYS_QUICK if quick else KEYS)
-    tell(report, as_json)
+    counts, keys = (SERVERS, KEYS_QUICK) if quick else (SERVERS + SERVERS_MANY, KEYS)
+    tell(run_pool(seed, counts, keys), as_json)
 
 
 @app.command("prompts")
