@@ -101,9 +101,10 @@ def install_wheel(folder: Path) -> tuple[Path, Path]:
         run(sys.executable, "-m", *PIP, "wheel", "--no-deps", "--wheel-dir", kept, ROOT, cwd=folder)
     (wheel,) = kept.glob("kvtide-*.whl")
     check_wheel(wheel)
-    venv.create(folder / "venv", with_pip=True)
+    venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
-    run(python, "-m", *PIP, "install", "--no-deps", wheel, cwd=folder)
+    # By this environment's pip: another one would take longer to unpack than kvtide.
+    run(sys.executable, "-m", *PIP, "--python", python, "install", "--no-deps", wheel, cwd=folder)
     # After its own packages; the links to the checkout that lie there are not followed from here. The lab and the
     # kernels, which offer entry points, are found by their metadata there and must be importable.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
