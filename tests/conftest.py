@@ -14,12 +14,14 @@ import pytest
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
-from kvtide.config import Limits
+from kvtide.config import Limits, wait_passively
 from kvtide.store.cache import Cache, cache_for
 from tests.lanes import is_quick
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before torch or llama.cpp is here: lanes side by side leave no core to threads that spin.
+wait_passively()
 
 
 _FAILED: set[str] = set()

@@ -105,7 +105,7 @@ class Page:
         programs = Path(sys.executable).parent
         # No shell of this machine's user, and a terminal of 80 columns.
         self._environment = {
-            **{key: value for key, value in os.environ.items() if key.startswith(("LANG", "LC_", "HF_"))},
+            **{key: value for key, value in os.environ.items() if key.startswith(("LANG", "LC_", "HF_", "OMP_"))},
             "PATH": f"{programs}:{os.environ['PATH']}",
             "HOME": str(folder),
             "COLUMNS": str(COLUMNS),
