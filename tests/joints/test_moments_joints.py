@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,15 @@ from tests.joints.conftest import HoldBack, attached, attached_lossy, no_threads
 from tests.joints.operations import in_child
 from tests.servers import running_server
 from tests.store.test_cache import metas_of
-from tests.stores import stored_records
 from tests.suites import smooth_bits
 from transformers import DynamicCache, GenerationConfig
 
 from kvtide.block import BlockLayout
-from kvtide.cli.explain import MatchVerdict, explain_prompt
 from kvtide.engines.transformers import CachedModel
 from kvtide.engines.transformers.importance import Refusals, Ways
 from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.store.load import MissReason, Whole
-from kvtide.wire import parse_header
 from kvtide_lab.bench.services import valkey_server
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -500,10 +496,6 @@ def hits(model: Any, store: Path | str, codec: str, prompt: torch.Tensor) -> int
         return cached.last.hit_tokens
 
 
-def codecs_in(store: Path) -> set[str]:
-    return {parse_header(memoryview(record.body())).codec_id for record in stored_records(store)}
-
-
 @pytest.mark.parametrize(
     ("coarse", "fine"),
     [
@@ -522,15 +514,6 @@ def test_a_coarser_block_is_a_miss_and_is_replaced(
     assert hits(tiny_model, tmp_path, fine, prompt) == 96
     assert hits(tiny_model, tmp_path, coarse, prompt) == 96
     assert hits(tiny_model, tmp_path, fine, prompt) == 96
-
-
-def test_a_finer_block_serves_who_asks_for_less_and_is_not_replaced(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    hits(tiny_model, tmp_path, "cachegen:1", prompt)
-    before = codecs_in(tmp_path)
-    assert hits(tiny_model, tmp_path, "tide:5e-2", prompt) == 96
-    assert codecs_in(tmp_path) == before == {"cachegen-2"}
 
 
 def test_two_qualities_live_beside_each_other(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
@@ -558,14 +541,3 @@ def test_valkey_holds_the_finest(tiny_model: Any, prompt: torch.Tensor) -> None:
     with valkey_server() as valkey:
         for codec, expected in (("cachegen:4", 0), ("cachegen:1", 0), ("cachegen:4", 96), ("cachegen:1", 96)):
             assert hits(tiny_model, f"valkey://127.0.0.1:{valkey.port}", codec, prompt) == expected
-
-
-def test_explain_says_that_a_block_is_too_coarse(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    with attached_lossy(tiny_model, tmp_path, "cachegen:4") as cached:
-        cached.generate(prompt, **TWO_TOKENS)
-        assert cached.flush(20)
-        look = partial(explain_prompt, cached.cache.tiers, cached.namespace, prompt[0].tolist(), 16, None)
-        assert look(0.1).verdict is look(None).verdict is MatchVerdict.ALL_FULL_BLOCKS
-        found = look(5e-3)
-        assert (found.verdict, found.hit_blocks) == (MatchVerdict.COARSE, 0)
-        assert found.needs == "a quality of 0.005; cachegen-2 has 0.074"

@@ -34,15 +34,6 @@ def test_pages_come_back_to_a_gpu_as_they_went() -> None:
     _round_trip("cuda")
 
 
-def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match="int8"):
-        PageSwapper([torch.zeros((2, 8))], slots=1)
-    with pytest.raises(ValueError, match="must be positive"):
-        PageSwapper(_layers(), slots=0)
-    with PageSwapper(_layers(), slots=2) as swapper, pytest.raises(ValueError, match="every page needs a slot"):
-        swapper.swap_out([0, 1], [0])
-
-
 def test_neighbours_are_copied_at_once() -> None:
     assert runs([4, 5, 6, 2, 3], [0, 1, 2, 7, 3]) == [(4, 0, 3), (2, 7, 1), (3, 3, 1)]
     assert runs([], []) == []

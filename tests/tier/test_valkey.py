@@ -119,23 +119,6 @@ class TestSingle(TierSuite):
         for size in (100_000, 100_000, 900_000, 900_001):
             assert read_all(tier, 1, size) == object_bytes(1, 900_000)[:size]
 
-    def test_value_over_the_limit_is_full(self, server: BenchService) -> None:
-        tier = ValkeyTier(url_of(server, "&value_bytes_max=999"), SystemClock())
-        with pytest.raises(TierFull, match="may have 999"):
-            tier.put_from(object_id(1), object_bytes(1))
-
-    def test_lifetime_is_set_as_the_url_says(self, tier: Tier, server: BenchService) -> None:
-        short = ValkeyTier(url_of(server, "&ttl_s=100&prefix=short"), SystemClock())
-        short.open()
-        short.put_from(object_id(1), object_bytes(1))
-        with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
-            (key,) = client.keys("short:*")
-            assert 0 < client.ttl(key) <= 100
-        assert not tier.contains(object_id(1)), "prefixes are apart"
-        assert [info.id for info in short.objects()] == [object_id(1)]
-        assert list(tier.objects()) == []
-        short.close()
-
     def test_foreign_keys_are_not_listed(self, tier: Any, server: BenchService) -> None:
         with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
             client.set("kvtide:x", "1")

@@ -104,11 +104,6 @@ def test_foreign_file_is_refused(subject: quality.Subject, tmp_path: Path, conte
         quality.partial_of(subject, [], tmp_path / "partial")
 
 
-def test_codec_that_is_not_there_is_refused(subject: quality.Subject) -> None:
-    with pytest.raises(ValueError, match="are raw, lossless, cachegen, chunkwise, cachegen-snippet, got 'zip'"):
-        judged(subject, None, ("raw", "zip"))
-
-
 def test_text_that_a_codec_refuses_is_named(subject: quality.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(judge: QualityJudge, *arguments: Any) -> None:
         raise UnencodableBlock("the profile does not fit")

@@ -32,11 +32,6 @@ def test_unknown_peer_and_missing_environment_are_refused(tmp_path: Path) -> Non
         pass
 
 
-def test_short_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must have"):
-        engine.run(tmp_path, range(100), PYTHON, None, (), 0.0, engine.QUICK, tmp_path, lambda *step: None)
-
-
 def test_engine_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has died"):
         EngineProcess(PYTHON, tmp_path, tmp_path / "log").open()

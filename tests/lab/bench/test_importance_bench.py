@@ -47,11 +47,6 @@ def test_a_task_has_its_needles_and_right_answers_in_the_text() -> None:
         assert not any(line in TEXT for line in lines.values())
 
 
-def test_a_short_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="tokens"):
-        make_task("short", OTHERS, 500, tokenize, random.Random(0))
-
-
 def test_tasks_are_made_of_texts_that_are_long_enough() -> None:
     texts = [Text("short", "prose", "short"), Text("long", "prose", TEXT), Text("other", "prose", TEXT[::-1])]
     assert len(make_tasks(texts, 1, 500, tokenize)) == 1

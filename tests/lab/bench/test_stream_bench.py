@@ -92,8 +92,3 @@ def test_blocks_keep_what_came_of_their_chunks() -> None:
     # The first two blocks are one chunk that was computed.
     assert kept_blocks(report((0, 2, 4)), [2, 3], 4, refinements=3) == [4, 4, 1, 3]
     assert kept_blocks(report((2, 4)), [1, 2], 3, refinements=3) is None
-
-
-def test_texts_that_are_too_short_are_refused(tiny_model: Any) -> None:
-    with pytest.raises(ValueError, match="expected 2 texts of 289 tokens, got 1"):
-        stream.run(tiny_model, [TEXTS[0], TEXTS[1][:288]], [], [FAST], stream.all_doors(), SIZE, quiet)

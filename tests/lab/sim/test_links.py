@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide_lab.sim import links
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
 
 # 100 bytes/s, a pause, 300 bytes/s, again and again.
@@ -87,30 +86,3 @@ def test_throughputs_hold_until_the_next_line(tmp_path: Path, text: str) -> None
 def test_files_that_are_no_traces_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_link(written(tmp_path, text))
-
-
-def test_file_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "TRACE_BYTES_MAX", 8)
-    with pytest.raises(ValueError, match="longer than 8 bytes"):
-        read_link(written(tmp_path, "1\n2\n3\n4\n5\n"))
-
-
-@pytest.mark.parametrize(
-    ("times", "sent", "message"),
-    [
-        ([0.0], [0.0], "from 0 on"),
-        ([0.0, 1.0], [0.0], "from 0 on"),
-        ([1.0, 2.0], [0.0, 1.0], "from 0 on"),
-        ([0.0, 1.0, 1.0], [0.0, 1.0, 2.0], "times must grow"),
-        ([0.0, 1.0, 2.0], [0.0, 2.0, 1.0], "must not fall"),
-        ([0.0, 1.0], [0.0, 0.0], "never carries"),
-    ],
-)
-def test_links_that_can_not_be_are_refused(times: list[float], sent: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Link("bad", times, sent)
-
-
-def test_unknown_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown link 'wimax', expected a file or one of constant"):
-        link_named("wimax", np.random.default_rng(0), GBIT)

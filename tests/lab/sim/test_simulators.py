@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide_lab.sim.fairness import ClientMix, FairnessSetup, Served, fairness_row, run_fairness
+from kvtide_lab.sim.fairness import FairnessSetup, Served, fairness_row, run_fairness
 from kvtide_lab.sim.pool import run_pool
 from kvtide_lab.sim.prompts import PromptSetup, run_prompts
 from kvtide_lab.sim.regions import SHARED_SHARES, SYNC_BYTES_S, run_regions
@@ -28,12 +28,6 @@ def test_pools_repeat() -> None:
     assert run_pool(1, [8], 10_000) != run_pool(2, [8], 10_000)
 
 
-@pytest.mark.parametrize(("counts", "keys"), [([], 10), ([1], 10), ([8], 0)])
-def test_nothing_to_simulate_is_refused(counts: list[int], keys: int) -> None:
-    with pytest.raises(ValueError, match="at least 2 servers"):
-        run_pool(0, counts, keys)
-
-
 def test_centre_helps_more_the_more_regions_share_and_nothing_is_sent_twice() -> None:
     report = run_regions(seed=1, requests=400)
     rows = {(row.shared_share, row.sync_mb_s): row for row in report.rows}
@@ -45,11 +39,6 @@ def test_centre_helps_more_the_more_regions_share_and_nothing_is_sent_twice() ->
     gains = [rows[share, fast].hit_rate - rows[share, fast].without_centre_hit_rate for share in SHARED_SHARES]
     assert gains == sorted(gains) and gains[-1] > gains[0]
     assert rows[0.5, fast].waiting_blocks < rows[0.5, SYNC_BYTES_S[0] / 1e6].waiting_blocks
-
-
-def test_no_requests_in_regions_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected requests"):
-        run_regions(0, 0)
 
 
 def test_hit_rate_grows_almost_linearly_with_p() -> None:
@@ -72,15 +61,6 @@ def test_pool_of_zero_never_hits() -> None:
 def test_same_seed_gives_the_same_figures() -> None:
     setup = PromptSetup(requests=50, seed=3)
     assert run_prompts(setup, [0.5]) == run_prompts(setup, [0.5])
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        run_prompts(PromptSetup(), [1.5])
-    with pytest.raises(ValueError, match="at least 1"):
-        PromptSetup(requests=0)
-    with pytest.raises(ValueError, match="pool_blocks must not be negative"):
-        PromptSetup(pool_blocks=-1)
 
 
 def test_report_shows_every_point(tmp_path: Path) -> None:
@@ -116,11 +96,3 @@ def test_percentiles_are_of_the_smallest_bodies() -> None:
     row = fairness_row("vtc", [small, large], 1.0)
     assert (row.small_wait_ms_p50, row.small_wait_ms_p99, row.small_request_ms_p99) == (500.0, 990.0, 500.0)
     assert row.wait_ms_p99 == 9000.0
-
-
-@pytest.mark.parametrize(
-    "changes", [{"mix": ()}, {"mix": (ClientMix(0, 1),)}, {"slots": 0}, {"link_bits_s": -1.0}, {"round_trip_s": -1.0}]
-)
-def test_bad_setup_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"positive|needs|negative"):
-        FairnessSetup(**changes)  # type: ignore[arg-type]

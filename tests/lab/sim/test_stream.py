@@ -127,25 +127,6 @@ def test_report_names_the_best_of_ours_and_how_it_stands() -> None:
     assert stream.stream_report(stream.StreamSetup(), [row("fixed", 0, 0), row(stream.ORACLE, 0, 0)]).standing is None
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"trials": 0}, "must be given and positive"),
-        ({"slo_s": ()}, "must be given and positive"),
-        ({"latency_s": -1.0}, "must not be negative"),
-        ({"slo_s": (0.01,)}, "over before 9600 tokens"),
-    ],
-)
-def test_setups_that_can_not_be_are_refused(changed: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        stream.StreamSetup(**changed)  # type: ignore[arg-type]
-
-
-def test_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown policy 'best', expected all or some of fixed"):
-        stream.sweep(stream.StreamSetup(), [STEADY], ["best"])
-
-
 def test_newest_block_is_refined_first_and_the_middle_last() -> None:
     found = CURVES["tide"].order(12, 256)
     assert found[:13] == [*((block, 0) for block in range(12)), (11, 1)]
