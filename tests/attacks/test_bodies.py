@@ -395,16 +395,6 @@ def test_silent_connections_keep_nobody_out() -> None:
             assert known.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
-def test_connection_that_says_nothing_is_closed_after_the_time_for_a_head() -> None:
-    limits = ServerLimits(head_s_max=1.0, idle_s_max=300)
-    with running_server(grants=GRANTS, limits=limits) as server, server.connect() as mute, server.connect() as known:
-        known.sendall(head("GET", "/v1", "victim"))
-        known.recv(1000)
-        assert mute.recv(1) == b""
-        known.sendall(head("GET", "/v1", "victim"))
-        assert known.recv(1000).startswith(b"HTTP/1.1 200 ")
-
-
 def test_strangers_of_one_address_are_answered_no_faster_than_their_rate() -> None:
     with running_server(grants=GRANTS, limits=ServerLimits(stranger_requests_s_max=5)) as server:
         with server.connect() as stranger:

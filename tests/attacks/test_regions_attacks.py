@@ -15,15 +15,13 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.processes import frozen
 from tests.server.worlds import World, ask, put
 from tests.servers import RunningServer, ServerProcess, running_server, server_process
-from tests.suites.tier_suite import object_bytes, object_id, read_all
+from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
-from kvtide.config import Limits
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Grant, Scope, new_token, token_digest
 from kvtide.server.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
 from kvtide.server.regions import LATEST_S_MAX
-from kvtide.tier import stack_of
 from kvtide.tier.http.records import raise_to, records_clients
 from kvtide.tier.http.tier import http_tier
 from kvtide.types import BlockKey, Name, NamedId, Namespace
@@ -360,22 +358,6 @@ def test_removed_records_stay_removed_and_take_little_room(tmp_path: Path, monke
     assert [again.get("a", RecordName(RecordKind.PROFILE, str(number))) for number in range(10)] == [None] * 10
     again.check()
     again.close()
-
-
-def test_an_engine_whose_url_forces_the_latest_finds_what_another_region_has(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        world = World(tmp_path, stack, sync_bytes_s_max=1.0)
-        one, two = world.regions
-        put(one, 0)
-        put(one, 1)
-        for url, found in ((two.url, None), (f"{two.url}?force_latest=1", object_bytes(1))):
-            tiers = stack_of(f"memory:// {url}", Limits(), SystemClock(), lambda key: False)
-            tiers.open()
-            stack.callback(tiers.close)
-            assert tiers.contains(object_id(1)) == (found is not None)
-            assert read_all(tiers, 1) == found
-        world.centre.stop()
-        assert read_all(tiers, 2) is None, "what nobody can say is a miss"
 
 
 def test_a_value_that_is_no_choice_is_refused() -> None:

@@ -194,28 +194,6 @@ def test_objects_travel_over_tls(certificates: Path, tmp_path: Path, kind: str) 
         stranger.close()
 
 
-def test_client_certificate_names_the_tenant(certificates: Path) -> None:
-    tls = TlsSettings(
-        cert_file=certificates / "server.pem",
-        key_file=certificates / "server.key",
-        client_ca_file=certificates / "ca.pem",
-    )
-    grants = (Grant(tenant="c", scopes=[Scope.READ, Scope.WRITE], common_name="client"),)
-    with running_server(tls=tls, grants=grants) as server:
-        url = f"https://localhost:{server.address.port}?ca_file={certificates / 'ca.pem'}"
-        known = http_tier(
-            f"{url}&cert_file={certificates / 'client.pem'}&key_file={certificates / 'client.key'}", SystemClock()
-        )
-        known.open()
-        assert known.put_from(object_id(1), object_bytes(1))
-        known.close()
-        unknown = http_tier(url, SystemClock())
-        unknown.open()
-        with pytest.raises(TierUnavailable):
-            unknown.contains(object_id(1))
-        unknown.close()
-
-
 def test_plain_request_to_a_tls_port_ends_quietly(certificates: Path) -> None:
     tls = TlsSettings(cert_file=certificates / "server.pem", key_file=certificates / "server.key")
     with running_server(tls=tls) as server, server.connect() as sock:

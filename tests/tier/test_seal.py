@@ -9,7 +9,7 @@ import pytest
 from tests.servers import hints_heard, running_server
 from tests.store.load.test_whole import BIG, Layers, load
 from tests.store.test_cache import Collector, fill, metas_of
-from tests.stores import opened, stored_records
+from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from tests.wrapped import Faulty
 
@@ -432,21 +432,6 @@ def test_url_seals_every_kind_of_store_but_memory(tmp_path: Path) -> None:
     for bad in (f"memory://?{seal}", f"disk:///x?{seal}&{seal}"):
         with pytest.raises(ValueError, match=r"sealed|one seal="):
             open_tier(bad, Limits(), SystemClock(), lambda key: False)
-
-
-def test_sealed_store_is_warm_after_a_restart(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
-    (tmp_path / "keys").write_text(ONE)
-    url, metas = f"disk://{tmp_path / 'store'}?seal=file:{tmp_path / 'keys'}", metas_of(layout, 3)
-    cache = open_cache(url)
-    fill(cache, metas)
-    cache.close()
-    assert all(SEALED_CODEC.encode() in record.body()[:256] for record in stored_records(tmp_path / "store"))
-    again = open_cache(url)
-    assert again.match([meta.id for meta in metas]) == 3
-    assert again.load(metas, Whole(lambda position, bits: None)).blocks == 3
-    bare = open_cache(f"disk://{tmp_path / 'store'}")
-    assert bare.load(metas, Whole(lambda position, bits: None)).blocks == 0
-    assert len(stored_records(tmp_path / "store")) == 3
 
 
 def test_layers_of_a_sealed_block_come_one_after_the_other(tmp_path: Path, open_cache: Any) -> None:
