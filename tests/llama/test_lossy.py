@@ -57,7 +57,7 @@ def test_smollm2_says_nearly_the_same_on_rows_of_tide(opened: Any, tmp_path: Pat
     profiles = [each for each in installed_profiles() if each.kind == "tide-layer"]
     said = []
     for _ in range(2):
-        with opened(model, logits_all=True, n_ctx=512, n_threads=2, n_threads_batch=2) as llm:
+        with opened(model, logits_all=True, n_ctx=512) as llm:
             prompt = llm.tokenize(Path(logging.__file__).read_bytes()[:4000])[:288]
             # Logits of the tokens behind the restored ones, which are all that is asked for here.
             llm._logits_all = False
