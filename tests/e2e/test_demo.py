@@ -1,8 +1,6 @@
 """The real model as a user runs it: the demo, calibration, and judging texts and a profile of one's own."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,23 +13,21 @@ from kvtide.cli.app import app, run
 from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts
 from kvtide_lab.cli import app as lab
 
-# Two dozen runs in processes of their own; the first one converts the model.
+# The first one converts the model.
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(1200)]
 
 
-def demo(folder: Path, *words: str) -> Any:
-    """Run the demo on a shorter text than its own, for time's sake; return its result."""
-    command = [sys.executable, "-m", "kvtide.cli", "demo", "--answer-tokens", "4", "--json", *words]
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=580, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+def said(program: typer.Typer, *words: Any) -> Any:
+    """Run a command in this process, where torch is loaded already, and return its JSON."""
+    result = CliRunner().invoke(program, [*map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def test_chat_of_the_demo_restores_every_full_block_across_a_restart(tmp_path: Path) -> None:
     # The second one finds what the first has stored. The speed is judged by the demo itself, not here.
     for is_second in (False, True):
-        result = demo(tmp_path, "--store", str(tmp_path / "store"), "--prefix-tokens", "600")
+        result = said(app, "demo", "--answer-tokens", 4, "--store", tmp_path / "store", "--prefix-tokens", 300)
         requests = result["requests"]
         assert len(requests) == 10 and result["restart_before"] == 6
         tokens = [each["prompt_tokens"] for each in requests]
@@ -44,18 +40,6 @@ def test_chat_of_the_demo_restores_every_full_block_across_a_restart(tmp_path: P
         assert result["plain_wait_s"] / result["wait_s"] == pytest.approx(result["speedup"])
         assert result["was_warm"] is is_second
         assert 0 < result["read_bytes"] < result["raw_bytes"]
-
-
-def test_lossy_chat_of_the_demo_reads_far_less(tmp_path: Path) -> None:
-    result = demo(tmp_path, "--store", str(tmp_path / "store"), "--prefix-tokens", "300", "--codec", "tide:5e-3")
-    assert 8 * result["read_bytes"] < result["raw_bytes"]
-
-
-def said(program: typer.Typer, *words: Any) -> Any:
-    """Run a command in this process, where torch is loaded already, and return its JSON."""
-    result = CliRunner().invoke(program, [*map(str, words), "--json"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def test_own_profile_judges_own_text(tmp_path: Path) -> None:
