@@ -64,7 +64,9 @@ def model_block(model: TideModel, layout: BlockLayout, start: int, seed: int) ->
 
 def tide_case(kernels: Kernels, size: Size, kind: str) -> dict[str, Any]:
     """Whole objects to pages, with what the host does; and the same checked against the processor's codec."""
-    profile = next(found for found in installed_profiles() if found.kind == kind)
+    profile = next((found for found in installed_profiles() if found.kind == kind), None)
+    if profile is None:
+        raise ValueError(f"no {kind} profile is installed: pip install ./lab, which has those that are measured")
     tokens = 256 if is_real(kernels) else 32
     layout = BlockLayout(profile.layers, tokens, profile.kv_heads, profile.head_dim, KVDtype.BFLOAT16)
     codec, model = TideCodec(profile, 5e-3, 2).rounded(), TideModel(profile)

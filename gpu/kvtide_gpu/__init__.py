@@ -1,1 +1,1 @@
-"""Kernels for GPUs, compiled at run time, and their callers: codecs, pages. No device has run them (docs/gpu.md)."""
+"""Kernels for GPUs, compiled at run time, and their callers: codecs, pages. Measured in docs/benchmarks/gpu.md."""

@@ -26,7 +26,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     encode_scratch_bytes_max: int = 256 << 20
     # Blocks that the index knows at most, at a few hundred bytes each.
     index_blocks_max: int = 1 << 20
-    load_threads: int = 2
+    # Half the cores, two to eight: one thread copies 5 GB/s, disks and devices take more.
+    load_threads: int = max(2, min(8, (os.cpu_count() or 1) // 2))
     # A load that has no deadline of its own is given up after this long.
     load_s_max: float = 30.0
     close_s_max: float = 30.0
