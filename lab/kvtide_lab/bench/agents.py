@@ -1,6 +1,7 @@
 """Agents in a closed loop on real vLLM with memory for a quarter of what they say, restarted in the middle.
 
 Each contender answers alone, on a store of its own that is empty at first; all contenders take a row before the next.
+Stores may be short too: then all have the same bytes, a share of what the sessions say in raw form.
 Invariant: what was found of a row, a contender and a round is kept, so that a run goes on.
 """
 
@@ -11,18 +12,32 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
+from math import exp, log
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from kvtide_lab.bench.engine_peers import Contender, contenders, drop_page_cache, further, settle, side_server
-from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess
+from kvtide.cli.size import cache_shape, read_config
+from kvtide_lab.bench.engine_peers import (
+    PEERS,
+    USUAL_ROOM,
+    Contender,
+    StoreRoom,
+    contenders,
+    drop_page_cache,
+    kept_within,
+    settle,
+    side_server,
+)
+from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess, kvtide_transfer
 from kvtide_lab.bench.partial import Partial, ids_digest
 from kvtide_lab.bench.services import mooncake_servers
 from kvtide_lab.measuring import Show, in_turns
@@ -126,7 +141,20 @@ BEFORE, AFTER = "before", "after"
 TIE = 0.97
 # The seconds of a shorter answer over its tokens are its wait over next to nothing: among few answers they are the p90.
 ANSWER_TOKENS_MIN = 8
-EXACT = ("kvtide", "kvtide lossless")
+# Without a store; with pages for everything and no restart; with a store outside of the engine.
+PLAIN, BOUND, MOONCAKE = "plain", "bound", "mooncake"
+TIDE = "kvtide tide"
+# kvtide's options: what a prompt has behind its last page is stored in pieces of so many tokens by exact codecs.
+KVTIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "kvtide": {"tail_tokens": 16},
+        "kvtide whole blocks": {"tail_tokens": 0},
+        "kvtide lossless": {"codec": "lossless", "tail_tokens": 16},
+        "kvtide lossless whole blocks": {"codec": "lossless", "tail_tokens": 0},
+        TIDE: {"codec": "tide:5e-3"},
+    }
+)
+FULL_NAMES = (PLAIN, BOUND, *KVTIDES, *PEERS, MOONCAKE)
 
 
 class AgentAnswer(msgspec.Struct, frozen=True):
@@ -137,6 +165,8 @@ class AgentAnswer(msgspec.Struct, frozen=True):
     seconds: float
     cached_tokens: int
     finish: str
+    # Of the most likely tokens at each place.
+    logprobs: list[dict[int, float]] = []
 
 
 class AgentPhase(msgspec.Struct, frozen=True):
@@ -149,6 +179,7 @@ class AgentPhase(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cpu_s: float
     plain_s: list[float] = []
+    stored_bytes: int = 0
 
 
 class AgentsRow(msgspec.Struct, frozen=True):
@@ -156,7 +187,10 @@ class AgentsRow(msgspec.Struct, frozen=True):
 
     p90_interactivity: 1 / p90 of (seconds of an answer / its tokens), as InferenceX has it, in tokens a second, over
     answers of ANSWER_TOKENS_MIN tokens and more; all other figures are over all answers.
-    answers_changed: answers that differ from plain vLLM's to the same prompt in a token.
+    answers_changed: answers that differ from plain vLLM's to the same prompt in a token; `kl` is of the answers' first
+    tokens from plain vLLM's, in nats, the mean: as far as the LOGPROBS most likely ones tell.
+    of_bound, hits_of_bound: speed and hits as shares of the bound's; of_best: speed over the fastest one's that is
+    neither kvtide nor the bound.
     """
 
     engine: str
@@ -169,34 +203,31 @@ class AgentsRow(msgspec.Struct, frozen=True):
     prompt_tokens: int
     hit_tokens: int
     cpu_s_per_1k_tokens: float
+    stored_bytes: int
     answers_changed: int
+    kl: float
     failed: int
-
-
-class AgentsRatio(msgspec.Struct, frozen=True):
-    """p90_interactivity of kvtide over another's in one row and phase."""
-
-    row: str
-    phase: str
-    other: str
-    ratio: float
+    of_best: float = 1.0
+    of_bound: float | None = None
+    hits_of_bound: float | None = None
 
 
 class AgentsBench(msgspec.Struct, frozen=True):
-    """All rows and what they say of the goals. `failures`: contenders that did not run, and why."""
+    """All rows and what they say of the goals. `failures`: contenders that did not run, and why.
+
+    least_of_best: kvtide's least `of_best`.
+    """
 
     model: str
     sessions: int
     working_set_tokens: int
     room_tokens: int
     is_first_or_tied: bool
-    least_ratio: AgentsRatio | None
-    after_restart_vs_native: float | None
-    no_reuse_vs_plain: float
+    least_of_best: float
+    no_reuse_vs_plain: float | None
     answers_changed_exact: int
     failed_requests: int
     failures: dict[str, str]
-    ratios: list[AgentsRatio]
     rows: list[AgentsRow]
 
 
@@ -208,39 +239,47 @@ def result_of(
     tokens: tuple[int, int],
 ) -> AgentsBench:
     """Return what the phases of all rounds say, by row and contender. `tokens`: working set and room."""
-    rows = [
-        _row(row, name, phase, number, [phases[number] for phases in rounds], found)
-        for (row, name), rounds in found.items()
-        for number, phase in enumerate((BEFORE, AFTER)[: len(rounds[0])])
-    ]
-    speed = {(row.row, row.phase, row.engine): row.p90_interactivity for row in rows}
-    ratios = [
-        AgentsRatio(row, phase, other, speed[row, phase, "kvtide"] / theirs)
-        for (row, phase, other), theirs in speed.items()
-        if not other.startswith("kvtide")
-    ]
-    native = [each.ratio for each in ratios if (each.phase, each.other) == (AFTER, "native")]
-    least = min(ratios, key=lambda each: each.ratio, default=None)
+    rows = _beside_others(
+        [
+            _row(row, name, phase, number, [phases[number] for phases in rounds], found)
+            for (row, name), rounds in found.items()
+            for number, phase in enumerate((BEFORE, AFTER)[: len(rounds[0])])
+        ]
+    )
     pairs = [
         theirs_s / mine.seconds
-        for (phase,) in found[NO_REUSE, "kvtide"]
+        for (phase,) in found.get((NO_REUSE, "kvtide"), ())
         for theirs_s, mine in zip(phase.plain_s, phase.answers, strict=True)
     ]
+    least = min(row.of_best for row in rows if row.engine == "kvtide")
     return AgentsBench(
         model=model,
         sessions=sessions,
         working_set_tokens=tokens[0],
         room_tokens=tokens[1],
-        is_first_or_tied=least is not None and least.ratio >= TIE,
-        least_ratio=least,
-        after_restart_vs_native=min(native) if native else None,
-        no_reuse_vs_plain=median(pairs),
-        answers_changed_exact=sum(row.answers_changed for row in rows if row.engine in EXACT),
-        failed_requests=sum(row.failed for row in rows if row.engine.startswith("kvtide")),
+        is_first_or_tied=least >= TIE,
+        least_of_best=least,
+        no_reuse_vs_plain=median(pairs) if pairs else None,
+        answers_changed_exact=sum(row.answers_changed for row in rows if row.engine in KVTIDES.keys() - {TIDE}),
+        failed_requests=sum(row.failed for row in rows if row.engine in KVTIDES),
         failures=failures,
-        ratios=ratios,
         rows=rows,
     )
+
+
+def _beside_others(rows: Sequence[AgentsRow]) -> list[AgentsRow]:
+    """Return the rows with what they are of the best other's and of the bound's."""
+    found = []
+    for row in rows:
+        beside = {each.engine: each for each in rows if (each.row, each.phase) == (row.row, row.phase)}
+        speeds = {name: each.p90_interactivity for name, each in beside.items()}
+        best = max(speed for name, speed in speeds.items() if name != BOUND and name not in KVTIDES)
+        shares: dict[str, float] = {"of_best": row.p90_interactivity / best}
+        if (bound := beside.get(BOUND)) is not None:
+            shares["of_bound"] = row.p90_interactivity / bound.p90_interactivity
+            shares["hits_of_bound"] = row.hit_tokens / max(1, bound.hit_tokens)
+        found.append(replace(row, **shares))
+    return found
 
 
 def _row(
@@ -252,7 +291,7 @@ def _row(
     found: dict[tuple[str, str], list[list[AgentPhase]]],
 ) -> AgentsRow:
     answers = [answer for each in phases for answer in each.answers]
-    expected = [answer for each in found[row, "plain"] for answer in each[number].answers]
+    expected = [answer for each in found[row, PLAIN] for answer in each[number].answers]
     tokens = sum(each.prompt_tokens for each in phases) + sum(len(answer.ids) for answer in answers)
     spoken = [answer for answer in answers if len(answer.ids) >= ANSWER_TOKENS_MIN] or answers
     slowest = float(np.percentile([answer.seconds / max(1, len(answer.ids)) for answer in spoken], 90))
@@ -268,14 +307,24 @@ def _row(
         prompt_tokens=sum(each.prompt_tokens for each in phases),
         hit_tokens=sum(answer.cached_tokens for answer in answers),
         cpu_s_per_1k_tokens=1000 * sum(each.cpu_s for each in phases) / tokens,
+        stored_bytes=max(each.stored_bytes for each in phases),
         answers_changed=sum(mine.ids != theirs.ids for mine, theirs in zip(answers, expected, strict=True)),
+        kl=fmean(_kl(theirs, mine) for mine, theirs in zip(answers, expected, strict=True)),
         failed=sum(answer.finish != "length" for answer in answers),
     )
 
 
+def _kl(theirs: AgentAnswer, mine: AgentAnswer) -> float:
+    """Return the least KL of two first tokens: tokens that only one of them names count as one."""
+    p, q = (each.logprobs[0] if each.logprobs else dict[int, float]() for each in (theirs, mine))
+    pairs = [(exp(p[token]), exp(q[token])) for token in p.keys() & q.keys()]
+    rest = [max(1e-9, 1 - sum(pair[side] for pair in pairs)) for side in (0, 1)]
+    return sum(a * log(a / b) for a, b in [*pairs, rest])
+
+
 PAGE_TOKENS = 128
-TIDE = "kvtide tide"
-MOONCAKE = "mooncake"
+# vLLM's own maximum.
+LOGPROBS = 20
 _WARM_UP_TOKENS = 300
 _MOONCAKE_SETTLE_S = 3.0
 _NAMED_ERROR = re.compile(r"\b\w+(Error|Exception): .+")
@@ -283,7 +332,11 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class AgentsSize(msgspec.Struct, frozen=True):
-    """The amount of work. `at_once`: sessions that talk at the same time, a row each."""
+    """The amount of work. `at_once`: sessions that talk at the same time, a row each.
+
+    store_shares: memory and disk of every store, as shares of what the sessions say in raw form, a row each; none: 512
+    MiB and as much disk as is wanted. no_reuse: prompts of the row without reuse, 0 for no such row.
+    """
 
     at_once: tuple[int, ...] = (1, 4, 8)
     sessions: int = 12
@@ -292,6 +345,7 @@ class AgentsSize(msgspec.Struct, frozen=True):
     answer_tokens_max: int = 32
     no_reuse: int = 24
     rounds: int = 1
+    store_shares: tuple[float, ...] = ()
 
 
 FULL = AgentsSize()
@@ -321,13 +375,10 @@ class _Row(NamedTuple):
     name: str
     at_once: int
     phases: dict[str, list[list[dict[str, Any]]]]
+    room: StoreRoom = USUAL_ROOM
 
 
-# Those of kvtide that are exact store what a prompt has behind its last page, in pieces of so many tokens.
-TAIL_TOKENS = 16
-_TAILED = ("kvtide", "kvtide lossless")
-QUICK_NAMES = ("plain", "kvtide", "native")
-FULL_NAMES = ("plain", "kvtide", "kvtide lossless", TIDE, "native", "lmcache", MOONCAKE)
+QUICK_NAMES = (PLAIN, "kvtide", "native")
 
 
 def partial_of(
@@ -354,7 +405,7 @@ def run(
     # One page is the engine's own placeholder.
     room = max(pages // 4, -(-longest // PAGE_TOKENS) + 1) + 1
     options = {"num_gpu_blocks_override": room, "max_model_len": longest, "max_num_batched_tokens": 2048}
-    rows = _rows(sessions, size)
+    rows = _rows(sessions, size, _page_bytes(setup.model) if size.store_shares else 0)
     failures: dict[str, str] = {}
     total, done = size.rounds * len(rows) * len(setup.names), 0
     with EngineNursery(setup.python, setup.work / "engines.log") as nursery:
@@ -369,7 +420,7 @@ def run(
                     try:
                         results.put(case, number, _talk(setup, name, row, options, nursery))
                     except (RuntimeError, ValueError) as error:
-                        if name in ("plain", *EXACT, TIDE):
+                        if name in (PLAIN, BOUND, *KVTIDES):
                             raise
                         failures[name] = _reason(setup.work / f"{name}.log", error)
     show("done", total, total)
@@ -392,9 +443,17 @@ def _reason(log: Path, error: Exception) -> str:
     return named[-1] if named else str(error).splitlines()[-1]
 
 
-def _rows(sessions: Sequence[AgentSession], size: AgentsSize) -> list[_Row]:
+def _page_bytes(model: Path) -> int:
+    """Return the bytes of a page in raw form, as the engines of benches have it: in float32."""
+    return 4 * PAGE_TOKENS * cache_shape(read_config(model), "float32").elements_a_token
+
+
+def _rows(sessions: Sequence[AgentSession], size: AgentsSize, page_bytes: int = 0) -> list[_Row]:
     chains: list[list[dict[str, Any]]] = [
-        [{"ids": turn.ids, "answer_tokens": min(turn.answer_tokens, size.answer_tokens_max)} for turn in session.turns]
+        [
+            {"ids": turn.ids, "answer_tokens": min(turn.answer_tokens, size.answer_tokens_max), "logprobs": LOGPROBS}
+            for turn in session.turns
+        ]
         for session in sessions
     ]
     halves = {
@@ -407,7 +466,17 @@ def _rows(sessions: Sequence[AgentSession], size: AgentsSize) -> list[_Row]:
     ]
     unlike = [{**prompt, "ids": [1000 + number, *prompt["ids"][1:]]} for number, prompt in enumerate(alone)]
     rows = [_Row(f"{at_once} at once", at_once, halves) for at_once in size.at_once]
-    return [*rows, _Row(NO_REUSE, 1, {BEFORE: [unlike[: size.no_reuse]]})]
+    if size.store_shares:
+        all_bytes = page_bytes * working_set_pages(sessions, PAGE_TOKENS)
+        # A tier of the peers' that has no room for one request stores nothing at all.
+        longest_bytes = page_bytes * (1 + max(len(turn.ids) for each in sessions for turn in each.turns) // PAGE_TOKENS)
+        rows = [
+            row._replace(name=f"{row.name}, {share:g} stored", room=StoreRoom(max(room, longest_bytes), room))
+            for row in rows
+            for share in size.store_shares
+            for room in [int(share * all_bytes)]
+        ]
+    return [*rows, *([_Row(NO_REUSE, 1, {BEFORE: [unlike[: size.no_reuse]]})] if size.no_reuse else [])]
 
 
 def _talk(
@@ -417,9 +486,19 @@ def _talk(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     found: list[AgentPhase] = []
-    with contender_named(setup, name, work) as contender:
+    log = setup.work / f"{name}.log"
+    if name == BOUND:
+        requests = sum(len(chain) for chains in row.phases.values() for chain in chains)
+        options = {**options, "num_gpu_blocks_override": 4 * options["num_gpu_blocks_override"] + 2 * requests}
+        with EngineProcess(setup.python, setup.model, log, options=options, nursery=nursery) as engine:
+            _warm(engine, row.phases[BEFORE])
+            nobody = Contender(name, setup.python, None)
+            return [_phase(engine, nobody, None, chains, row.at_once) for chains in row.phases.values()]
+    with (
+        contender_named(setup, name, row.room, work) as contender,
+        kept_within(None if contender.is_kvtide else contender.folder, row.room.disk_bytes),
+    ):
         is_elsewhere = bool(contender.prefix) or name == "lmcache"
-        log = setup.work / f"{name}.log"
         for chains in row.phases.values():
             if contender.folder is not None and found:
                 # kvtide reads past the page cache; others' files would come from memory.
@@ -437,7 +516,7 @@ def _talk(
                 )
                 stack.enter_context(engine)
                 _warm(engine, chains)
-                if row.name != NO_REUSE or name == "plain":
+                if row.name != NO_REUSE or name == PLAIN:
                     found.append(_phase(engine, contender, server, chains, row.at_once))
                     continue
                 plain = stack.enter_context(
@@ -462,9 +541,11 @@ def _phase(
         time.sleep(_MOONCAKE_SETTLE_S)
     else:
         settle(contender.folder)
-    answers = msgspec.convert(result["answers"], list[AgentAnswer])
+    answers = msgspec.convert(result["answers"], list[AgentAnswer], str_keys=True)
     prompt_tokens = sum(len(prompt["ids"]) for chain in chains for prompt in chain)
-    return AgentPhase(answers, prompt_tokens, cpu_s + _cpu_s(server) - before_s)
+    files = contender.folder.rglob("*") if contender.folder is not None else ()
+    stored_bytes = sum(512 * path.stat().st_blocks for path in files if path.is_file())
+    return AgentPhase(answers, prompt_tokens, cpu_s + _cpu_s(server) - before_s, stored_bytes=stored_bytes)
 
 
 def _phase_beside(
@@ -491,26 +572,23 @@ def _warm(engine: EngineProcess, chains: list[list[dict[str, Any]]]) -> None:
 
 
 @contextmanager
-def contender_named(setup: AgentsSetup, name: str, work: Path) -> Iterator[Contender]:
+def contender_named(setup: AgentsSetup, name: str, room: StoreRoom, work: Path) -> Iterator[Contender]:
     """Yield a contender with a store below `work` and the servers that it needs. ValueError for another name."""
     if name == MOONCAKE:
-        with mooncake_servers(1, 2048) as servers:
+        store_mb = 2048 if room.disk_bytes is None else (room.memory_bytes + room.disk_bytes) >> 20
+        with mooncake_servers(1, store_mb) as servers:
             yield _mooncake(setup.python, servers.master.port, work)
-        return
-    peers = (name,) if name in ("native", "lmcache") else ()
-    found = contenders(setup.python, setup.lmcache_python, peers, work)
-    found.append(further(TIDE, setup.python, "tide", str(work / "tide"))._replace(folder=work / "tide"))
-    chosen = [each for each in found if each.name == name]
-    if not chosen:
+    elif name in KVTIDES:
+        folder = work / "kvtide"
+        yield Contender(
+            name, setup.python, kvtide_transfer(str(folder), **room.options(), **KVTIDES[name]), folder=folder
+        )
+    elif name == PLAIN:
+        yield Contender(name, setup.python, None)
+    elif name in PEERS:
+        yield contenders(setup.python, setup.lmcache_python, (name,), work, room)[-1]
+    else:
         raise ValueError(f"unknown contender {name!r}, expected some of {', '.join(FULL_NAMES)}")
-    yield _with_tail(chosen[0]) if name in _TAILED else chosen[0]
-
-
-def _with_tail(contender: Contender) -> Contender:
-    """Return kvtide as who serves agents sets it: a turn goes on where the one before ended, not where a page did."""
-    assert contender.transfer is not None
-    options = {**contender.transfer["kv_connector_extra_config"], "tail_tokens": TAIL_TOKENS}
-    return contender._replace(transfer={**contender.transfer, "kv_connector_extra_config": options})
 
 
 def _mooncake(python: Path, port: int, work: Path) -> Contender:

@@ -6,11 +6,12 @@ import json
 import os
 import random
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,26 @@ LOSSLESS = "kvtide lossless"
 MEMORY_BYTES = 512 << 20
 SETTLE_S_MAX = 60.0
 SERVER_S_MAX = 120.0
+TRIM_EVERY_S = 0.1
+# Peers keep their settings in such files.
+_SMALL_FILE_BYTES = 1 << 16
+
+
+class StoreRoom(NamedTuple):
+    """Host memory and disk that a contender may take for what it stores. None: as much disk as it wants."""
+
+    memory_bytes: int = MEMORY_BYTES
+    disk_bytes: int | None = None
+
+    def options(self) -> dict[str, int]:
+        """Return kvtide's options for it. What waits to be stored takes half of the memory where that is short."""
+        if self.disk_bytes is None:
+            return {"memory_bytes_max": self.memory_bytes}
+        half = self.memory_bytes // 2
+        return {"memory_bytes_max": half, "store_queue_bytes_max": half, "disk_bytes_max": self.disk_bytes}
+
+
+USUAL_ROOM = StoreRoom()
 
 
 class Contender(NamedTuple):
@@ -53,8 +74,12 @@ class Contender(NamedTuple):
         return (self.transfer or {}).get("kv_connector") == "KVTideConnector"
 
 
-def contenders(python: Path, lmcache_python: Path | None, peers: tuple[str, ...], work: Path) -> list[Contender]:
+def contenders(
+    python: Path, lmcache_python: Path | None, peers: tuple[str, ...], work: Path, room: StoreRoom = USUAL_ROOM
+) -> list[Contender]:
     """Return plain vLLM, kvtide, kvtide with `lossless` and the chosen peers, each with its store under `work`.
+
+    room: of the peers; their disk is as large as `kept_within` leaves it.
 
     ValueError for an unknown peer, and for LMCache without an environment that has it.
     """
@@ -66,11 +91,11 @@ def contenders(python: Path, lmcache_python: Path | None, peers: tuple[str, ...]
     lossless = further(LOSSLESS, python, "lossless", str(folder))._replace(folder=folder, is_brief=True)
     found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide"), lossless]
     if "native" in peers:
-        found.append(Contender("native", python, _native(work / "native"), work / "native"))
+        found.append(Contender("native", python, _native(work / "native", room.memory_bytes), work / "native"))
     if "lmcache" in peers:
         if lmcache_python is None:
             raise ValueError("LMCache runs in an environment of its own: give --lmcache-python")
-        found.append(_lmcache(lmcache_python, work / "lmcache"))
+        found.append(_lmcache(lmcache_python, work / "lmcache", room.memory_bytes))
     return found
 
 
@@ -105,22 +130,23 @@ def link_name(codec: str) -> str:
     return f"kvtide {codec}, link"
 
 
-def _native(folder: Path) -> dict[str, Any]:
+def _native(folder: Path, memory_bytes: int) -> dict[str, Any]:
     tier = {"type": "fs", "root_dir": str(folder), "n_read_threads": 2, "n_write_threads": 2}
     config = {
         "spec_name": "CpuTieringSpec",
         "spec_module_path": "kvtide_lab.vllm.cpu_offload",
-        "cpu_bytes_to_use": MEMORY_BYTES,
+        "cpu_bytes_to_use": memory_bytes,
         "secondary_tiers": [tier],
     }
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
 
 
-def _lmcache(python: Path, folder: Path) -> Contender:
+def _lmcache(python: Path, folder: Path, memory_bytes: int) -> Contender:
     # No port is asked for: one that is taken ends the bench with the server's own message.
     port, http_port = random.sample(range(20_000, 32_000), 2)
     adapter = json.dumps({"type": "fs", "base_path": str(folder)})
-    server = f"server --host 127.0.0.1 --port {port} --http-port {http_port} --l1-size-gb 1 --chunk-size 256"
+    size = f"--l1-size-gb {memory_bytes / 2**30:.3f} --chunk-size 256"
+    server = f"server --host 127.0.0.1 --port {port} --http-port {http_port} {size}"
     modes = "--supported-transfer-mode auto --eviction-policy LRU --disable-observability"
     command = (str(python.parent / "lmcache"), *server.split(), *modes.split(), "--l2-adapter", adapter)
     config = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
@@ -158,6 +184,43 @@ def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def kept_within(folder: Path | None, bytes_max: int | None) -> Iterator[None]:
+    """Keep a folder below a bound where nobody else does: files whose last use is longest ago are deleted."""
+    if folder is None or bytes_max is None:
+        yield
+        return
+    is_over = threading.Event()
+
+    def keep() -> None:
+        while not is_over.wait(TRIM_EVERY_S):
+            trim(folder, bytes_max)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def trim(folder: Path, bytes_max: int) -> None:
+    """Delete files, those used longest ago first, until the others have no more than so many bytes."""
+    files = []
+    for path in folder.rglob("*"):
+        # One that is being written gets another name.
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                stat = path.stat()
+                files.append((max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, path))
+    excess = sum(size for _, size, _ in files) - bytes_max
+    for _, size, path in sorted(files):
+        if excess > 0 and size > _SMALL_FILE_BYTES:
+            path.unlink(missing_ok=True)
+            excess -= size
 
 
 def settle(folder: Path | None) -> None:

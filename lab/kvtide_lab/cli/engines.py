@@ -82,6 +82,10 @@ def agents(
     count: Annotated[int | None, typer.Option("--count", min=1, help="Sessions.")] = None,
     turns: Annotated[int | None, typer.Option("--turns", min=2, help="Of each session at most.")] = None,
     context: Annotated[int | None, typer.Option("--context", min=256, help="Tokens of a prompt at most.")] = None,
+    store_share: Annotated[
+        str | None,
+        typer.Option("--store-share", help="Memory and disk of each store, as shares of all that is said: .5,.25,.1."),
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often everything is measured.")] = 1,
     partial: PartialOption = None,
     quick: QuickOption = False,
@@ -92,12 +96,17 @@ def agents(
     from kvtide_lab.bench import agents as bench
 
     size = bench.QUICK if quick else bench.FULL
+    shares = tuple(map(float, store_share.split(","))) if store_share is not None else ()
+    if not all(0 < share <= 1 for share in shares):
+        raise ValueError(f"--store-share are shares, more than 0 and at most 1, as in .5,.25: got {store_share}")
     size = replace(
         size,
         at_once=tuple(map(int, at_once.split(","))) if at_once else size.at_once,
         sessions=count or size.sessions,
         turns=turns or size.turns,
         context_tokens=context or size.context_tokens,
+        no_reuse=0 if shares else size.no_reuse,
+        store_shares=shares,
         rounds=rounds,
     )
     names = tuple(engines.split(",")) if engines else bench.QUICK_NAMES if quick else bench.FULL_NAMES

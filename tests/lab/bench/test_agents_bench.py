@@ -1,6 +1,8 @@
 """The agents bench without engines: which sessions are taken, what is asked, what is kept, what the rows say."""
 
 import gzip
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ import msgspec
 import pytest
 
 from kvtide_lab.bench import agents
+from kvtide_lab.bench.engine_peers import StoreRoom, trim
 
 SIZE = agents.AgentsSize(at_once=(1, 2), sessions=2, turns=3, context_tokens=1000, answer_tokens_max=4, no_reuse=4)
 
@@ -108,12 +111,16 @@ def no_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _run(
-    engines: _Engines, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], path: Path | None = None
+    engines: _Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    names: tuple[str, ...],
+    path: Path | None = None,
+    size: agents.AgentsSize = SIZE,
 ) -> agents.AgentsBench:
     monkeypatch.setattr(agents, "_talk", engines.talk)
     setup = agents.AgentsSetup(Path("python"), None, names, Path("work"), Path("model"))
-    results = agents.partial_of("model", SIZE, sessions(), path)
-    return agents.run(setup, sessions(), SIZE, results, lambda step, done, total: None)
+    results = agents.partial_of("model", size, sessions(), path)
+    return agents.run(setup, sessions(), size, results, lambda step, done, total: None)
 
 
 def test_answers_of_a_few_tokens_say_nothing_of_interactivity() -> None:
@@ -134,7 +141,7 @@ def test_rows_say_how_kvtide_stands_to_every_contender(monkeypatch: pytest.Monke
     engines = _Engines({"plain": 8.0, "kvtide": 1.0, "native": 2.0})
     result = _run(engines, monkeypatch, ("plain", "kvtide", "native"))
     assert [row.p90_interactivity for row in result.rows if row.engine == "kvtide"] == pytest.approx([2.0] * 5)
-    assert (result.after_restart_vs_native, result.no_reuse_vs_plain) == (pytest.approx(2.0), pytest.approx(8.0))
+    assert (result.least_of_best, result.no_reuse_vs_plain) == (pytest.approx(2.0), pytest.approx(8.0))
     assert result.is_first_or_tied
     assert (result.answers_changed_exact, result.failed_requests) == (0, 0)
     assert [row.answers_changed for row in result.rows if row.engine == "native"] == [2] * 5
@@ -157,6 +164,46 @@ def test_run_goes_on_where_it_was_and_names_peers_that_do_not_run(
     result = _run(further, monkeypatch, ("plain", "kvtide", "native", "mooncake"), tmp_path / "state")
     assert {name for _, name in further.talked} == {"native"}
     assert not result.is_first_or_tied
-    assert result.least_ratio is not None
-    assert (result.least_ratio.other, result.least_ratio.ratio) == ("native", pytest.approx(0.5))
+    assert result.least_of_best == pytest.approx(0.5)
     assert result.failures == {"mooncake": "Mooncake is not installed"}
+
+
+@pytest.mark.usefixtures("no_nursery")
+def test_short_stores_are_a_row_each_and_told_as_shares_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "_page_bytes", lambda model: 1000)
+    size = msgspec.structs.replace(SIZE, store_shares=(0.5, 0.25), no_reuse=0)
+    engines = _Engines({"plain": 8.0, "bound": 1.0, "kvtide": 2.0, "native": 4.0})
+    result = _run(engines, monkeypatch, ("plain", "bound", "kvtide", "native"), size=size)
+    assert len({row.row for row in result.rows}) == 4 and result.no_reuse_vs_plain is None
+    found = {row.engine: (row.of_best, row.of_bound, row.hits_of_bound) for row in result.rows}
+    assert found["kvtide"] == pytest.approx((2.0, 0.5, 1.0))
+    assert found["native"] == pytest.approx((1.0, 0.25, 1.0))
+
+
+def test_rooms_are_shares_of_the_working_set_with_memory_for_one_request() -> None:
+    size = msgspec.structs.replace(SIZE, store_shares=(1.0, 0.1), no_reuse=0)
+    rooms = [row.room for row in agents._rows(sessions(), size, page_bytes=1000)]
+    # Both sessions say the same: 300, 400 and 500 tokens are four pages and three ends of prompts.
+    pages = agents.working_set_pages(sessions(), agents.PAGE_TOKENS)
+    assert rooms == [StoreRoom(pages * 1000, pages * 1000), StoreRoom(4000, pages * 100)] * 2
+    options = rooms[0].options()
+    assert options["memory_bytes_max"] + options["store_queue_bytes_max"] == rooms[0].memory_bytes
+    assert options["disk_bytes_max"] == rooms[0].disk_bytes
+
+
+def test_folder_is_kept_within_its_bound_by_what_was_used_last(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / str(number)).write_bytes(bytes(1 << 17))
+        os.utime(tmp_path / str(number), (number, number))
+    os.utime(tmp_path / "0", (9, 0))
+    (tmp_path / "config").write_text("small")
+    trim(tmp_path, (2 << 17) + 100)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "3", "config"}
+
+
+def test_kl_is_that_of_first_tokens_as_far_as_they_are_named() -> None:
+    def answer(*shares: float) -> agents.AgentAnswer:
+        return agents.AgentAnswer([5], 0.1, 0.1, 0, "length", [{at: math.log(each) for at, each in enumerate(shares)}])
+
+    assert agents._kl(answer(0.5, 0.25), answer(0.5, 0.25)) == pytest.approx(0)
+    assert agents._kl(answer(0.5, 0.25), answer(0.25, 0.5)) == pytest.approx(0.25 * math.log(2))
