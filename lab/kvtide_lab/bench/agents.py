@@ -1,7 +1,6 @@
 """Agents in a closed loop on real vLLM with memory for a quarter of what they say, restarted in the middle.
 
-Each contender answers alone, on a store of its own that is empty at first; all contenders take a row before the next.
-Stores may be short too: then all have the same bytes, a share of what the sessions say in raw form.
+Each contender answers alone, on an empty store of its own; all contenders take a row before the next.
 Invariant: what was found of a row, a contender and a round is kept, so that a run goes on.
 """
 
@@ -12,18 +11,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from kvtide.cli.size import cache_shape, read_config
 from kvtide_lab.bench.engine_peers import (
@@ -145,15 +142,13 @@ ANSWER_TOKENS_MIN = 8
 PLAIN, BOUND, MOONCAKE = "plain", "bound", "mooncake"
 TIDE = "kvtide tide"
 # kvtide's options: what a prompt has behind its last page is stored in pieces of so many tokens by exact codecs.
-KVTIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "kvtide": {"tail_tokens": 16},
-        "kvtide whole blocks": {"tail_tokens": 0},
-        "kvtide lossless": {"codec": "lossless", "tail_tokens": 16},
-        "kvtide lossless whole blocks": {"codec": "lossless", "tail_tokens": 0},
-        TIDE: {"codec": "tide:5e-3"},
-    }
-)
+KVTIDES: dict[str, dict[str, Any]] = {
+    "kvtide": {"tail_tokens": 16},
+    "kvtide whole blocks": {"tail_tokens": 0},
+    "kvtide lossless": {"codec": "lossless", "tail_tokens": 16},
+    "kvtide lossless whole blocks": {"codec": "lossless", "tail_tokens": 0},
+    TIDE: {"codec": "tide:5e-3"},
+}
 FULL_NAMES = (PLAIN, BOUND, *KVTIDES, *PEERS, MOONCAKE)
 
 
@@ -207,9 +202,9 @@ class AgentsRow(msgspec.Struct, frozen=True):
     answers_changed: int
     kl: float
     failed: int
-    of_best: float = 1.0
-    of_bound: float | None = None
-    hits_of_bound: float | None = None
+    of_best: float
+    of_bound: float | None
+    hits_of_bound: float | None
 
 
 class AgentsBench(msgspec.Struct, frozen=True):
@@ -239,13 +234,7 @@ def result_of(
     tokens: tuple[int, int],
 ) -> AgentsBench:
     """Return what the phases of all rounds say, by row and contender. `tokens`: working set and room."""
-    rows = _beside_others(
-        [
-            _row(row, name, phase, number, [phases[number] for phases in rounds], found)
-            for (row, name), rounds in found.items()
-            for number, phase in enumerate((BEFORE, AFTER)[: len(rounds[0])])
-        ]
-    )
+    rows = [_row(row, name, number, found) for (row, name), rounds in found.items() for number in range(len(rounds[0]))]
     pairs = [
         theirs_s / mine.seconds
         for (phase,) in found.get((NO_REUSE, "kvtide"), ())
@@ -267,51 +256,42 @@ def result_of(
     )
 
 
-def _beside_others(rows: Sequence[AgentsRow]) -> list[AgentsRow]:
-    """Return the rows with what they are of the best other's and of the bound's."""
-    found = []
-    for row in rows:
-        beside = {each.engine: each for each in rows if (each.row, each.phase) == (row.row, row.phase)}
-        speeds = {name: each.p90_interactivity for name, each in beside.items()}
-        best = max(speed for name, speed in speeds.items() if name != BOUND and name not in KVTIDES)
-        shares: dict[str, float] = {"of_best": row.p90_interactivity / best}
-        if (bound := beside.get(BOUND)) is not None:
-            shares["of_bound"] = row.p90_interactivity / bound.p90_interactivity
-            shares["hits_of_bound"] = row.hit_tokens / max(1, bound.hit_tokens)
-        found.append(replace(row, **shares))
-    return found
-
-
-def _row(
-    row: str,
-    name: str,
-    phase: str,
-    number: int,
-    phases: Sequence[AgentPhase],
-    found: dict[tuple[str, str], list[list[AgentPhase]]],
-) -> AgentsRow:
-    answers = [answer for each in phases for answer in each.answers]
-    expected = [answer for each in found[row, PLAIN] for answer in each[number].answers]
+def _row(row: str, name: str, number: int, found: dict[tuple[str, str], list[list[AgentPhase]]]) -> AgentsRow:
+    beside = {
+        other: [answer for phases in rounds for answer in phases[number].answers]
+        for (place, other), rounds in found.items()
+        if place == row
+    }
+    speeds = {other: _p90_interactivity(answers) for other, answers in beside.items()}
+    hits = {other: sum(answer.cached_tokens for answer in answers) for other, answers in beside.items()}
+    answers, pairs = beside[name], list(zip(beside[PLAIN], beside[name], strict=True))
+    phases = [each[number] for each in found[row, name]]
     tokens = sum(each.prompt_tokens for each in phases) + sum(len(answer.ids) for answer in answers)
-    spoken = [answer for answer in answers if len(answer.ids) >= ANSWER_TOKENS_MIN] or answers
-    slowest = float(np.percentile([answer.seconds / max(1, len(answer.ids)) for answer in spoken], 90))
     ttfts = [answer.ttft_s for answer in answers]
     return AgentsRow(
         engine=name,
         row=row,
-        phase=phase,
+        phase=(BEFORE, AFTER)[number],
         requests=len(answers),
-        p90_interactivity=1 / slowest,
+        p90_interactivity=speeds[name],
         ttft_p50_s=float(np.percentile(ttfts, 50)),
         ttft_p90_s=float(np.percentile(ttfts, 90)),
         prompt_tokens=sum(each.prompt_tokens for each in phases),
-        hit_tokens=sum(answer.cached_tokens for answer in answers),
+        hit_tokens=hits[name],
         cpu_s_per_1k_tokens=1000 * sum(each.cpu_s for each in phases) / tokens,
         stored_bytes=max(each.stored_bytes for each in phases),
-        answers_changed=sum(mine.ids != theirs.ids for mine, theirs in zip(answers, expected, strict=True)),
-        kl=fmean(_kl(theirs, mine) for mine, theirs in zip(answers, expected, strict=True)),
+        answers_changed=sum(mine.ids != theirs.ids for theirs, mine in pairs),
+        kl=fmean(_kl(theirs, mine) for theirs, mine in pairs),
         failed=sum(answer.finish != "length" for answer in answers),
+        of_best=speeds[name] / max(speed for other, speed in speeds.items() if other not in (BOUND, *KVTIDES)),
+        of_bound=speeds[name] / speeds[BOUND] if BOUND in speeds else None,
+        hits_of_bound=hits[name] / max(1, hits[BOUND]) if BOUND in hits else None,
     )
+
+
+def _p90_interactivity(answers: Sequence[AgentAnswer]) -> float:
+    spoken = [answer for answer in answers if len(answer.ids) >= ANSWER_TOKENS_MIN] or answers
+    return 1 / float(np.percentile([answer.seconds / max(1, len(answer.ids)) for answer in spoken], 90))
 
 
 def _kl(theirs: AgentAnswer, mine: AgentAnswer) -> float:
@@ -334,8 +314,7 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 class AgentsSize(msgspec.Struct, frozen=True):
     """The amount of work. `at_once`: sessions that talk at the same time, a row each.
 
-    store_shares: memory and disk of every store, as shares of what the sessions say in raw form, a row each; none: 512
-    MiB and as much disk as is wanted. no_reuse: prompts of the row without reuse, 0 for no such row.
+    store_shares: memory and disk of every store as shares of what is said in raw form, a row each; none: no such bound.
     """
 
     at_once: tuple[int, ...] = (1, 4, 8)
@@ -492,8 +471,8 @@ def _talk(
         options = {**options, "num_gpu_blocks_override": 4 * options["num_gpu_blocks_override"] + 2 * requests}
         with EngineProcess(setup.python, setup.model, log, options=options, nursery=nursery) as engine:
             _warm(engine, row.phases[BEFORE])
-            nobody = Contender(name, setup.python, None)
-            return [_phase(engine, nobody, None, chains, row.at_once) for chains in row.phases.values()]
+            alone = Contender(name, setup.python, None), None
+            return [_phase(engine, *alone, chains, row.at_once) for chains in row.phases.values()]
     with (
         contender_named(setup, name, row.room, work) as contender,
         kept_within(None if contender.is_kvtide else contender.folder, row.room.disk_bytes),
@@ -579,16 +558,12 @@ def contender_named(setup: AgentsSetup, name: str, room: StoreRoom, work: Path) 
         with mooncake_servers(1, store_mb) as servers:
             yield _mooncake(setup.python, servers.master.port, work)
     elif name in KVTIDES:
-        folder = work / "kvtide"
-        yield Contender(
-            name, setup.python, kvtide_transfer(str(folder), **room.options(), **KVTIDES[name]), folder=folder
-        )
+        transfer = kvtide_transfer(str(work / "kvtide"), **room.options(), **KVTIDES[name])
+        yield Contender(name, setup.python, transfer, work / "kvtide")
     elif name == PLAIN:
         yield Contender(name, setup.python, None)
-    elif name in PEERS:
-        yield contenders(setup.python, setup.lmcache_python, (name,), work, room)[-1]
     else:
-        raise ValueError(f"unknown contender {name!r}, expected some of {', '.join(FULL_NAMES)}")
+        yield contenders(setup.python, setup.lmcache_python, (name,), work, room)[-1]
 
 
 def _mooncake(python: Path, port: int, work: Path) -> Contender:

@@ -26,7 +26,7 @@ MEMORY_BYTES = 512 << 20
 SETTLE_S_MAX = 60.0
 SERVER_S_MAX = 120.0
 TRIM_EVERY_S = 0.1
-# Peers keep their settings in such files.
+# Peers' settings, and folders.
 _SMALL_FILE_BYTES = 1 << 16
 
 
@@ -189,13 +189,10 @@ def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
 @contextmanager
 def kept_within(folder: Path | None, bytes_max: int | None) -> Iterator[None]:
     """Keep a folder below a bound where nobody else does: files whose last use is longest ago are deleted."""
-    if folder is None or bytes_max is None:
-        yield
-        return
     is_over = threading.Event()
 
     def keep() -> None:
-        while not is_over.wait(TRIM_EVERY_S):
+        while not is_over.wait(TRIM_EVERY_S) and folder is not None and bytes_max is not None:
             trim(folder, bytes_max)
 
     thread = threading.Thread(target=keep)
@@ -213,9 +210,8 @@ def trim(folder: Path, bytes_max: int) -> None:
     for path in folder.rglob("*"):
         # One that is being written gets another name.
         with suppress(FileNotFoundError):
-            if path.is_file():
-                stat = path.stat()
-                files.append((max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, path))
+            stat = path.stat()
+            files.append((max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, path))
     excess = sum(size for _, size, _ in files) - bytes_max
     for _, size, path in sorted(files):
         if excess > 0 and size > _SMALL_FILE_BYTES:
