@@ -22,6 +22,9 @@ ping http://127.0.0.1:1                    | said with --store; see kvtide ping 
 ping --store http://127.0.0.1:1            | refused; kvtide doctor --store URL
 size                                       | '--model'; see kvtide size --help and docs/sizing.md
 size --model FOLDER                        | kvtide size --model
+size --model CONFIG --trace FOLDER         | has no full block; *.jsonl
+size --model CONFIG --trace FILE           | line 1 is no request; cut off
+size --model CONFIG --trace FILE --policy x | 'x'; see kvtide size --help
 explain --store FOLDER                     | kvtide explain --text FILE --model FOLDER
 explain --tokens FILE --store STORE        | kvtide explain --text FILE
 explain --tokens TOKENS --store STORE      | --namespace; kvtide stats
@@ -39,6 +42,7 @@ invalidate chat --server http://127.0.0.1:1 | kvtide doctor --store URL
 llama                                      | 'model'; see kvtide llama --help and docs/llamacpp.md
 demo --codec zip                           | 'zip'; see kvtide demo --help
 """
+CONFIG = '{"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}'
 
 
 def status_of(program: typer.Typer) -> object:
@@ -53,12 +57,12 @@ def test_mistake_is_answered_by_one_line_that_names_the_next_command(
 ) -> None:
     words, _, expected = row.partition("|")
     monkeypatch.setattr("kvtide.cli.store.DEFAULT_STORE", str(tmp_path / "DEFAULT"))
-    for name, content in (("FILE", "once upon a time"), ("TOKENS", "[1, 2, 3]")):
+    for name, content in (("FILE", "once upon a time"), ("TOKENS", "[1, 2, 3]"), ("CONFIG", CONFIG)):
         (tmp_path / name).write_text(content)
     for name in ("FOLDER", "STORE/segments"):
         (tmp_path / name).mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        places = {name: str(tmp_path / name) for name in ("FILE", "TOKENS", "FOLDER", "STORE", "DEFAULT")}
+        places = {name: str(tmp_path / name) for name in ("FILE", "TOKENS", "CONFIG", "FOLDER", "STORE", "DEFAULT")}
         places["TAKEN"] = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setattr(sys, "argv", ["kvtide", *(places.get(word, word) for word in words.split())])
         assert status_of(app) == 2

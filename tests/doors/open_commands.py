@@ -34,6 +34,9 @@ profiles put, fetched and removed | kvtide profile put get rm | @look | every ki
 from where on loading pays | kvtide ping --store URL --prefill-tokens-s | @look | @process | OURS
 how large a model's cache is | kvtide size --model --disk-gb | @look | configs of known models | OURS
     tests/cli/test_sizes.py::test_size_is_what_the_models_cache_takes
+what a trace or logs would hit, by room and codec | kvtide size --trace --policy --block-tokens
+    docs/sizing.md: From a trace or logs of yours | made-up requests | OURS
+    tests/cli/test_sizes.py::test_trace_hits_more_in_a_codec_that_takes_less
 why a prompt missed | kvtide explain | @look | @tiny | OURS
 what a hit saves | kvtide explain --prefill-tokens-s --link-mbit-s | @look | @tiny | OURS
 which group of layers ended a hit | kvtide explain --model | @look | Gemma 3, tiny, random weights | OURS

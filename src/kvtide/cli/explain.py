@@ -122,20 +122,11 @@ def explain(
 def _result(
     url: str, digest: Namespace, found: Explanation, decided: Sequence[tuple[Decided, int]]
 ) -> dict[str, object]:
-    as_they_are = (
-        "prompt_tokens",
-        "full_blocks",
-        "hit_blocks",
-        "hit_tokens",
-        "hit_bytes",
-        "reason",
-        "ended_by",
-        "needs",
-    )
+    kept = ("prompt_tokens", "full_blocks", "hit_blocks", "hit_tokens", "hit_bytes", "reason", "ended_by", "needs")
     return {
         "store": url,
         "namespace": digest.hex(),
-        **{name: getattr(found, name) for name in as_they_are},
+        **{name: getattr(found, name) for name in kept},
         "first_missing_key": found.first_missing.hex() if found.first_missing else None,
         "elsewhere": [other.hex() for other in found.elsewhere],
         "decided": [

@@ -1,14 +1,17 @@
-"""`kvtide size`: how large a model's cache is, by codec, and what a disk holds of it. Reads the config alone."""
+"""`kvtide size`: how large a model's cache is, by codec, what a disk holds of it, what a trace would hit there."""
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
+from rich.table import Table
 
 from kvtide.cli.report import JsonOption, format_bytes, narrow_table, say
+from kvtide.cli.trace import AskedPrompts, hit_rate, read_prompts
 
 CONFIG_BYTES_MAX = 4 << 20
 _DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
@@ -46,6 +49,17 @@ class CacheShape(msgspec.Struct, frozen=True):
     dtype: str
 
 
+# Of those that a trace is counted for, as users write them; rooms, from what holds everything raw to a 32nd of it.
+_COUNTED, _HALVES = {"raw": "raw", "lossless": "lossless", "tide:5e-3": "tide (profile light)"}, 6
+
+
+class HitRow(msgspec.Struct, frozen=True):
+    """A room and, by codec, the share of a trace's blocks that come from a store of that size."""
+
+    gb: float
+    hit_rates: dict[str, float]
+
+
 class SizeRow(msgspec.Struct, frozen=True):
     """One codec: GB are 10^9 bytes, `disk_tokens` what the disk holds."""
 
@@ -58,11 +72,17 @@ def size(
     model: Annotated[Path, typer.Option("--model", help="A model's folder, or its config.json.")],
     disk_gb: Annotated[float, typer.Option("--disk-gb", min=0.001, help="Room on the disk, in 10^9 bytes.")] = 100.0,
     dtype: Annotated[str, typer.Option("--dtype", help="Of the cache, if not the config's.")] = "",
+    trace: Annotated[Path | None, typer.Option(help="Your trace, or a folder of logs: *.jsonl, *.jsonl.gz.")] = None,
+    policy: Annotated[Literal["lru", "s3fifo", "mix"], typer.Option(help="What leaves first; mix is slower.")] = "lru",
+    block_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Of what has a hash_id in your trace.")] = 512,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how large a model's cache is by codec, what a disk holds, and what to choose."""
+    """Say how large a model's cache is by codec, what a disk holds of it, what your trace would hit, what to choose."""
     shape = cache_shape(read_config(model), dtype)
     rows = size_rows(shape, disk_gb)
+    asked = read_prompts(trace, block_tokens) if trace is not None and shape.full_layers else None
+    hits = hit_rows(asked, rows, policy, disk_gb) if asked is not None else []
+    asked_for = None if asked is None else {**asked._asdict(), "prompts": len(asked.prompts)}
     others = f"{shape.other_layers} more keep a window or a state, which does not grow with the prompt."
     block = format_bytes(rows[0].gb_per_1000_tokens * 1e6 * 256)
     columns = ("codec", ">KB a token", ">GB per 1,000 tokens", f">tokens in {disk_gb:g} GB")
@@ -71,12 +91,13 @@ def size(
         for row in rows
     ]
     say(
-        {"model": str(model), "disk_gb": disk_gb, "shape": shape, "rows": rows},
+        {"model": str(model), "disk_gb": disk_gb, "shape": shape, "rows": rows, "trace": asked_for, "hits": hits},
         as_json,
         f"{shape.full_layers} layers, {shape.elements_a_token:,} elements a token, {shape.dtype}",
         *([others] if shape.other_layers else []),
         narrow_table(columns, figures),
         "raw and lossless are exact. All but raw are as measured on SmolLM2-135M.",
+        *(_chart(asked, hits, policy) if asked is not None else []),
         f"A block of 256 tokens takes {block} of memory: have room for your longest prompt.",
         "Take lossless, the default, unless disk or link is too small.",
         "For tide fit a profile: kvtide calibrate MODEL --store URL",
@@ -121,3 +142,25 @@ def size_rows(shape: CacheShape, disk_gb: float) -> list[SizeRow]:
     bits = {"raw": raw_bits, "lossless": raw_bits * _LOSSLESS_SHARE[shape.dtype], **_LOSSY_BITS}
     token_bytes = {codec: shape.elements_a_token * each / 8 for codec, each in bits.items()}
     return [SizeRow(codec, each / 1e6, int(disk_gb * 1e9 / each) if each else 0) for codec, each in token_bytes.items()]
+
+
+def hit_rows(asked: AskedPrompts, rows: list[SizeRow], policy: str, disk_gb: float) -> list[HitRow]:
+    """A row for each room, the smallest first: halves of what holds all blocks raw, and the disk's."""
+    block_gb = {row.codec: row.gb_per_1000_tokens * asked.block_tokens / 1000 for row in rows}
+    count, rate = asked.different_blocks, cache(partial(hit_rate, asked, policy))
+    halves = [count * block_gb["raw"] / 2**half for half in range(_HALVES)]
+    return [
+        HitRow(gb, {codec: rate(min(count, round(gb / block_gb[name]))) for codec, name in _COUNTED.items()})
+        for gb in sorted({*halves, min(disk_gb, halves[0])})
+    ]
+
+
+def _chart(asked: AskedPrompts, hits: list[HitRow], policy: str) -> list[str | Table]:
+    """Draw hits as bars: a line a room, a column a codec."""
+    most = max(max(hit.hit_rates.values()) for hit in hits) or 1.0
+    lines = [
+        [f"{hit.gb:.3g}", *(f"{'█' * round(12 * x / most):12} {x:.3f}" for x in hit.hit_rates.values())] for hit in hits
+    ]
+    blocks = f"{asked.blocks:,} blocks of {asked.block_tokens} tokens, {asked.different_blocks:,} different ones"
+    said = f"Of your {len(asked.prompts):,} prompts ({blocks}) this share comes from a store of so many GB ({policy}):"
+    return [said, narrow_table((">GB", *_COUNTED), lines)]
