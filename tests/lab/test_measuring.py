@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from rich.console import Console
 
+from kvtide_lab.cli.options import tell
 from kvtide_lab.measuring import Spread, tables_of
 
 
@@ -29,3 +31,11 @@ def test_result_is_a_line_a_field_and_a_table_for_rows() -> None:
     text = console.export_text()
     assert all(said in text for said in ("12,345", "yes", "p50 1,234", "0.1235", "1.00 (0.50 … 2.00)", "3.00"))
     assert "hit rate" in text and "missing" not in text and "more" not in text
+
+
+def test_no_column_is_cut_where_the_terminal_is_narrow(capsys: pytest.CaptureFixture[str]) -> None:
+    # Its column is wider than what the others leave of 80.
+    row = Row("mix-" * 30, 0.25, Spread(1.5, 1.0, 2.0), [])
+    tell(Result(1, True, {}, "", [row], []), as_json=False)
+    said = capsys.readouterr().out
+    assert [part for part in (row.policy, "0.25", "1.50 (1.00 … 2.00)", "hit rate") if part not in said] == []

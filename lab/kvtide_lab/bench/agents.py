@@ -25,7 +25,6 @@ import numpy as np
 from kvtide.cli.size import cache_shape, read_config
 from kvtide_lab.bench.engine_peers import (
     PEERS,
-    USUAL_ROOM,
     Contender,
     StoreRoom,
     contenders,
@@ -312,7 +311,7 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class AgentsSize(msgspec.Struct, frozen=True):
-    """The amount of work. `at_once`: sessions that talk at the same time, a row each.
+    """The amount of work. at_once: sessions that talk at the same time, a row each.
 
     store_shares: memory and disk of every store as shares of what is said in raw form, a row each; none: no such bound.
     """
@@ -354,7 +353,7 @@ class _Row(NamedTuple):
     name: str
     at_once: int
     phases: dict[str, list[list[dict[str, Any]]]]
-    room: StoreRoom = USUAL_ROOM
+    room: StoreRoom = StoreRoom()
 
 
 QUICK_NAMES = (PLAIN, "kvtide", "native")
@@ -563,7 +562,7 @@ def contender_named(setup: AgentsSetup, name: str, room: StoreRoom, work: Path) 
     elif name == PLAIN:
         yield Contender(name, setup.python, None)
     else:
-        yield contenders(setup.python, setup.lmcache_python, (name,), work, room)[-1]
+        yield contenders(setup.python, setup.lmcache_python, (name,), work, room.memory_bytes)[-1]
 
 
 def _mooncake(python: Path, port: int, work: Path) -> Contender:

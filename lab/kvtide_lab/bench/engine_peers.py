@@ -44,9 +44,6 @@ class StoreRoom(NamedTuple):
         return {"memory_bytes_max": half, "store_queue_bytes_max": half, "disk_bytes_max": self.disk_bytes}
 
 
-USUAL_ROOM = StoreRoom()
-
-
 class Contender(NamedTuple):
     """A way to serve. `server` is a command that runs beside the engine; `health_url` answers once it is up.
 
@@ -75,11 +72,11 @@ class Contender(NamedTuple):
 
 
 def contenders(
-    python: Path, lmcache_python: Path | None, peers: tuple[str, ...], work: Path, room: StoreRoom = USUAL_ROOM
+    python: Path, lmcache_python: Path | None, peers: tuple[str, ...], work: Path, memory_bytes: int = MEMORY_BYTES
 ) -> list[Contender]:
     """Return plain vLLM, kvtide, kvtide with `lossless` and the chosen peers, each with its store under `work`.
 
-    room: of the peers; their disk is as large as `kept_within` leaves it.
+    memory_bytes: of the peers; their disk is as large as `kept_within` leaves it.
 
     ValueError for an unknown peer, and for LMCache without an environment that has it.
     """
@@ -91,11 +88,11 @@ def contenders(
     lossless = further(LOSSLESS, python, "lossless", str(folder))._replace(folder=folder, is_brief=True)
     found = [Contender("plain", python, None), Contender("kvtide", python, disk, work / "kvtide"), lossless]
     if "native" in peers:
-        found.append(Contender("native", python, _native(work / "native", room.memory_bytes), work / "native"))
+        found.append(Contender("native", python, _native(work / "native", memory_bytes), work / "native"))
     if "lmcache" in peers:
         if lmcache_python is None:
             raise ValueError("LMCache runs in an environment of its own: give --lmcache-python")
-        found.append(_lmcache(lmcache_python, work / "lmcache", room.memory_bytes))
+        found.append(_lmcache(lmcache_python, work / "lmcache", memory_bytes))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich.console import Console
 
 from kvtide.cli.report import CONSOLE, envelope, say
 from kvtide_lab.measuring import tables_of
@@ -29,10 +30,12 @@ LmcacheOption = Annotated[
 
 
 def tell(result: msgspec.Struct, as_json: bool) -> None:
-    """Print a result: as JSON, or as tables with the command, commit and machine that it comes from."""
-    say(result, as_json, tables_of(result) if not as_json else None)
+    """Print a result: as JSON, or as tables as wide as they are, with the command, commit and machine behind it."""
+    say(result, as_json)
     if not as_json:
-        where = envelope()
+        tables, where = tables_of(result), envelope()
+        # Columns for which a terminal has no room would be empty.
+        Console(width=max(CONSOLE.width, Console(width=1000).measure(tables).maximum)).print(tables)
         CONSOLE.print(f"{where['command']} at {where['commit']} on {where['cpu']}, {where['machine']}", style="dim")
 
 
