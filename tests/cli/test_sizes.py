@@ -61,8 +61,8 @@ def _prompts(count: int) -> list[dict[str, Any]]:
     return [{**row, "timestamp": at} for at, row in enumerate([*sessions, *sessions])]
 
 
-def _sized(folder: Path, *arguments: str) -> Any:
-    (folder / "config.json").write_text(json.dumps({**GQA, "dtype": "bfloat16"}))
+def _sized(folder: Path, *arguments: str, **config: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps({**GQA, "dtype": "bfloat16", **config}))
     command = ["size", "--model", str(folder / "config.json"), "--trace", str(folder / "logs"), *arguments]
     return CliRunner(env={"COLUMNS": "80"}).invoke(app, command)
 
@@ -84,6 +84,12 @@ def test_trace_hits_more_in_a_codec_that_takes_less(tmp_path: Path) -> None:
     assert rates[-2] == {"raw": 0.0, "lossless": 0.0, "tide:5e-3": 0.5}
     lines = _sized(tmp_path).stdout.splitlines()
     assert max(map(len, lines)) <= 80 and any("█ 0.500" in line for line in lines)
+
+
+def test_cache_that_does_not_grow_with_the_prompt_needs_no_room_for_a_trace(tmp_path: Path) -> None:
+    _write(tmp_path, _prompts(2))
+    said = json.loads(_sized(tmp_path, "--json", layer_types=["sliding_attention"] * 32).stdout)
+    assert (said["trace"], said["hits"]) == (None, [])
 
 
 def test_folder_of_texts_is_read_in_order_of_time(tmp_path: Path) -> None:

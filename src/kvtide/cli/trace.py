@@ -16,7 +16,7 @@ from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
 
-LINE_BYTES_MAX, BLOCKS_MAX = 16 << 20, 1 << 22
+LINE_BYTES_MAX, BLOCKS_MAX = 4 << 20, 1 << 22
 # Of a block of a text: four bytes are a token, as in English.
 TEXT_TOKENS, TEXT_BYTES = 128, 512
 

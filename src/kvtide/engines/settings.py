@@ -58,9 +58,7 @@ _REQUEST_TYPES: Mapping[str, Any] = MappingProxyType(
 )
 
 # Options of who fills the engine's pages.
-_OF_PAGES = {
-    *("device_kernels", "load", "start_within_s", "tail_tokens", "profiles", "force_latest", "follow_s"),
-}
+_OF_PAGES = {"device_kernels", "load", "start_within_s", "tail_tokens", "profiles", "force_latest", "follow_s"}
 
 
 def usual_codec(store: str) -> str:
