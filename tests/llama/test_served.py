@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import pytest
 from tests.llama.conftest import ask
-from tests.llama.tiny import write_mamba
+from tests.llama.tiny import write_adapter, write_mamba
 from tests.servers import server_process
 
 from kvtide.engines.llamacpp import attach
@@ -32,6 +33,12 @@ def hits(
         {"flash_attn": True},
         {"rope_freq_base": 20000.0},
         {"rope_freq_scale": 0.5},
+        {"rope_scaling_type": llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN},
+        {"yarn_ext_factor": 0.5},
+        {"yarn_attn_factor": 0.5},
+        {"yarn_beta_fast": 16.0},
+        {"yarn_beta_slow": 2.0},
+        {"yarn_orig_ctx": 512},
         {"type_k": 0},
         {"kv_overrides": {"llama.attention.layer_norm_rms_epsilon": 1e-3}},
         {"salt": b"another"},
@@ -44,6 +51,27 @@ def test_what_changes_the_rows_changes_their_names(
     assert [hits(opened, tmp_path, tokens[:400]) for _ in range(2)] == [0, 384]
     assert hits(opened, tmp_path, tokens[:400], **change) == 0
     assert hits(opened, tmp_path, tokens[:400], n_ctx=1024, seed=3) == 384
+
+
+def test_adapters_and_their_scales_have_rows_of_their_own(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    first, second = (write_adapter(tmp_path / f"{seed}.gguf", seed) for seed in (1, 2))
+    for change in ({}, {"lora_path": first}, {"lora_path": first, "lora_scale": 0.5}, {"lora_path": second}):
+        options = {name: str(each) if name == "lora_path" else each for name, each in change.items()}
+        with opened(**options) as llm:
+            plain = ask(llm, tokens[:400])
+        assert [hits(opened, tmp_path / "store", tokens[:400], **options) for _ in range(2)] == [0, 384]
+        with opened(**options) as llm, attach(llm, tmp_path / "store"):
+            assert ask(llm, tokens[:400]).is_same(plain)
+    moved = str(first.rename(tmp_path / "renamed.gguf"))
+    assert hits(opened, tmp_path / "store", tokens[:400], lora_path=moved) == 384
+
+
+def test_size_of_a_context_is_in_the_names_where_a_model_stretches_positions(
+    opened: Any, models: Callable[..., Path], tokens: list[int], tmp_path: Path
+) -> None:
+    model = models(stretch=4.0)
+    assert [hits(opened, tmp_path, tokens[:400], model) for _ in range(2)] == [0, 384]
+    assert hits(opened, tmp_path, tokens[:400], model, n_ctx=1024) == 0
 
 
 def test_models_of_equal_shape_are_told_apart_by_their_weights_and_not_by_their_path(

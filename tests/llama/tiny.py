@@ -43,9 +43,17 @@ class _Writer(gguf.GGUFWriter):  # type: ignore[misc]  # gguf is not typed
         self.close()
 
 
-def write_model(path: Path, arch: str = "llama", layers: int = 3, seed: int = 0, window: int = 0) -> Path:
-    """Write a transformer of 4 heads, 2 of keys and values. window: of all layers but each sixth, as Gemma's."""
+def write_model(
+    path: Path, arch: str = "llama", layers: int = 3, seed: int = 0, window: int = 0, stretch: float = 0
+) -> Path:
+    """Write a transformer of 4 heads, 2 of keys and values. window: of all layers but each sixth, as Gemma's.
+
+    stretch: of positions, as the file says it.
+    """
     writer = _Writer(path, arch, layers, seed)
+    if stretch:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(stretch)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
@@ -61,6 +69,21 @@ def write_model(path: Path, arch: str = "llama", layers: int = 3, seed: int = 0,
         norms |= {"attn_q_norm": (DIMS,), "attn_k_norm": (DIMS,)}
     every = {f"blk.{n}.{name}.weight": shape for n in range(layers) for name, shape in {**shapes, **norms}.items()}
     writer.write({"output.weight": (VOCABULARY, WIDTH), **every})
+    return path
+
+
+def write_adapter(path: Path, seed: int) -> Path:
+    """Write a LoRA adapter of the first layer's keys."""
+    writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(seed)
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for half, shape in (("lora_a", (4, WIDTH)), ("lora_b", (2 * DIMS, 4))):
+        writer.add_tensor(f"blk.0.attn_k.weight.{half}", rng.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path
 
 
