@@ -7,7 +7,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
-from tests.llama.conftest import ask
+from tests.llama.conftest import Answer, ask
 
 from kvtide.engines.llamacpp import attach
 
@@ -50,6 +50,52 @@ def test_restored_answers_are_those_of_a_fresh_model(
                 assert not is_second or cached.hit_tokens(tokens[:length]) == stored
                 assert ask(llm, tokens[:length]).is_same(plain[length]), (length, cached.last)
             assert cached.flush(10)
+
+
+def real_cases() -> list[tuple[int, list[int], dict[str, Any]]]:
+    """Batches, lengths at and around the ends of blocks and batches, options: each attention and type of keys."""
+    found = []
+    for number, batch in enumerate((64, 128, 256, 512, 1024, 2048)):
+        around = [end + step for end in sorted({64, 128, 256, 512} - {batch}) for step in (-1, 0, 1, 17)]
+        lengths = [int(each) for each in np.random.default_rng(number).choice(around, 3, replace=False)]
+        is_flash, kind = bool(number % 2), Q8_0 if number in (1, 2, 5) else F16
+        options = {"n_batch": batch, "n_ubatch": batch, "flash_attn": is_flash, "type_k": kind}
+        options["type_v"] = kind if is_flash else F16
+        found.append((batch, [*lengths, batch + 1, 2 * batch if batch < 512 else batch + 40], options))
+    return found
+
+
+def ask_alone(llm: Any, prompt: list[int]) -> Answer:
+    """Have a model answer in an empty context."""
+    llm.reset()
+    return ask(llm, prompt)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.real_model
+def test_real_models_say_the_same_token_for_token(opened: Any, tmp_path: Path, fault_factor: int) -> None:
+    """By night sixty prompts: two models, six batches, five lengths, whose texts begin alike. By day two of them."""
+    from kvtide_lab.bench.llama import packaged_model
+    from kvtide_lab.subjects import gemma_file
+
+    is_night, cases = fault_factor > 1, real_cases()
+    models = [packaged_model(), gemma_file()] if is_night else [packaged_model()]
+    if not is_night:
+        cases = [(batch, lengths[1:3], more) for batch, lengths, more in cases[:1]]
+    text, asked, restored = Path(llama_cpp.llama.__file__).read_bytes(), 0, 0
+    for model, (batch, lengths, more) in itertools.product(models, cases):
+        options, store = {"n_ctx": 2304, **more}, tmp_path / f"{asked}"
+        with opened(model, **options) as llm:
+            ids = llm.tokenize(text[20 * batch :][:20_000])
+            plain = [ask_alone(llm, ids[:length]) for length in lengths]
+        with opened(model, **options) as llm, attach(llm, store) as cached:
+            ask(llm, ids[: max(lengths)], 1)
+            assert cached.flush(60)
+        with opened(model, **options) as llm, attach(llm, store) as cached:
+            for length, expected in zip(lengths, plain, strict=True):
+                assert ask_alone(llm, ids[:length]).is_same(expected), (model.name, more, length, cached.last)
+                asked, restored = asked + 1, restored + (cached.last is not None and cached.last.hit_tokens > 0)
+    assert asked == (60 if is_night else 2) and restored >= asked // 2
 
 
 def test_chat_in_one_process_is_as_without_a_cache(opened: Any, tokens: list[int], tmp_path: Path) -> None:
