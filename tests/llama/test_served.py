@@ -56,7 +56,7 @@ def test_what_changes_the_rows_changes_their_names(
 def test_adapters_and_their_scales_have_rows_of_their_own(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     first, second = (write_adapter(tmp_path / f"{seed}.gguf", seed) for seed in (1, 2))
     for change in ({}, {"lora_path": first}, {"lora_path": first, "lora_scale": 0.5}, {"lora_path": second}):
-        options = {name: str(each) if name == "lora_path" else each for name, each in change.items()}
+        options: dict[str, Any] = {name: str(each) if name == "lora_path" else each for name, each in change.items()}
         with opened(**options) as llm:
             plain = ask(llm, tokens[:400])
         assert [hits(opened, tmp_path / "store", tokens[:400], **options) for _ in range(2)] == [0, 384]

@@ -1,6 +1,7 @@
 """Fitting profiles to a model: what moves in its cache, and what the model says of the outcome."""
 
 from kvtide.engines.calibrate.calibration import TideCalibration
+from kvtide.engines.calibrate.judge import upper_means
 from kvtide.engines.calibrate.texts import (
     TextSplit,
     calibration_texts,
@@ -18,4 +19,5 @@ __all__ = [
     "read_texts",
     "snippets",
     "split_texts",
+    "upper_means",
 ]
