@@ -5,7 +5,8 @@ Usage: newcomer.py [PAGE…]   (exit status 1 when something does not work as it
 `sh` blocks run, one after the other in one folder a page, servers in the background; `python` blocks run with a small
 random model; `toml`, `json` and `yaml` are parsed. Commands in `text` blocks and in prose have to exist, with the
 options that they are shown with. A block for which another machine is needed stands behind
-`<!-- newcomer: skip REASON -->`; these are counted and printed.
+`<!-- newcomer: skip REASON -->`; these are counted and printed. What needs llama.cpp runs in its own environment:
+tests/llama/test_guide.py.
 """
 
 import json
@@ -31,7 +32,11 @@ from wheel import PRELUDE, ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COLUMNS = 80
 BLOCK_S_MAX = 300.0
-SERVE = "kvtide serve"
+# Commands that serve: what says where, unless the line does; what they say once they listen.
+SERVERS = {
+    "kvtide serve": (("--listen", "--config"), "--listen 127.0.0.1:", "7421", "kvtide serves"),
+    "kvtide llama": (("--port",), "--port ", "8000", "serving "),
+}
 APPS = {"kvtide": kvtide.cli.app.app, "kvtide-lab": kvtide_lab.cli.app.app}
 FENCE = re.compile(r"^(?:<!-- newcomer: skip (.*?) -->\n)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^(kvtide(?:-lab)?) +([a-z].*(?:\n +.*)*)", re.MULTILINE)
@@ -95,13 +100,17 @@ def complaints(output: str) -> Iterator[str]:
 
 
 class Page:
-    """One page in a scratch home, with servers that it has started. Use with `with`."""
+    """One page in a scratch home, with servers that it has started. Use with `with`.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    prelude: before Python blocks. Commands run in the folder's `work`.
+    """
+
+    def __init__(self, folder: Path, prelude: str = PRELUDE) -> None:
+        self._folder, self._prelude = folder, prelude
         self._servers: list[subprocess.Popen[str]] = []
         self._places = {f"/{each}/kvtide": f"{folder}/{each}/kvtide" for each in ("etc", "var/lib", "var/cache")}
-        self._places |= {str(7421 + each): str(port) for each, port in enumerate(free_ports(3))}
+        self._ports = dict(zip(("7421", "7422", "7423", "8000"), map(str, free_ports(4)), strict=True))
+        self._places |= self._ports
         programs = Path(sys.executable).parent
         # No shell of this machine's user, and a terminal of 80 columns.
         self._environment = {
@@ -128,12 +137,12 @@ class Page:
         for place, here in self._places.items():
             text = text.replace(place, here)
         if block.language == "python":
-            yield from self._done([sys.executable, "-c", PRELUDE + text])
+            yield from self._done([sys.executable, "-c", self._prelude + text])
             return
         lines = text.splitlines(keepends=True)
-        for line in (line for line in lines if line.startswith(SERVE)):
+        for line in (line for line in lines if line.startswith(tuple(SERVERS))):
             yield from self._serve(line)
-        script = "".join(line for line in lines if not line.startswith(SERVE))
+        script = "".join(line for line in lines if not line.startswith(tuple(SERVERS)))
         yield from self._done(["bash", "-c", PREAMBLE + script])
 
     def _done(self, command: list[str]) -> Iterator[str]:
@@ -157,7 +166,8 @@ class Page:
 
     def _serve(self, line: str) -> Iterator[str]:
         """Start a server and wait until it listens. It ends with the page."""
-        where = "" if "--listen" in line or "--config" in line else f" --listen 127.0.0.1:{self._places['7421']}"
+        options, where, port, first = next(each for name, each in SERVERS.items() if line.startswith(name))
+        where = "" if any(option in line for option in options) else f" {where}{self._ports[port]}"
         command, work = ["bash", "-c", f"exec {line.partition(' #')[0].rstrip()}{where}"], self._folder / "work"
         server = subprocess.Popen(
             command, cwd=work, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -165,7 +175,7 @@ class Page:
         self._servers.append(server)
         assert server.stdout is not None
         for said in server.stdout:
-            if said.startswith("kvtide serves"):
+            if said.startswith(first):
                 return
         yield f"{line.strip()}: ended with status {server.wait()}"
 
