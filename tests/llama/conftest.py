@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+# Threads of llama.cpp that wait spin, for minutes where processors are shared.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Their modules import llama_cpp.
 collect_ignore_glob = [] if importlib.util.find_spec("llama_cpp") else ["test_*.py", "tiny.py"]
 

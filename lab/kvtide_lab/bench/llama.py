@@ -1,6 +1,7 @@
 """llama.cpp on this machine: a prompt after a restart, by each way that keeps prompts, and what these take.
 
 A contender's prompts are a stored beginning and a new end, as a document and a question. Each has models of its own.
+One finds on a server what another process has stored there. Chats of two users take turns, each empties the context.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import ctypes
 import importlib.util
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
@@ -22,40 +26,64 @@ import msgspec
 
 from kvtide.engines import installed_profiles
 from kvtide.engines.llamacpp import attach
+from kvtide_lab.bench.services import kvtide_server
 from kvtide_lab.measuring import Show
 
-_CODECS = {"kvtide raw": "raw", "kvtide lossless": "lossless", "kvtide tide": "tide:5e-3"}
-_PEERS = ("plain", "LlamaRAMCache", "LlamaDiskCache", "session file")
+_RAW, _TIDE, _SERVED = "kvtide raw", "kvtide tide", "kvtide serve"
+_CODECS = {_RAW: "raw", "kvtide lossless": "lossless", _TIDE: "tide:5e-3", _SERVED: "lossless"}
+_RAM = "LlamaRAMCache"
+_PEERS = ("plain", _RAM, "LlamaDiskCache", "session file")
 _END_TOKENS, _ANSWER_TOKENS, _BATCH_TOKENS, _PROMPTS, _FLUSH_S_MAX = 16, 8, 128, 10, 120.0
+# Of a chat's first turn and of each later one.
+_CHAT_TOKENS, _TURN_TOKENS = 384, 64
 
 
 class LlamaSize(NamedTuple):
-    """Restarts; tokens that are stored, that ten prompts share, that each of them has alone, and that are unknown."""
+    """Restarts; tokens that are stored, that ten prompts share, that each has alone, that are unknown; turns of a chat.
+
+    0: not measured.
+    """
 
     rounds: int = 5
     stored: int = 2048
     shared: int = 1500
     own: int = 100
     alone: int = 1024
+    turns: int = 6
+
+
+# Of the first model, and of those after it.
+FULL = (LlamaSize(), LlamaSize())
+QUICK = (LlamaSize(3, own=50, alone=384, turns=3), LlamaSize(1, 512, shared=0, alone=0, turns=0))
 
 
 class LlamaRow(msgspec.Struct, frozen=True):
-    """A contender: time to the first token after a restart, bytes written for ten prompts, speed on unknown ones."""
+    """A contender: time to the first token after a restart, bytes written for ten prompts, speed on unknown ones.
 
+    turn_ttft_s: the median of a chat's later turns. 0 where something was not measured.
+    """
+
+    model: str
     contender: str
     restart_ttft_s: float
     is_plain_answer: bool
     shared_bytes_written: int
     alone_tokens_s: float
+    turn_ttft_s: float
 
 
 class LlamaBenchResult(msgspec.Struct, frozen=True):
-    """Ratios, of kvtide raw unless said otherwise. answers_changed: by contenders that promise the same ones."""
+    """Ratios, of kvtide raw and the first model unless said otherwise.
+
+    answers_changed: by kvtide after restarts of any model, but for tide. served: by a server, from another process.
+    """
 
     model: str
     restart_vs_plain: float
     restart_vs_session_file: float
     answers_changed: int
+    served_vs_plain: float
+    turns_vs_plain: float
     shared_raw_vs_disk_cache: float
     shared_tide_vs_disk_cache: float | None
     alone_vs_plain: float
@@ -71,11 +99,10 @@ def packaged_model() -> Path:
 
 
 class _Bench:
-    def __init__(self, model: Path, work: Path, size: LlamaSize) -> None:
-        self._model, self._work, self._size, self._session = model, work, size, str(work / "session")
-        is_known = "SmolLM2-135M" in model.name
-        self._profiles = [each for each in installed_profiles() if is_known and each.kind == "tide-layer"]
-        self.names = [*_PEERS, *(name for name in _CODECS if is_known or not name.endswith(" tide"))]
+    def __init__(self, model: Path, work: Path, size: LlamaSize, url: str) -> None:
+        self._model, self._work, self._size, self._url = model, work, size, url
+        self._session, self._is_known = str(work / "session"), "SmolLM2-135M" in model.name
+        self.names = [*_PEERS, *(name for name in _CODECS if self._is_known or name != _TIDE)]
         text = "\n".join(str(topics[name]) for name in sorted(topics))
         with self.opened("plain", "") as (llm, _):
             self.tokens: list[int] = llm.tokenize(text.encode()[:100_000])
@@ -83,13 +110,14 @@ class _Bench:
     @contextmanager
     def opened(self, name: str, folder: str) -> Iterator[tuple[Any, Any]]:
         """Open a fresh model with what a contender keeps in a folder; yield it, and kvtide's own beside it."""
-        place, cached = self._work / f"{folder} {name}", None
-        llm = llama_cpp.Llama(str(self._model), n_ctx=self._size.stored + 64, n_batch=_BATCH_TOKENS, verbose=False)
+        size, place, cached = self._size, self._url if name == _SERVED else self._work / f"{folder} {name}", None
+        longest = max(size.stored, size.shared + size.own, size.alone, _CHAT_TOKENS + 2 * size.turns * _TURN_TOKENS)
+        llm = llama_cpp.Llama(str(self._model), n_ctx=longest + 64, n_batch=_BATCH_TOKENS, verbose=False)
         with closing(llm), contextlib.ExitStack() as stack:
             if name in _CODECS:
-                profiles = self._profiles if name.endswith(" tide") else ()
+                profiles = [each for each in installed_profiles() if name == _TIDE and each.kind == "tide-layer"]
                 cached = stack.enter_context(attach(llm, place, codec=_CODECS[name], profiles=profiles))
-            elif name == "LlamaRAMCache":
+            elif name == _RAM:
                 llm.set_cache(llama_cpp.LlamaRAMCache())
             elif name == "LlamaDiskCache":
                 stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
@@ -111,10 +139,13 @@ class _Bench:
 
     def restart(self, name: str) -> tuple[float, str]:
         """Ask about the beginning, restart, and ask something else about it; the rounds' median, and an answer."""
-        size, found, is_kept = self._size, list[tuple[float, str]](), name not in ("plain", "LlamaRAMCache")
+        size, found, is_kept = self._size, list[tuple[float, str]](), name != "plain"
         first, second = (self.tokens[: size.stored] + self.tokens[at : at + _END_TOKENS] for at in (9000, 9500))
         session = self._session if name == "session file" else ""
-        if is_kept:
+        if name == _SERVED:
+            with ProcessPoolExecutor(1, get_context("spawn")) as others:
+                others.submit(self.ask_once, name, first).result()
+        elif is_kept:
             with self.opened(name, "restart") as (llm, _):
                 self.ask(llm, first)
                 if session:
@@ -124,6 +155,24 @@ class _Bench:
             with self.opened(name, "restart") as (llm, _):
                 found.append(self.ask(llm, second, session=session))
         return median(each[0] for each in found), found[0][1]
+
+    def ask_once(self, name: str, prompt: list[int]) -> None:
+        """Have a contender compute and store a prompt."""
+        with self.opened(name, "restart") as (llm, _):
+            self.ask(llm, prompt, 1)
+
+    def turn_s(self, name: str) -> float:
+        """Return the seconds to the first token of two chats' later turns: the median."""
+        size, found = self._size, list[float]()
+        chats = {start: self.tokens[start : start + _CHAT_TOKENS] for start in (17_000, 18_000)}
+        with self.opened(name, "chat") as (llm, cached):
+            for turn, start in product(range(size.turns), chats):
+                took_s, said = self.ask(llm, chats[start])
+                found += [took_s] if turn else []
+                new = self.tokens[start + 500 + 100 * turn :][:_TURN_TOKENS]
+                chats[start] += llm.tokenize(said.encode(), add_bos=False) + new
+                _flush(cached)
+        return median(found)
 
     def shared_bytes(self, name: str) -> int:
         """Return the bytes written for prompts that share their beginning, each asked in an empty context."""
@@ -152,24 +201,37 @@ def _flush(cached: Any) -> None:
         raise ValueError(f"not everything is stored after {_FLUSH_S_MAX:.0f} s")
 
 
-def run(model: Path, work: Path, size: LlamaSize, show: Show) -> LlamaBenchResult:
-    """Measure all contenders on a model."""
-    bench, rows, plain = _Bench(model, work, size), dict[str, LlamaRow](), ""
-    for number, name in enumerate(bench.names):
-        show(name, number, len(bench.names))
-        ttft_s, said = bench.restart(name)
-        plain = plain or said
-        written = bench.shared_bytes(name) if name in _CODECS or name == "LlamaDiskCache" else 0
-        alone = bench.alone_tokens_s(name) if name in _CODECS or name == "plain" else 0.0
-        rows[name] = LlamaRow(name, ttft_s, said == plain, written, alone)
-    raw, tide, disk_bytes = rows["kvtide raw"], rows.get("kvtide tide"), rows["LlamaDiskCache"].shared_bytes_written
+def run(models: Sequence[Path], work: Path, sizes: tuple[LlamaSize, LlamaSize], show: Show) -> LlamaBenchResult:
+    """Measure all contenders on models, the first of which the ratios are of. sizes: of that one, and of the others."""
+    rows = list[LlamaRow]()
+    for number, model in enumerate(models):
+        with kvtide_server('tiers = ["memory://"]\n') as (address, _):
+            rows += _measured(model, work / str(number), sizes[min(number, 1)], f"http://{address}", show)
+    mine = {row.contender: row for row in rows if row.model == models[0].name}
+    raw, plain, disk, tide = mine[_RAW], mine["plain"], mine["LlamaDiskCache"], mine.get(_TIDE)
     return LlamaBenchResult(
-        model.name,
-        rows["plain"].restart_ttft_s / raw.restart_ttft_s,
-        rows["session file"].restart_ttft_s / raw.restart_ttft_s,
-        sum(not row.is_plain_answer for row in rows.values() if row is not tide),
-        raw.shared_bytes_written / disk_bytes,
-        tide.shared_bytes_written / disk_bytes if tide is not None else None,
-        raw.alone_tokens_s / rows["plain"].alone_tokens_s,
-        [*rows.values()],
+        models[0].name,
+        plain.restart_ttft_s / raw.restart_ttft_s,
+        mine["session file"].restart_ttft_s / raw.restart_ttft_s,
+        sum(not row.is_plain_answer for row in rows if row.contender in _CODECS and row.contender != _TIDE),
+        plain.restart_ttft_s / mine[_SERVED].restart_ttft_s,
+        plain.turn_ttft_s / raw.turn_ttft_s,
+        raw.shared_bytes_written / disk.shared_bytes_written,
+        tide.shared_bytes_written / disk.shared_bytes_written if tide is not None else None,
+        raw.alone_tokens_s / plain.alone_tokens_s,
+        rows,
     )
+
+
+def _measured(model: Path, work: Path, size: LlamaSize, url: str, show: Show) -> Iterator[LlamaRow]:
+    bench, plain = _Bench(model, work, size, url), ""
+    for number, name in enumerate(bench.names):
+        show(f"{model.stem[:12]}, {name}", number, len(bench.names))
+        # After a restart memory is empty; a file is of one prompt, and a server's objects are as on a disk.
+        ttft_s, said = bench.restart(name) if name != _RAM else (0.0, plain)
+        plain = plain or said
+        is_store = name in _CODECS and name != _SERVED
+        written = bench.shared_bytes(name) if size.shared and (is_store or name == "LlamaDiskCache") else 0
+        alone = bench.alone_tokens_s(name) if size.alone and (is_store or name == "plain") else 0.0
+        turn_s = bench.turn_s(name) if size.turns and name not in ("session file", _SERVED) else 0.0
+        yield LlamaRow(model.name, name, ttft_s, said == plain, written, alone, turn_s)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvtide.cli.report import JsonOption, progress_bars
 from kvtide_lab.cli.options import LmcacheOption, PartialOption, PythonOption, QuickOption, tell, texts_of
 from kvtide_lab.config import leave_a_core
-from kvtide_lab.subjects import tokenizer
+from kvtide_lab.subjects import gemma_file, tokenizer
 
 if TYPE_CHECKING:
     from kvtide_lab.bench.agents import AgentSession
@@ -58,16 +58,18 @@ def engine(
 
 
 def llama(
-    model: Annotated[Path | None, typer.Option("--model", help="A GGUF file; default: SmolLM2-135M.")] = None,
+    model: Annotated[
+        list[Path] | None, typer.Option("--model", help="GGUF files; default: SmolLM2-135M and Gemma 3 270M.")
+    ] = None,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """llama.cpp beside its own ways to keep prompts: restart, ten prompts that share, prompts that share nothing."""
+    """llama.cpp beside its own ways to keep prompts: restart, chats, ten prompts that share, others that do not."""
     from kvtide_lab.bench import llama as bench
 
-    size = bench.LlamaSize(rounds=3, alone=512) if quick else bench.LlamaSize()
+    models, sizes = model or [bench.packaged_model(), gemma_file()], bench.QUICK if quick else bench.FULL
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as work, progress_bars() as show:
-        tell(bench.run(model or bench.packaged_model(), Path(work), size, show), as_json)
+        tell(bench.run(models, Path(work), sizes, show), as_json)
 
 
 def agents(
