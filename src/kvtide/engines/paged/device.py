@@ -130,7 +130,7 @@ class DevicePages(PagePool):
 
     def reserve(self, blocks: int, is_wanted: Callable[[], bool]) -> None:
         """Pin memory for captured blocks; see PagePool. A block of 16 MiB waits 7 ms for that, in the engine's step."""
-        rooms = []
+        rooms: list[torch.Tensor] = []
         while len(rooms) < blocks and is_wanted():
             rooms.append(self._room())
         # Given back, torch keeps them pinned.
