@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ SECTIONS = [section(1, 0, b"finer"), section(0, 2, b"base, deep"), section(0, 0,
 
 
 def packed() -> bytearray:
-    return pack_object(META, "made-up-1", SECTIONS, profile=b"p" * 32, quality=0.005)
+    return bytearray(pack_object(META, "made-up-1", SECTIONS, profile=b"p" * 32, quality=0.005))
 
 
 def test_round_trip_keeps_everything() -> None:
@@ -124,3 +125,10 @@ def test_long_model_label_is_cut_between_characters() -> None:
     layout_meta = block_meta(LAYOUT)
     meta = type(layout_meta)(layout_meta.id, layout_meta.parent, 0, LAYOUT, "é" * 40)
     assert parse_object(pack_object(meta, "raw-1", SECTIONS)).meta.model == "é" * 24
+
+
+def test_room_with_anything_in_it_becomes_the_same_object() -> None:
+    room = memoryview(bytearray(b"\xff" * len(packed())))
+    found = pack_object(META, "made-up-1", SECTIONS, profile=b"p" * 32, quality=0.005, room_of=lambda size: room[:size])
+    assert found == packed()
+    assert np.shares_memory(np.frombuffer(found, np.uint8), np.frombuffer(room, np.uint8))

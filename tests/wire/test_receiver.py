@@ -46,7 +46,7 @@ def run_of(codec_name: str) -> Run:
     packed = []
     for block in range(BLOCKS):
         meta = block_meta(LAYOUT, seed=1, position=block)
-        packed.append(pack_object(meta, codec.codec_id, codec.encode(meta, smooth_bits(LAYOUT, block))))
+        packed.append(bytearray(pack_object(meta, codec.codec_id, codec.encode(meta, smooth_bits(LAYOUT, block)))))
     objects = [parse_object(data) for data in packed]
     every = [(block, at) for block, stored in enumerate(objects) for at in range(len(stored.entries))]
     frames = [pack_frame(objects[block], at) for block, at in every]

@@ -284,7 +284,7 @@ def made_objects(size: int, count: int) -> list[tuple[ObjectId, bytearray]]:
     for position in range(count):
         object_id = ObjectId(space, keys[position + 1])
         meta = BlockMeta(object_id, keys[position], position * layout.tokens, layout, "bench")
-        made.append((object_id, pack_object(meta, "raw-1", sections)))
+        made.append((object_id, bytearray(pack_object(meta, "raw-1", sections))))
     assert len(made[0][1]) == size
     return made
 

@@ -18,6 +18,8 @@ from kvtide.config import Limits, step_back
 from kvtide.index import TIERS_MAX
 from kvtide.store.load import BlockSource, LoadAccess, level_meta
 from kvtide.store.profile_follower import ProfileFollower
+from kvtide.tier.base import Buffer
+from kvtide.tier.buffers import recycled_buffer
 from kvtide.types import ObjectId
 from kvtide.wire import HEADER_BYTES, object_quality, pack_object
 
@@ -204,7 +206,7 @@ class Placer:
         tell = partial(self._access.decisions.tell, self._tiers.note_decisions)
         self._access.guarded("tell decisions", tell, None)
 
-    def _packed(self, block: QueuedBlock, chosen: Codec) -> bytearray | None:
+    def _packed(self, block: QueuedBlock, chosen: Codec) -> Buffer | None:
         """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
         meta, bits = block.meta, block.source()
         for codec in (chosen, LosslessCodec()):
@@ -214,7 +216,9 @@ class Placer:
             sections = self._profiles.encode(codec, meta, bits, block.group, block.is_exact)
             if sections is not None:
                 # A block computed on top of blocks of this quality is no better, however it is encoded.
-                return pack_object(meta, codec.codec_id, sections, codec.profile, self._access.quality)
+                rest = (sections, codec.profile, self._access.quality)
+                # Whole pages go to the disk as they are, and recycled ones need not be cleared.
+                return pack_object(meta, codec.codec_id, *rest, room_of=recycled_buffer)
         return None
 
     def _place_levels(self, block: QueuedBlock, codec: LevelledCodec) -> None:
@@ -225,7 +229,7 @@ class Placer:
                 sections = level.encode(meta, block.source())
                 self._tiers.put_from(meta.id, pack_object(meta, level.codec_id, sections, level.profile, level.quality))
 
-    def place(self, meta: BlockMeta, pack: Callable[[], bytes | bytearray | None]) -> bool:
+    def place(self, meta: BlockMeta, pack: Callable[[], Buffer | None]) -> bool:
         """Store an object unless one as good is here; put it in the place of a coarser one."""
         here = self._stored_quality(meta.id) if self._tiers.contains(meta.id) else None
         if here is None or here > self._access.quality_max:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import xxhash
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
@@ -137,12 +138,18 @@ def object_bytes_max(layout: BlockLayout) -> int:
 
 
 def pack_object(
-    meta: BlockMeta, codec_id: str, sections: Sequence[Section], profile: bytes | None = None, quality: float = 0.0
-) -> bytearray:
+    meta: BlockMeta,
+    codec_id: str,
+    sections: Sequence[Section],
+    profile: bytes | None = None,
+    quality: float = 0.0,
+    room_of: Callable[[int], bytearray | memoryview] = bytearray,
+) -> bytearray | memoryview:
     """Return the object's bytes.
 
-    Sections are put in stored order. quality: as in `StoredObject`; rounded up by at most 0.07 %. ValueError for none
-    or too many sections, two with one id, or a codec id that is not 1 to 16 ASCII characters.
+    Sections are put in stored order. quality: as in `StoredObject`; rounded up by at most 0.07 %. room_of: returns
+    memory of a size, with anything in it. ValueError for none or too many sections, two with one id, or a codec id that
+    is not 1 to 16 ASCII characters.
     """
     codec_bytes = codec_id.encode("ascii", errors="replace")
     if not 1 <= len(codec_bytes) <= _CODEC_BYTES or not codec_id.isascii():
@@ -155,13 +162,15 @@ def pack_object(
         object_bytes += len(section.data)
     if len(by_place) != len(sections):
         raise ValueError("two sections of one object have the same id")
-    packed = bytearray(object_bytes)
-    offset = head_bytes(len(sections))
+    packed, offset = room_of(object_bytes), head_bytes(len(sections))
+    packed[:offset] = bytes(offset)
+    # Copies by numpy leave the interpreter's lock to the engine.
+    room = np.frombuffer(packed, np.uint8)
     for position, (_, (section_id, data)) in enumerate(sorted(by_place.items())):
         entry = SectionEntry(section_id, offset, len(data), xxhash.xxh3_128_digest(data))
         entry_offset = HEADER_BYTES + position * ENTRY_BYTES
         packed[entry_offset : entry_offset + ENTRY_BYTES] = entry.to_bytes()
-        packed[offset : offset + len(data)] = data
+        room[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
         offset += len(data)
     assert offset == object_bytes
     quality_code = _quality_code(quality) if quality else 0
