@@ -123,17 +123,6 @@ def test_doctor_names_a_store_that_is_a_file(tmp_path: Path) -> None:
     assert "not a directory" in result.stdout
 
 
-@pytest.mark.parametrize("words", ["--codec zip", "--store memory://"])
-def test_bad_choices_are_refused_before_any_work(words: str, tmp_path: Path) -> None:
-    store = [] if "--store" in words else ["--store", tmp_path / "new/store"]
-    refused("demo", *words.split(), *store)
-    assert not list(tmp_path.iterdir())
-
-
-def test_short_prefix_is_refused() -> None:
-    assert CliRunner().invoke(app, ["demo", "--prefix-tokens", "10"]).exit_code == 2
-
-
 def test_chart_says_which_waits_were_not_measured() -> None:
     measured = [DemoRequest("", "", 10 * n, 0, 0.5, float(n), n in (1, 10), None) for n in range(1, 11)]
     console = Console(width=80, record=True, file=io.StringIO())

@@ -17,7 +17,6 @@ from kvtide.evict import EvictionOrder, order_named
 from kvtide.evict.policies import PolicyOrder
 from kvtide.evict.policies.order import Sizes
 from kvtide.index import USUAL_SIZE, RadixIndex
-from kvtide.tier.base import Tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.url import stack_of, tiers_of
@@ -210,42 +209,6 @@ def test_unknown_policy_is_an_error_at_the_start(tmp_path: Path) -> None:
     for url in ("memory://?polcy=lru", f"disk://{tmp_path}?polcy=lru"):
         with pytest.raises(ValueError, match="policy=NAME and nothing else"):
             stack_of(url, Limits(), ManualClock(), nothing_pinned)
-
-
-def hits_after_a_scan(tier: Tier, clock: ManualClock) -> int:
-    """Use one prompt often, then many prompts once; return how many blocks of the first are still here."""
-    stack = TierStack([tier])
-    stack.open()
-    liked = prompt(200, 201, 202, 203)
-    # These objects are no blocks that name their parents: requests tell of prefixes, from the first object on.
-    serve(stack, prompt(255))
-    for _ in range(4):
-        clock.advance(1.0)
-        serve(stack, liked)
-    for number in range(100):
-        clock.advance(1.0)
-        serve(stack, prompt(number, number))
-    hits = serve(stack, liked)
-    stack.check()
-    stack.close()
-    return hits
-
-
-def test_policy_of_a_disk_decides_which_segments_go(tmp_path: Path) -> None:
-    hits = {}
-    for policy in ("lru", "s3fifo"):
-        clock, limits = ManualClock(1e9), Limits(disk_bytes_max=400_000)
-        tier = tiers_of([f"disk://{tmp_path / policy}?policy={policy}"], limits, clock, nothing_pinned)
-        hits[policy] = hits_after_a_scan(tier, clock)
-    assert hits == {"lru": 0, "s3fifo": 4}
-
-
-def test_policy_of_memory_decides_which_objects_go() -> None:
-    hits = {}
-    for policy in ("lru", "s3fifo"):
-        clock, limits = ManualClock(1e9), Limits(memory_bytes_max=400_000)
-        hits[policy] = hits_after_a_scan(tiers_of([f"memory://?policy={policy}"], limits, clock, nothing_pinned), clock)
-    assert hits == {"lru": 0, "s3fifo": 4}
 
 
 def test_objects_on_a_disk_are_real_ones_of_their_policy_after_a_restart(tmp_path: Path) -> None:
