@@ -2,7 +2,6 @@
 
 import argparse
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,13 @@ import numpy as np
 import pytest
 from tests.llama.conftest import ask
 
-from kvtide.cli.gguf import heard, llama_losses, with_noise
+from kvtide.block import BlockLayout
+from kvtide.cli.gguf import llama_losses, with_noise
+from kvtide.codec import Profile
 from kvtide.engines import installed_profiles
 from kvtide.engines.llamacpp import attach
 from kvtide.engines.llamacpp.state import halved, paired
 from kvtide.engines.paged import gguf_fingerprint
-from kvtide.errors import UnsupportedModel
 from kvtide_lab.bench.llama import packaged_model
 
 
@@ -66,13 +66,8 @@ def test_tide_keeps_its_promise_by_llama_cpp_s_own_answers(opened: Any) -> None:
     assert 0 < kl < 1.5 * 5e-3
 
 
-def test_profile_is_not_judged_where_llama_cpp_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (profile,) = (each for each in installed_profiles() if each.kind == "tide-layer")
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(UnsupportedModel, match="llama-cpp-python is not installed"):
-        llama_losses(packaged_model(), profile, [[1] * 400], lambda *each: None)
-
-
-def test_curve_with_noise_rises_and_falls_below_it() -> None:
-    heard_kls = [heard(kl, 4e-3) for kl in (1e-6, 4e-4, 5e-4, 6e-4, 5e-3)]
-    assert heard_kls == pytest.approx([9e-6, 3.6e-3, 4.5e-3, 4.6e-3, 9e-3])
+def test_curve_with_noise_rises_and_falls_below_it(layout: BlockLayout) -> None:
+    curve = np.array([[unit, 1, kl] for unit, kl in enumerate((1e-6, 4e-4, 5e-4, 6e-4, 5e-3))], np.float32)
+    profile = Profile.make("tide-layer", "any", layout, (1, 1), {"curve": curve})
+    kls = with_noise(profile, 4e-3).arrays["curve"][:, 2]
+    assert kls == pytest.approx([9e-6, 3.6e-3, 4.5e-3, 4.6e-3, 9e-3])

@@ -8,7 +8,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -37,9 +37,6 @@ from kvtide.config import TENANT_SALT_VARIABLE, cache_home
 from kvtide.engines import installed_profiles, option_bytes, read_profile
 from kvtide.store.profiles import ProfileStore, ProfileVersion, newest_of, profile_name
 from kvtide.tier import Tier, shown_url
-
-if TYPE_CHECKING:
-    from kvtide.engines.calibrate import TextSplit
 
 app = typer.Typer(help="Profiles of models: what lossy codecs know of each, kept in the store.", no_args_is_help=True)
 
@@ -276,11 +273,10 @@ def calibrate(
         show = _telling(bars, seconds)
         if codec in _TIDE_KINDS:
             partial = _partial(output, folder, codec)
-            split = _split(subject, own)
-            profiles, report = _tide(subject, split, codec.removeprefix("tide-"), partial, show)
+            profiles, report = _tide(subject, own, codec.removeprefix("tide-"), partial, show)
             if model and model.endswith(gguf.SUFFIX):
                 # What is left takes minutes, and all would be lost if it were stopped.
-                profiles, report = _judged(Path(model), profiles, report, split, _telling(bars, math.inf))
+                profiles, report = _judged(Path(model), subject, profiles, report, _telling(bars, math.inf))
         else:
             profiles = [_published(subject, own, codec, show)]
     if output is not None:
@@ -318,7 +314,7 @@ def _shown(report: dict[str, Any]) -> Iterator[Any]:
         table.add_row(str(point["step_units"]), f"{point['bits_per_element']:.3f}", f"{point['kl']:.5f}")
     yield table
     if noise := report.get("llama_noise"):
-        yield f"with what llama.cpp's own rounding costs, {noise:.5f}: what is asked for has to be more"
+        yield f"llama.cpp's own rounding adds {noise:.5f}: what is asked for has to be more"
     ratio = report["held_out_over_fitted"]
     if ratio is None:
         yield "too few texts to hold any out: the table is that of texts that were fitted on"
@@ -399,37 +395,32 @@ def _published(subject: _Subject, own: Sequence[str], codec: str, show: _Progres
     return fitter.profile(len(all_ids))
 
 
-def _split(subject: _Subject, own: Sequence[str]) -> TextSplit:
+def _tide(
+    subject: _Subject, own: Sequence[str], cost: str, partial: Path, show: _Progress
+) -> tuple[list[Profile], dict[str, Any]]:
     """own: some of these texts are judged on; empty for those of the package, which has others to judge on."""
-    from kvtide.engines.calibrate import TextSplit, calibration_texts, held_out_texts, split_texts
+    from kvtide.engines.calibrate import TextSplit, TideCalibration, calibration_texts, held_out_texts, split_texts
 
     if own:
-        return split_texts(subject.ids(own))
-    of_package = (calibration_texts(), held_out_texts())
-    return TextSplit(*(subject.ids([each.content for each in texts]) for texts in of_package))
-
-
-def _tide(
-    subject: _Subject, split: TextSplit, cost: str, partial: Path, show: _Progress
-) -> tuple[list[Profile], dict[str, Any]]:
-    from kvtide.engines.calibrate import TideCalibration
-
+        split = split_texts(subject.ids(own))
+    else:
+        of_package = (calibration_texts(), held_out_texts())
+        split = TextSplit(*(subject.ids([each.content for each in texts]) for texts in of_package))
     calibration = TideCalibration(subject.model, subject.name, cost, split, subject.block_tokens, partial)
     profiles, report = calibration.run(show)
     return profiles, msgspec.to_builtins(report)
 
 
 def _judged(
-    file: Path, profiles: list[Profile], report: dict[str, Any], split: TextSplit, show: _Progress
+    file: Path, subject: _Subject, profiles: list[Profile], report: dict[str, Any], show: _Progress
 ) -> tuple[list[Profile], dict[str, Any]]:
-    """Add llama.cpp's own noise to the curves of profiles and of a report, as its answers tell it."""
-    from kvtide.engines.calibrate import upper_means
+    """Add llama.cpp's own noise to the curves of profiles, as its answers tell it, and say so in the report."""
+    from kvtide.engines.calibrate import held_out_texts, upper_means
 
     try:
-        losses = gguf.llama_losses(file, profiles[0], split.held_out or split.fitted, show)
-    except ValueError as error:
+        losses = gguf.llama_losses(file, profiles[0], subject.ids([each.content for each in held_out_texts()]), show)
+    except (ImportError, ValueError) as error:
         print(f"llama.cpp has not judged this profile: {error}", file=sys.stderr)
         return profiles, report
     noise = float(upper_means(np.array([losses]).T)[0])
-    points = [{**each, "kl": gguf.heard(each["kl"], noise)} for each in report["points"]]
-    return [gguf.with_noise(each, noise) for each in profiles], report | {"points": points, "llama_noise": noise}
+    return [gguf.with_noise(each, noise) for each in profiles], report | {"llama_noise": noise}
