@@ -43,7 +43,7 @@ from kvtide.wire.receiver import Receiver
 # much longer ones attention over what was there before them costs more than that.
 _OWN_PASS_TOKENS = 2 * PASS_TOKENS
 # Bound on the bytes of all objects that one load brings.
-RECEIVE_BYTES_MAX = 4 << 30
+_RECEIVE_BYTES_MAX = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,8 +412,8 @@ class StreamedLoad:
     ) -> None:
         """computed, begun, give_up_s: see `FetchRun`."""
         self.job = job
-        if (size := sum(stored.object_bytes for stored in job.objects)) > RECEIVE_BYTES_MAX:
-            raise ValueError(f"a streamed load brings at most {RECEIVE_BYTES_MAX} bytes, got objects of {size}")
+        if (size := sum(stored.object_bytes for stored in job.objects)) > _RECEIVE_BYTES_MAX:
+            raise ValueError(f"a streamed load brings at most {_RECEIVE_BYTES_MAX} bytes, got objects of {size}")
         self.receivers = [Receiver(stored) for stored in job.objects]
         # What the engine has, from the start on; the blocks of it that were appended, and what that took.
         self.tokens = self._stop_of(computed)
