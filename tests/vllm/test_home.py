@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from tests.servers import ServerProcess, disk_arguments, server_process
+from tests.servers import disk_arguments, server_process
 from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
 
+from kvtide.engines.transformers import smollm2
 from kvtide_lab.bench.agents import AgentSession, made_up_sessions
 from kvtide_lab.config import engine_environment
 from wheel import install_wheel
@@ -26,6 +27,9 @@ pytestmark = pytest.mark.timeout(900)
 
 FULL_PAGES = (PROMPT_TOKENS - 1) // PAGE_TOKENS
 START_S_MAX = 300.0
+STORED, LOADED = "vllm:kvtide_stored_blocks_total", "vllm:kvtide_loaded_tokens_total"
+BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
+AGENTS, TURNS, SAID_TOKENS = 3, 3, 8
 
 
 def _free_port() -> int:
@@ -53,6 +57,10 @@ class Server:
         request = urllib.request.Request(f"{self._base}/v1/completions", sent, headers)
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
+
+    def answer(self, ids: list[int], tokens: int = ANSWER_TOKENS, rank: int = 0) -> list[int]:
+        found: list[int] = self.complete(ids, tokens, rank)["choices"][0]["token_ids"]
+        return found
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's lines that have these labels."""
@@ -122,40 +130,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def server(python: Path, model: Path, filled_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(python, model, str(filled_store), tmp_path_factory.mktemp("server") / "log") as found:
-        yield found
-
-
-def test_second_process_restores_by_the_short_name_and_is_seen(server: Server, plain: Any, tokens: list[int]) -> None:
-    answer = server.complete(tokens[:PROMPT_TOKENS])
-    assert answer["choices"][0]["token_ids"] == plain["long"]["ids"]
-    restored = FULL_PAGES * PAGE_TOKENS
-    assert server.metric("vllm:kvtide_loaded_tokens_total") == restored
-    assert server.metric("vllm:kvtide_hit_tokens_total") == restored
-    assert server.metric("vllm:kvtide_asked_tokens_total") == PROMPT_TOKENS
-    assert server.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") == restored
-    # What a cache counts travels with a later step.
-    server.complete(tokens[6000:6400], 2)
-    assert server.reaches("vllm:kvtide_stored_blocks_total", 3)
-    assert server.reaches("vllm:kvtide_tier_hits_total", FULL_PAGES, tier="disk")
-    assert server.reaches("vllm:kvtide_decided_tokens_total", 3 * PAGE_TOKENS, choice="recompute", why="absent")
-
-
-def test_what_one_data_parallel_rank_stored_another_restores(
-    python: Path, model: Path, plain: Any, tokens: list[int], tmp_path: Path
-) -> None:
-    ids, expected = tokens[:PROMPT_TOKENS], plain["long"]["ids"]
-    ranks = ["--data-parallel-size", "2"]
-    with server_process() as store, serving(python, model, store.url, tmp_path / "log", ranks) as server:
-        assert server.complete(ids, rank=0)["choices"][0]["token_ids"] == expected
-        assert server.reaches("vllm:kvtide_stored_blocks_total", FULL_PAGES, engine="0")
-        assert server.complete(ids, rank=1)["choices"][0]["token_ids"] == expected
-        assert server.metric("vllm:kvtide_loaded_tokens_total", engine="1") == FULL_PAGES * PAGE_TOKENS
-
-
-AGENTS, TURNS, SAID_TOKENS = 3, 4, 8
 LINE = re.compile(
     r"INFO .*kvtide, request (\S+): \d+ tokens asked, \d+ more in the engine's cache; "
     r"(?:none found|\d+ found in http://127\.0\.0\.1:\d+)"
@@ -168,53 +142,109 @@ LINE = re.compile(
 @pytest.fixture(scope="module")
 def agents(model: Path) -> list[AgentSession]:
     """Agents whose prompts grow by what tools say, each with a task of its own on a beginning that all have."""
-    from kvtide.engines.transformers import smollm2
-
     tokenizer, names = smollm2.load_tokenizer(model), sorted(topics)
-    tasks = ["\n".join(str(topics[name]) for name in names[first::AGENTS]) for first in range(AGENTS)]
+    # Their beginning is not that of the long prompt.
+    tasks = ["\n".join(str(topics[name]) for name in names[1 + first :: AGENTS]) for first in range(AGENTS)]
     texts = [tasks[0][:1200] + task for task in tasks]
     return made_up_sessions(texts, lambda text: list(tokenizer(text).input_ids), 1600, TURNS)
 
 
-def test_agents_are_served_as_usual_over_restarts_of_the_engine_and_of_its_store(
-    python: Path, model: Path, engine: Any, agents: list[AgentSession], tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def expected(engine: Any, tokens: list[int], agents: list[AgentSession]) -> tuple[list[int], list[list[list[int]]]]:
+    """What vLLM says by itself to the long prompt, and to each turn of the agents."""
     with engine() as process:
-        plain = [[process.ask(turn.ids, SAID_TOKENS)["ids"] for turn in agent.turns] for agent in agents]
-    pages = {tuple(agent.turns[0].ids[: PAGE_TOKENS * page]) for agent in agents for page in range(1, FULL_PAGES + 1)}
-    store, logs = ServerProcess(*disk_arguments(tmp_path / "store")), [tmp_path / "first", tmp_path / "second"]
-    answers: list[list[Any]] = [[] for _ in agents]
+        turns = [[process.ask(turn.ids, SAID_TOKENS)["ids"] for turn in agent.turns] for agent in agents]
+        return process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)["ids"], turns
 
-    def turn(server: Server, agent: int) -> None:
-        ids = agents[agent].turns[len(answers[agent])].ids
-        answers[agent].append(server.complete(ids, SAID_TOKENS)["choices"][0]["token_ids"])
 
-    def turns(server: Server) -> None:
-        list(clients.map(turn, [server] * AGENTS, range(AGENTS)))
+class Served(NamedTuple):
+    """Answers by rank and by agent, what was loaded by the other rank and by the second engine, logs; that engine."""
+
+    ranks: list[list[int]]
+    agents: list[list[list[int]]]
+    is_stored: bool
+    loaded: tuple[float, float]
+    logs: list[Path]
+    server: Server
+
+
+@pytest.fixture(scope="module")
+def served(
+    python: Path,
+    model: Path,
+    tokens: list[int],
+    agents: list[AgentSession],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    """Serve by two ranks, kill the store's server under them, start it again, and serve by another engine."""
+    folder, ids, answers = tmp_path_factory.mktemp("served"), tokens[:PROMPT_TOKENS], list[list[Any]]()
+    place, logs = disk_arguments(folder / "store"), [folder / "first", folder / "second"]
+    prompts = [ids, *(agent.turns[0].ids for agent in agents)]
+    pages = {tuple(each[: PAGE_TOKENS * page]) for each in prompts for page in range(1, FULL_PAGES + 1)}
+
+    def turn(server: Server) -> None:
+        asked = [agent.turns[len(answers)].ids for agent in agents]
+        answers.append(list(clients.map(lambda ids: server.answer(ids, SAID_TOKENS), asked)))
 
     with ThreadPoolExecutor(AGENTS) as clients:
-        with serving(python, model, store.url, logs[0]) as server:
-            turns(server)
-            stored = server.reaches("vllm:kvtide_stored_blocks_total", len(pages))
+        ranks = ["--data-parallel-size", "2"]
+        with server_process(*place) as store, serving(python, model, store.url, logs[0], ranks) as server:
+            said = [server.answer(ids)]
+            assert server.reaches(STORED, FULL_PAGES, engine="0")
+            said.append(server.answer(ids, rank=1))
+            by_rank = server.metric(LOADED, engine="1")
+            turn(server)
+            is_stored = server.reaches(STORED, len(pages), engine="0")
             store.kill()
-            turns(server)
-            store = ServerProcess(*disk_arguments(tmp_path / "store"), port=store.port)
-        with serving(python, model, store.url, logs[1]) as server:
-            turns(server)
-            loaded = server.metric("vllm:kvtide_loaded_tokens_total")
-            store.terminate()
-            turns(server)
-    assert answers == plain
-    assert stored and loaded == AGENTS * FULL_PAGES * PAGE_TOKENS
-    lines = [LINE.findall(log.read_text()) for log in logs]
-    asked = [log.read_text().count("kvtide, request") for log in logs]
-    assert [len(each) for each in lines] == asked
-    assert min(asked) >= 2 * AGENTS
-    assert sum(int(tokens or 0) for _, tokens in lines[1]) == loaded
+            turn(server)
+        with server_process(*place, port=store.port) as store, serving(python, model, store.url, logs[1]) as server:
+            turn(server)
+            loaded = by_rank, server.metric(LOADED)
+            yield Served(said, [list(each) for each in zip(*answers, strict=True)], is_stored, loaded, logs, server)
 
 
-def test_request_says_not_to_load_and_not_to_store(server: Server, plain: Any, tokens: list[int]) -> None:
-    loaded = server.metric("vllm:kvtide_loaded_tokens_total")
+def test_what_one_data_parallel_rank_stored_another_restores(served: Served, expected: Any) -> None:
+    assert served.ranks == [expected[0]] * 2
+    assert served.loaded[0] == FULL_PAGES * PAGE_TOKENS
+
+
+def test_agents_are_served_as_usual_over_restarts_of_the_engine_and_of_its_store(served: Served, expected: Any) -> None:
+    assert served.agents == expected[1]
+    assert served.is_stored and served.loaded[1] == AGENTS * FULL_PAGES * PAGE_TOKENS
+    # The first engine has ended, so that its log is whole.
+    log = served.logs[0].read_text()
+    lines = LINE.findall(log)
+    assert len(lines) == log.count("kvtide, request") >= 2 + 2 * AGENTS
+    assert sum(int(tokens or 0) for _, tokens in lines) == FULL_PAGES * PAGE_TOKENS
+    restored = [int(tokens or 0) for _, tokens in LINE.findall(served.logs[1].read_text())]
+    assert restored[:AGENTS] == [FULL_PAGES * PAGE_TOKENS] * AGENTS
+
+
+@pytest.fixture
+def server(served: Served) -> Server:
+    return served.server
+
+
+def test_second_process_restores_by_the_short_name_and_is_seen(
+    server: Server, expected: Any, tokens: list[int]
+) -> None:
+    names = ("loaded", "hit", "asked")
+    before = [server.metric(f"vllm:kvtide_{name}_tokens_total") for name in names]
+    assert server.answer(tokens[:PROMPT_TOKENS]) == expected[0]
+    after = [server.metric(f"vllm:kvtide_{name}_tokens_total") for name in names]
+    restored = FULL_PAGES * PAGE_TOKENS
+    assert [new - old for new, old in zip(after, before, strict=True)] == [restored, restored, PROMPT_TOKENS]
+    assert server.metric(BY_SOURCE, source="external_unspecified") == after[0]
+    # What a cache counts travels with a later step.
+    stored = server.metric(STORED)
+    server.complete(tokens[6000:6400], 2)
+    assert server.reaches(STORED, stored + 3)
+    assert server.reaches("vllm:kvtide_tier_hits_total", FULL_PAGES * (1 + AGENTS), tier="http")
+    assert server.reaches("vllm:kvtide_decided_tokens_total", 3 * PAGE_TOKENS, choice="recompute", why="absent")
+
+
+def test_request_says_not_to_load_and_not_to_store(server: Server, tokens: list[int]) -> None:
+    loaded = server.metric(LOADED)
     salted: dict[str, Any] = {
         "cache_salt": "tenant",
         "kv_transfer_params": {"kvtide_no_store": True, "quality": -1, "agent_hint": 3},
@@ -222,7 +252,7 @@ def test_request_says_not_to_load_and_not_to_store(server: Server, plain: Any, t
     for _ in range(2):
         server.complete(tokens[:600], 2, **salted)
     server.complete(tokens[8000:8400], 2, kv_transfer_params={"kvtide_no_load": True})
-    assert server.metric("vllm:kvtide_loaded_tokens_total") == loaded
+    assert server.metric(LOADED) == loaded
     assert server.metric("vllm:kvtide_request_options_total", what="bad") == 4
     assert server.metric("vllm:kvtide_request_options_total", what="used") == 3
 
