@@ -263,9 +263,9 @@ def test_larger_first_object_does_not_lessen_what_is_planned_for(policy: str) ->
     assert misled.hits[NS] > 0.95 * usual.hits[NS]
 
 
-@pytest.mark.parametrize("policy", ["reuse", "mix"])
+@pytest.mark.parametrize(("policy", "gain"), [("reuse", 1.08), ("mix", 1.01)])
 def test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+    policy: str, gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def total(asked: Asked) -> int:
         rng = random.Random(3)
@@ -279,7 +279,7 @@ def test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more(
     with_sizes = total(told)
     assert told.hits[OTHER] > 1.5 * told.hits[NS]
     monkeypatch.setattr(Sizes, "measured", lambda self, size: USUAL_SIZE)
-    assert with_sizes > 1.04 * total(Asked(policy))
+    assert with_sizes > gain * total(Asked(policy))
 
 
 def test_index_counts_its_room_by_size() -> None:

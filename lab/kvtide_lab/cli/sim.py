@@ -15,7 +15,7 @@ from kvtide_lab.cli.options import QuickOption, tell
 from kvtide_lab.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
 from kvtide_lab.sim.hints import HINTS
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
-from kvtide_lab.sim.made import MADE, MADE_PREFIX, made_trace
+from kvtide_lab.sim.made import HELD_OUT, MADE, MADE_PREFIX, made_trace
 from kvtide_lab.sim.policies import POLICIES
 from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, run_pool
 from kvtide_lab.sim.prompts import PROBABILITIES, PromptReport, PromptSetup, run_prompts
@@ -51,7 +51,7 @@ def trace(
         list[str] | None,
         typer.Argument(
             help="Mooncake JSONL, Qwen-Bailian JSONL or WEKA compact, gzipped or not; a folder of sessions' texts; "
-            f"made:NAME, one of {', '.join(MADE)}. Several give a line each; by default all made-up ones do. "
+            f"made:NAME, one of {', '.join(MADE)}. Several give a line each; by default those held out do. "
             "A+B: traces as tenants of one cache."
         ),
     ] = None,
@@ -68,7 +68,7 @@ def trace(
     """Replay traces; show hit rates between those of LRU and of Belady's bound."""
     if sessions < 0:
         raise ValueError(f"--sessions must not be negative, got {sessions}")
-    names = files or [MADE_PREFIX + name for name in MADE][: 2 if quick else None]
+    names = files or [MADE_PREFIX + name for name in HELD_OUT][: 2 if quick else None]
     sizes = capacity or (SHARES_QUICK if quick else SHARES)
     if len(names) > 1:
         fixed = [each for each in STANDING if each != policy]

@@ -41,6 +41,8 @@ _GROUP_RUNS = 60.0
 # The factor between two levels is (uses + this) / (expected uses + this).
 _GROUP_FACTOR_USES = 2.0
 _KIND_FACTOR_USES = 30.0
+# What is seen an octave of age away says this much as much of a factor: what was popular may be so no more.
+_NEAR_PER_OCTAVE = 0.4
 # Advice makes no more rows beyond this many.
 ROWS_MAX = 256
 # A cut must leave this many runs on both sides and gain this much log-likelihood.
@@ -61,12 +63,20 @@ class Ages:
         self.edges_s = (0.0, *(_FIRST_S * 2 ** (step / per_octave) for step in range(bins - 1)))
         self.widths_s = np.diff(np.array([*self.edges_s, 2 * self.edges_s[-1]]))
         self.spread = spread
+        ages = np.arange(bins)
+        self._nearness = _NEAR_PER_OCTAVE ** (np.abs(ages[:, None] - ages) / per_octave)
         self.prior_hazard = _PRIOR_HAZARD_PER_OCTAVE / per_octave
         prior = np.full((1, bins), self.prior_hazard)
         self.prior_worth: list[float] = _worth(prior, self.widths_s)[0].tolist()
 
     def __len__(self) -> int:
         return len(self.edges_s)
+
+    def leaning(self, runs: _Counts, uses: _Counts, base: _Counts, base_runs: float, factor_uses: float) -> _Counts:
+        """Return uses / runs, leaning on `base` times a factor at ages nearby, as if seen on `base_runs` more runs."""
+        factor = (uses @ self._nearness + factor_uses) / ((runs * base) @ self._nearness + factor_uses)
+        leaning: _Counts = (uses + base_runs * base * factor) / (runs + base_runs)
+        return leaning
 
 
 class Kind(NamedTuple):
@@ -159,15 +169,9 @@ class HazardModel:
         group_runs, group_uses = np.zeros((2, len(groups), len(self.ages)))
         np.add.at(group_runs, group_of, runs)
         np.add.at(group_uses, group_of, uses)
-        group = _leaning(group_runs, group_uses, common, _COMMON_RUNS, _GROUP_FACTOR_USES)
-        return np.minimum(_HAZARD_MAX, _leaning(runs, uses, group[group_of], _GROUP_RUNS, _KIND_FACTOR_USES))
-
-
-def _leaning(runs: _Counts, uses: _Counts, base: _Counts, base_runs: float, factor_uses: float) -> _Counts:
-    """Return uses / runs, leaning on `base` times a factor for each row as if seen on `base_runs` more runs."""
-    factor = (uses.sum(1) + factor_uses) / ((runs * base).sum(1) + factor_uses)
-    leaning: _Counts = (uses + base_runs * base * factor[:, None]) / (runs + base_runs)
-    return leaning
+        group = self.ages.leaning(group_runs, group_uses, common, _COMMON_RUNS, _GROUP_FACTOR_USES)
+        hazard = self.ages.leaning(runs, uses, group[group_of], _GROUP_RUNS, _KIND_FACTOR_USES)
+        return np.minimum(_HAZARD_MAX, hazard)
 
 
 def _spread(counts: _Counts, shares: Sequence[float]) -> _Counts:
@@ -300,7 +304,8 @@ class ReusePolicy(AdvisedPolicy):
         if known:
             latest: _Trace = known[-1].state
             if 1 < use.known_blocks >= _NEXT_TURN_SHARE * latest.reach:
-                turn = latest.turn + 1
+                # The same prompt once more is no turn: what is asked often is shared.
+                turn = latest.turn + (use.known_blocks < use.blocks)
                 self.trust.note_next_turn(tenant, latest.mark)
         mark = self.trust.believed(tenant, self._mark) if self._mark else 0
         session = Kind(
