@@ -62,7 +62,7 @@ def test_tide_keeps_its_promise_by_llama_cpp_s_own_answers(opened: Any) -> None:
     # The packaged profile is that of float32 activations, whose promise does not know of llama.cpp's rounding.
     assert 5e-4 < noise < 5e-3
     noisy = with_noise(profile, noise)
-    (kl,) = llama_losses(packaged_model(), noisy, texts[1:], lambda *each: None, "tide:5e-3")
+    (kl,) = llama_losses(packaged_model(), noisy, texts[1:], lambda *each: None, 5e-3)
     assert 0 < kl < 1.5 * 5e-3
 
 

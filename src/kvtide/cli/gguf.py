@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from kvtide.codec import Profile
 
 SUFFIX = ".gguf"
-# Blocks are nearly whole at this quality: on SmolLM2 they lose a fifth of what llama.cpp's noise is.
-NEARLY_EXACT = "tide:5e-4"
+# The point of a profile's curve at which noise is measured: finer ones are so fine that blocks are stored losslessly.
+_FINE_POINT = 1
 # A batch, and the tokens that are judged behind a restored context. A busy machine may be too late with a block.
 _BATCH_TOKENS, _FLUSH_S_MAX, _TRIES = 128, 300.0, 3
 # Where a step's own loss is less than this part of the noise, the curve of both falls as that of the loss alone.
@@ -27,17 +27,21 @@ _Progress = Callable[[str, int, int], None]
 
 
 def llama_losses(
-    model: Path, profile: Profile, texts: Sequence[Sequence[int]], show: _Progress, codec: str = NEARLY_EXACT
+    model: Path, profile: Profile, texts: Sequence[Sequence[int]], show: _Progress, quality: float | None = None
 ) -> list[float]:
-    """Return the KL of the next token, in nats, behind each text once its blocks went through a codec, by llama.cpp.
+    """Return the KL of the next token, in nats, behind each text once its blocks went through tide, by llama.cpp.
 
-    texts: token ids. Those of which nothing can be restored are left out. ImportError without llama-cpp-python;
+    quality: None for one that leaves them nearly whole, and little but llama.cpp's noise. texts: token ids. Those of
+    which nothing is restored, or that are stored losslessly, are left out. ImportError without llama-cpp-python;
     ValueError if that is all of them, and for models whose rows can't be lossy in llama.cpp.
     """
     import llama_cpp
 
     from kvtide.engines.llamacpp import attach
 
+    if quality is None:
+        quality = float(profile.arrays.get("trellis_curve", profile.arrays["curve"])[_FINE_POINT, 2])
+    codec = f"{profile.kind.removesuffix('-layer')}:{quality}"
     room, found = max(map(len, texts)) + _BATCH_TOKENS, list[float]()
     llm = llama_cpp.Llama(str(model), n_ctx=room, n_batch=_BATCH_TOKENS, verbose=False)
     with closing(llm), attach(llm, "memory://", codec=codec, profiles=[profile]) as cached:
@@ -49,10 +53,11 @@ def llama_losses(
             for _ in range(_TRIES if tokens else 0):
                 said = _said(llm, ids, tokens)
                 if cached.last is not None and cached.last.hit_tokens == tokens:
-                    found.append(float((np.exp(exact) * (exact - said)).sum(-1).mean()))
+                    kl = float((np.exp(exact) * (exact - said)).sum(-1).mean())
+                    found += [kl] if kl > 0 else []
                     break
     if not found:
-        raise ValueError(f"none of {len(texts)} texts is long enough, or could be restored in time")
+        raise ValueError(f"none of {len(texts)} texts is long enough, fits the profile and was restored in time")
     return found
 
 

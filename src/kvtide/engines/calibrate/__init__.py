@@ -1,7 +1,6 @@
 """Fitting profiles to a model: what moves in its cache, and what the model says of the outcome."""
 
 from kvtide.engines.calibrate.calibration import TideCalibration
-from kvtide.engines.calibrate.judge import upper_means
 from kvtide.engines.calibrate.texts import (
     TextSplit,
     calibration_texts,
@@ -19,5 +18,4 @@ __all__ = [
     "read_texts",
     "snippets",
     "split_texts",
-    "upper_means",
 ]
