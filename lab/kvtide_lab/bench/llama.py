@@ -26,6 +26,7 @@ import msgspec
 
 from kvtide.engines import installed_profiles
 from kvtide.engines.llamacpp import attach
+from kvtide_lab.bench.engine_peers import drop_page_cache
 from kvtide_lab.bench.services import kvtide_server
 from kvtide_lab.measuring import Show
 
@@ -152,6 +153,8 @@ class _Bench:
                     ids = (ctypes.c_int32 * llm.n_tokens)(*llm.input_ids[: llm.n_tokens])
                     llama_cpp.llama_state_save_file(llm.ctx, session.encode(), ids, len(ids))
         for _ in range(size.rounds if is_kept else 1):
+            # kvtide reads past the page cache; others' files would come from memory.
+            drop_page_cache(self._work)
             with self.opened(name, "restart") as (llm, _):
                 found.append(self.ask(llm, second, session=session))
         return median(each[0] for each in found), found[0][1]
