@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtide.clock import Clock
@@ -180,7 +181,7 @@ class FramedTier(CountingTier, ABC, Generic[FramesT]):
         """Fill a buffer of the object's size. False if that fails."""
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
-        return self.order.note_request(object_ids[0].namespace, [each.key for each in object_ids], hint, states)
+        return self.order.note_request(object_ids[0].namespace, [*map(attrgetter("key"), object_ids)], hint, states)
 
     def offer_to(self, offer: Offer) -> None:
         self._offer = offer
@@ -403,7 +404,7 @@ class MemoryTier(FramedTier[Arena]):
         It is not reused meanwhile, even if the object is removed or evicted. Read it only.
         """
         with self._held(object_id) as held:
-            yield None if held is None else [view.toreadonly() for view in held[1].views(held[0].runs, held[0].size)]
+            yield None if held is None else [*map(memoryview.toreadonly, held[1].views(held[0].runs, held[0].size))]
 
     def lend(self, object_id: ObjectId, can_wait: bool = True) -> LentObject | None:
         if not can_wait and object_id not in self._residents:
