@@ -55,7 +55,7 @@ class LlamaSize(NamedTuple):
 
 # Of the first model, and of those after it.
 FULL = (LlamaSize(), LlamaSize())
-QUICK = (LlamaSize(3, own=50, alone=384, turns=3), LlamaSize(1, 512, shared=0, alone=0, turns=0))
+QUICK = (LlamaSize(9, own=50, alone=384, turns=3), LlamaSize(1, 512, shared=0, alone=0, turns=0))
 
 
 class LlamaRow(msgspec.Struct, frozen=True):
