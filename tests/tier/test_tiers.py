@@ -21,7 +21,7 @@ from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict.ranking import RankedOrder, Ranking, RecencyRanking, ScoreRanking
 from kvtide.tier import Tier
 from kvtide.tier.breaker import Breaker
-from kvtide.tier.buffers import Recycler, aligned_buffer, is_aligned, touch
+from kvtide.tier.buffers import Recycler, aligned_buffer, is_aligned, recycled_buffer, touch
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.directory import JOURNAL_BYTES_MAX, RemovalJournal
 from kvtide.tier.http.tier import http_tier
@@ -307,6 +307,16 @@ def test_recycled_memory_has_one_holder_at_a_time_and_a_bound() -> None:
     held = [recycler.take(PAGE) for _ in range(5)]
     del held
     assert sum(map(len, recycler._free)) <= 3 * PAGE
+
+
+def test_objects_that_differ_by_some_bytes_have_each_other_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tier.buffers._recycler", Recycler(8 << 20))
+    first = recycled_buffer((3 << 20) - 5)
+    first[:4] = b"left"
+    del first
+    again = recycled_buffer((3 << 20) - 9)
+    assert (len(again), bytes(again[:4])) == ((3 << 20) - 9, b"left")
+    assert is_aligned(again)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import repeat, starmap
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +44,8 @@ class LosslessCodec:
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return one section a layer."""
         check_bits(bits, meta.layout)
-        layers = zip(layer_section_ids(meta.layout.layers), layer_views(bits), strict=True)
-        return [Section(section_id, _encode_layer(layer, meta.layout.dtype)) for section_id, layer in layers]
+        encoded = map(_encode_layer, layer_views(bits), repeat(meta.layout.dtype))
+        return [*starmap(Section, zip(layer_section_ids(meta.layout.layers), encoded, strict=True))]
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write every layer into `out`. CorruptPayload for a plane of wrong method, size or content."""

@@ -173,8 +173,6 @@ class Storer:
                 self._release(block.meta)
 
 
-# Below this, mapping pages takes longer than clearing them.
-RECYCLED_BYTES_MIN = 1 << 20
 # The queue counts as a tier in the index, after all real ones.
 QUEUE_TIER = TIERS_MAX - 1
 
@@ -220,8 +218,7 @@ class Placer:
                 # A block computed on top of blocks of this quality is no better, however it is encoded.
                 rest = (sections, codec.profile, self._access.quality)
                 # Whole pages go to the disk as they are, and recycled ones need not be cleared.
-                room_of = recycled_buffer if meta.layout.raw_bytes >= RECYCLED_BYTES_MIN else bytearray
-                return pack_object(meta, codec.codec_id, *rest, room_of=room_of)
+                return pack_object(meta, codec.codec_id, *rest, room_of=recycled_buffer)
         return None
 
     def _place_levels(self, block: QueuedBlock, codec: LevelledCodec) -> None:

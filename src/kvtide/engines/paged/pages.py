@@ -241,7 +241,7 @@ class _HostCaptured(Captured):
 
 
 def _mapped(shape: Sequence[int], dtype: Any) -> Cells:
-    """Return room for a block, with whatever was left in it, outside of the heap, which blocks would fragment."""
+    """Return room for a block, with whatever was left in it, outside of the heap, which large blocks would fragment."""
     return np.frombuffer(recycled_buffer(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
 
 
