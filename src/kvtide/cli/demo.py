@@ -96,7 +96,7 @@ def demo(
     prefix_tokens: Annotated[
         int, typer.Option("--prefix-tokens", min=256, max=7000, help="Text before the first question.")
     ] = 1536,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=2, max=512)] = 16,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=2, max=512)] = 12,
     as_json: JsonOption = False,
 ) -> None:
     """Chat about a text, ten requests and a restart: what one waits for with kvtide, and without."""
