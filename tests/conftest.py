@@ -36,7 +36,9 @@ HARDWARE_REASONS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help=f"inject {NIGHTLY_FACTOR} times as many faults")
+    parser.addoption(
+        "--nightly", action="store_true", help=f"{NIGHTLY_FACTOR} times as many faults, and the tests so marked"
+    )
     parser.addoption("--quick", action="store_true", help="only modules that need no torch and start no process")
     parser.addoption("--rest", action="store_true", help="only the other modules, for who has run --quick already")
     parser.addoption("--again", action="store_true", help="a second chance: refuse all that is not marked real_time")
@@ -51,6 +53,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     )
     # None: others are asked.
     return True if is_unwanted else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to a night the variants of tests whose kind is tried by day."""
+    if not config.getoption("--nightly"):
+        config.hook.pytest_deselected(items=[each for each in items if each.get_closest_marker("nightly")])
+        items[:] = [each for each in items if not each.get_closest_marker("nightly")]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -25,21 +25,18 @@ def said(program: typer.Typer, *words: Any) -> Any:
 
 
 def test_chat_of_the_demo_restores_every_full_block_across_a_restart(tmp_path: Path) -> None:
-    # The second one finds what the first has stored. The speed is judged by the demo itself, not here.
-    for is_second in (False, True):
-        result = said(app, "demo", "--answer-tokens", 4, "--store", tmp_path / "store", "--prefix-tokens", 300)
-        requests = result["requests"]
-        assert len(requests) == 10 and result["restart_before"] == 6
-        tokens = [each["prompt_tokens"] for each in requests]
-        # Restored is what was said before this request, in blocks of 256, or what an earlier demo has asked.
-        before = tokens if is_second else [0, *tokens]
-        for each, known in zip(requests, before, strict=False):
-            assert (known - 1) // 256 * 256 <= each["hit_tokens"] <= (each["prompt_tokens"] - 1) // 256 * 256
-        assert [each["is_answer_same"] for each in requests if each["is_measured"]] == [True, True, True]
-        assert sum(each["plain_ttft_s"] for each in requests) == pytest.approx(result["plain_wait_s"])
-        assert result["plain_wait_s"] / result["wait_s"] == pytest.approx(result["speedup"])
-        assert result["was_warm"] is is_second
-        assert 0 < result["read_bytes"] < result["raw_bytes"]
+    # The speed is judged by the demo itself, not here.
+    result = said(app, "demo", "--answer-tokens", 4, "--store", tmp_path / "store", "--prefix-tokens", 300)
+    requests = result["requests"]
+    assert len(requests) == 10 and result["restart_before"] == 6
+    tokens = [each["prompt_tokens"] for each in requests]
+    # Restored is what was said before this request, in blocks of 256.
+    for each, known in zip(requests, [0, *tokens], strict=False):
+        assert (known - 1) // 256 * 256 <= each["hit_tokens"] <= (each["prompt_tokens"] - 1) // 256 * 256
+    assert [each["is_answer_same"] for each in requests if each["is_measured"]] == [True, True, True]
+    assert sum(each["plain_ttft_s"] for each in requests) == pytest.approx(result["plain_wait_s"])
+    assert result["plain_wait_s"] / result["wait_s"] == pytest.approx(result["speedup"])
+    assert 0 < result["read_bytes"] < result["raw_bytes"]
 
 
 def test_own_profile_judges_own_text(tmp_path: Path) -> None:
