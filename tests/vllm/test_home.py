@@ -29,7 +29,7 @@ FULL_PAGES = (PROMPT_TOKENS - 1) // PAGE_TOKENS
 START_S_MAX = 300.0
 STORED, LOADED = "vllm:kvtide_stored_blocks_total", "vllm:kvtide_loaded_tokens_total"
 BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
-AGENTS, TURNS, SAID_TOKENS = 3, 3, 8
+AGENTS, TURNS, SAID_TOKENS = 2, 3, 8
 
 
 def _free_port() -> int:
