@@ -19,7 +19,7 @@ demo: .venv/demo
 check: .venv/installed
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-bytes check-rest lint
 
-BYTES := tests/codec tests/plan tests/wire
+BYTES := tests/codec tests/evict tests/plan tests/wire
 check-bytes: .venv/installed
 	@$(BIN)/python -m pytest -q --quick $(BYTES)
 

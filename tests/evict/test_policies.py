@@ -234,14 +234,14 @@ def test_best_policy_rules_and_what_the_cache_holds_is_what_its_shadow_holds() -
     index.check()
 
 
-@pytest.mark.parametrize("shadow_blocks", [4096, 240])
+@pytest.mark.parametrize("shadow_blocks", [4096, 120])
 def test_mix_hits_about_what_the_best_policy_hits(monkeypatch: pytest.MonkeyPatch, shadow_blocks: int) -> None:
     monkeypatch.setattr(policies, "FULL_BLOCKS_MAX", shadow_blocks)
     monkeypatch.setattr(mix, "SAMPLED_BLOCKS", shadow_blocks)
     found = {}
     for name in ("lru", "s3fifo", "arc", "reuse", "mix"):
         clock = ManualClock()
-        found[name] = hits(RadixIndex(clock, policy_named(name), 480), clock, scans(6000, 800, 2))
+        found[name] = hits(RadixIndex(clock, policy_named(name), 240), clock, scans(3000, 400, 2))
     assert found["lru"] < 0.7 * found["arc"]
     assert found["mix"] > 0.9 * max(found.values())
 
