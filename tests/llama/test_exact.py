@@ -166,6 +166,18 @@ def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens:
             assert ask(llm, tokens[:200] + tokens[900:950]).is_same(plain)
 
 
+def test_full_and_forgetting_windows_share_nothing(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    # Rows of layers without windows once had one name: a sum goes by the order of the windows' cells.
+    for swa_full in (True, False):
+        options = {"model": "gemma3", "swa_full": swa_full, "n_batch": 64}
+        with opened(**options) as llm:
+            plain = ask(llm, tokens[:820])
+        for _ in range(2):
+            with opened(**options) as llm, attach(llm, tmp_path) as cached:
+                assert ask(llm, tokens[:820]).is_same(plain)
+                assert cached.flush(10)
+
+
 def test_answer_that_was_given_up_looks_at_no_context_that_is_another_s_or_gone(
     opened: Any, tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,23 +76,22 @@ def served_llama(context: LlamaContext, is_exact: bool, tenant_salt: bytes) -> S
     path = Path(llm.model_path)
     _check_mapped(gguf_files(path))
     weights = gguf_fingerprint(path)
-    what = json.dumps(
-        {"weights": weights.hex(), "unit": unit, "shapes": repr(shapes), **_settings(llm)}, sort_keys=True
-    )
-    fingerprint, groups = hashlib.sha256(what.encode()).digest(), list[ServedGroup]()
-    # Of a cache that forgets what has left its window; it is the second.
-    kept = min(int(llm.n_ctx()), llama_cpp.llama_model_n_swa(llm.model) + ubatch)
-    window_cells = 0 if llm.context_params.swa_full else -(-kept // 256) * 256
+    # The second cache is that of windows, and may forget what has left them: its cells hold the newest tokens.
+    window = int(llama_cpp.llama_model_n_swa(llm.model)) if len(shapes) > 1 else 0
+    kept = min(int(llm.n_ctx()), window + ubatch)
+    window_cells = -(-kept // 256) * 256 if window and not llm.context_params.swa_full else 0
+    # Cells in another order are summed in another order, which all layers' rows feel.
+    decisive = {"weights": weights.hex(), "unit": unit, "shapes": repr(shapes), "cells": window_cells, **_settings(llm)}
+    fingerprint, groups = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).digest(), list[ServedGroup]()
     for number, shape in enumerate(shapes):
-        window = int(llama_cpp.llama_model_n_swa(llm.model)) if window_cells and number else 0
-        group, is_opaque = _group(llm, shape, size, number, window)
+        group, is_opaque = _group(llm, shape, size, number, window if window_cells and number else 0)
         if not is_exact and (is_opaque or len(shapes) > 1):
             what = "quantised keys and values" if is_opaque else "keys and values of windows"
             raise UnsupportedModel(f"{what} are kept as they are: the codec must be lossless or raw")
         text = f"{group.text} {'exact' if is_exact else 'approximate'}"
         kinds = (text, f"{text} as turns left it", f"{text} as turns left it, with answers")
         specs = [NamespaceSpec(fingerprint, group.layout.dtype, kind, size, tenant_salt) for kind in kinds]
-        groups.append(ServedGroup(shape, group, tuple(spec.digest() for spec in specs), window_cells if window else 0))
+        groups.append(ServedGroup(shape, group, tuple(spec.digest() for spec in specs), window_cells if number else 0))
     is_paired = llama_cpp.llama_model_rope_type(llm.model) == llama_cpp.LLAMA_ROPE_TYPE_NORM
     pairs = groups[0].group.layout.kv_heads if is_paired and not is_exact else 0
     label = str(llm.metadata.get("general.name") or path.stem)[:64]
