@@ -55,6 +55,17 @@ class LayerGroup(NamedTuple):
         return f"{shape} {self.kind.value} of {list(self.layers)} reach={self.reach_tokens} {self.name}"
 
 
+def row_group(layers: Sequence[int], layout: BlockLayout, window: int = 0, latent: str = "") -> LayerGroup:
+    """Return layers that keep rows of tokens, named alike in every engine, so that one profile serves all.
+
+    window: in tokens, 0 for none. latent: the dims that make up a row of which keys and values are made, as "64+512".
+    """
+    kept = f"latent {latent}" if latent else f"attention {layout.kv_heads}x{layout.head_dim}"
+    name = f"{kept}{f' window {window}' if window else ''}"
+    kind = GroupKind.LATENT if latent else GroupKind.KV
+    return LayerGroup(name, kind, tuple(layers), layout, max(0, window - 1))
+
+
 class Parts(NamedTuple):
     """The parts of one group of a prompt, one a block. is_sparse: some blocks have none, and each stands alone."""
 

@@ -33,7 +33,7 @@ def rotary_of(layout: BlockLayout) -> Rotary | None:
 def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 12) -> Profile:
     """A profile of normally distributed values."""
     meta = block_meta(layout, 0, 1)
-    return _fitted(layout, cost, rotary_of(layout), [(meta, smooth_bits(layout, seed)) for seed in range(blocks)])
+    return fitted_to(layout, cost, rotary_of(layout), [(meta, smooth_bits(layout, seed)) for seed in range(blocks)])
 
 
 def alike_bits(layout: BlockLayout, seed: int) -> BlockBits:
@@ -48,7 +48,7 @@ def alike_bits(layout: BlockLayout, seed: int) -> BlockBits:
 def of_alike(layout: BlockLayout, cost: str) -> Profile:
     """A profile of blocks whose heads have most in common."""
     pairs = [(block_meta(layout, 0, 1), alike_bits(layout, seed)) for seed in range(12)]
-    return _fitted(layout, cost, rotary_of(layout), pairs)
+    return fitted_to(layout, cost, rotary_of(layout), pairs)
 
 
 def staged(layout: BlockLayout) -> Profile:
@@ -70,13 +70,13 @@ def out_of_line_bits(layout: BlockLayout, seed: int) -> BlockBits:
 def out_of_line(layout: BlockLayout, cost: str = "layer") -> Profile:
     """The profile of such blocks, whose loud dims the model reads as much more softly."""
     pairs = [(block_meta(layout, 0, 1), out_of_line_bits(layout, seed)) for seed in range(12)]
-    return _fitted(layout, cost, None, pairs, np.tile(LOUDER, (1, layout.kv_heads)) ** -2)
+    return fitted_to(layout, cost, None, pairs, np.tile(LOUDER, (1, layout.kv_heads)) ** -2)
 
 
 def in_line(layout: BlockLayout, cost: str = "layer") -> Profile:
     """The profile of the same blocks without that."""
     pairs = [(block_meta(layout, 0, 1), smooth_bits(layout, seed)) for seed in range(12)]
-    return _fitted(layout, cost, None, pairs)
+    return fitted_to(layout, cost, None, pairs)
 
 
 def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
@@ -89,16 +89,17 @@ def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
     for _ in range(24):
         mixed = rng.permutation(ids).tolist()
         pairs += zip(block_metas(mixed, layout), capture_blocks(model, mixed, layout), strict=True)
-    return _fitted(layout, "layer", Rotary.from_config(model.config.to_dict()), pairs)
+    return fitted_to(layout, "layer", Rotary.from_config(model.config.to_dict()), pairs)
 
 
-def _fitted(
+def fitted_to(
     layout: BlockLayout,
     cost: str,
     rotary: Rotary | None,
     pairs: Sequence[tuple[BlockMeta, BlockBits]],
     sensitivity: Any = 1.0,
 ) -> Profile:
+    """A profile of these blocks, whose curve is made up. sensitivity: of the model, by value."""
     moments = Moments(layout, COSTS[cost])
     for meta, bits in pairs:
         moments.add(meta, bits, rotary)

@@ -36,6 +36,8 @@ restore a prompt of llama-cpp-python | attach(llm, "disk:///var/cache/kvtide") |
     tests/llama/test_exact.py::test_restored_answers_are_those_of_a_fresh_model
 tide for GGUF | kvtide calibrate MODEL.gguf --store --codec tide:5e-3 | docs/llamacpp.md: Sizes | @llama | OURS
     tests/llama/test_lossy.py::test_tide_keeps_its_promise_by_llama_cpp_s_own_answers
+tide for GGUF windows | kvtide calibrate MODEL.gguf --store --codec tide:5e-3 | docs/llamacpp.md: Sizes | @llama | OURS
+    tests/llama/test_windows.py::test_tide_keeps_its_promise_of_each_cache
 llama-cpp-python's own cache | llm.set_cache(KVTideCache("disk:///var/cache/kvtide")) | @in-python | @llama | OURS
     tests/llama/test_door.py::test_set_cache_attaches_the_model_that_asks
 """,

@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def find(arch: str = "llama", seed: int = 0, **options: Any) -> Path:
         name = f"{arch}-{seed}-{'-'.join(map(str, options.values()))}.gguf"
-        more = {"layers": 7, "window": 64} if arch == "gemma3" else {}
+        more = {"layers": 7, "window": 64} if arch.startswith("gemma") else {}
         if name not in written:
             written[name] = write_model(folder / name, arch, seed=seed, **more, **options)
         return written[name]

@@ -46,7 +46,7 @@ class _Writer(gguf.GGUFWriter):  # type: ignore[misc]  # gguf is not typed
 def write_model(
     path: Path, arch: str = "llama", layers: int = 3, seed: int = 0, window: int = 0, stretch: float = 0
 ) -> Path:
-    """Write a transformer of 4 heads, 2 of keys and values. window: of all layers but each sixth, as Gemma's.
+    """Write a transformer of 4 heads, 2 of keys and values. window: of all layers but each sixth or second, as Gemma's.
 
     stretch: of positions, as the file says it.
     """
@@ -65,10 +65,13 @@ def write_model(
     norms = {"ffn_down": (WIDTH, INNER), "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}
     if window:
         writer.add_sliding_window(window)
+        # Of layers that attend to all tokens; windows have 10,000.
+        writer.add_rope_freq_base(1e6)
         norms |= {"post_attention_norm": (WIDTH,), "post_ffw_norm": (WIDTH,)}
-        norms |= {"attn_q_norm": (DIMS,), "attn_k_norm": (DIMS,)}
+        norms |= {"attn_q_norm": (DIMS,), "attn_k_norm": (DIMS,)} if arch == "gemma3" else {}
     every = {f"blk.{n}.{name}.weight": shape for n in range(layers) for name, shape in {**shapes, **norms}.items()}
-    writer.write({"output.weight": (VOCABULARY, WIDTH), **every})
+    output = {} if arch == "gemma2" else {"output.weight": (VOCABULARY, WIDTH)}
+    writer.write({**output, **every})
     return path
 
 

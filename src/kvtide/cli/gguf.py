@@ -27,24 +27,29 @@ _Progress = Callable[[str, int, int], None]
 
 
 def llama_losses(
-    model: Path, profile: Profile, texts: Sequence[Sequence[int]], show: _Progress, quality: float | None = None
+    model: Path,
+    profiles: Sequence[Profile],
+    texts: Sequence[Sequence[int]],
+    show: _Progress,
+    quality: float | None = None,
 ) -> list[float]:
     """Return the KL of the next token, in nats, behind each text once its blocks went through tide, by llama.cpp.
 
-    quality: None for one that leaves them nearly whole, and little but llama.cpp's noise. texts: token ids. Those of
-    which nothing is restored, or that are stored losslessly, are left out. ImportError without llama-cpp-python;
-    ValueError if that is all of them, and for models whose rows can't be lossy in llama.cpp.
+    profiles: of one calibration. quality: None for one that leaves them nearly whole, and little but llama.cpp's noise.
+    texts: token ids. Those of which nothing is restored, or that are stored losslessly, are left out. ImportError
+    without llama-cpp-python; ValueError if that is all of them, and for models whose rows can't be lossy in llama.cpp.
     """
     import llama_cpp
 
     from kvtide.engines.llamacpp import attach
 
     if quality is None:
-        quality = float(profile.arrays.get("trellis_curve", profile.arrays["curve"])[_FINE_POINT, 2])
-    codec = f"{profile.kind.removesuffix('-layer')}:{quality}"
+        arrays = profiles[0].arrays
+        quality = float(arrays.get("trellis_curve", arrays["curve"])[_FINE_POINT, 2])
+    codec = f"{profiles[0].kind.removesuffix('-layer')}:{quality}"
     room, found = max(map(len, texts)) + _BATCH_TOKENS, list[float]()
     llm = llama_cpp.Llama(str(model), n_ctx=room, n_batch=_BATCH_TOKENS, verbose=False)
-    with closing(llm), attach(llm, "memory://", codec=codec, profiles=[profile]) as cached:
+    with closing(llm), attach(llm, "memory://", codec=codec, profiles=profiles) as cached:
         for number, ids in enumerate(texts):
             show("llama.cpp", number, len(texts))
             tokens = max(0, len(ids) - _BATCH_TOKENS - 1) // cached.served.step * cached.served.step

@@ -418,7 +418,7 @@ def _judged(
     from kvtide.engines.calibrate import held_out_texts
 
     try:
-        losses = gguf.llama_losses(file, profiles[0], subject.ids([each.content for each in held_out_texts()]), show)
+        losses = gguf.llama_losses(file, profiles, subject.ids([each.content for each in held_out_texts()]), show)
     except (ImportError, ValueError) as error:
         print(f"llama.cpp has not judged this profile: {error}", file=sys.stderr)
         return profiles, report

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from kvtide.clock import Clock, SystemClock
-from kvtide.codec import CodecRegistry, Profile, ProfileShape
+from kvtide.codec import AwaitingCodec, CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.engines import calibrate_command
 from kvtide.engines.llamacpp.identity import ServedLlama, served_llama
@@ -51,9 +51,9 @@ class CachedLlama:
     """A `llama_cpp.Llama` with a cache beside it, for the time of a `with`: its own methods are used as ever."""
 
     def __init__(
-        self, llm: Any, cache: Cache, clock: Clock, served: ServedLlama, seek_profile: Callable[[], None]
+        self, llm: Any, cache: Cache, clock: Clock, served: ServedLlama, seek_profile: Callable[[], None] | None
     ) -> None:
-        """seek_profile: has the open cache look for the model's profile, if its codec takes one."""
+        """seek_profile: has the open cache look for the model's profiles, if its codec takes any; None: it has them."""
         self.llm, self.cache, self.served = llm, cache, served
         self.last: LlamaReport | None = None
         self._clock, self._context, self._seek_profile = clock, LlamaContext(llm), seek_profile
@@ -70,7 +70,8 @@ class CachedLlama:
     def __enter__(self) -> Self:
         self.cache.open()
         self.cache.recall()
-        self._seek_profile()
+        if self._seek_profile is not None:
+            self._seek_profile()
         self.llm.generate, self.llm.eval, self.llm.load_state = self._generate, self._eval, self._load_state
         return self
 
@@ -228,8 +229,11 @@ def attach(
     """
     clock, registry, codec = SystemClock(), CodecRegistry(profiles), codec or usual_codec(str(store))
     served = served_llama(LlamaContext(llm), registry.make(codec).is_lossless, tenant_salt)
-    shape = ProfileShape(served.groups[0].group.layout)
-    made = registry.make(codec, shape.layout) if profiles else registry.make_by_group(codec, [shape])
+    made = registry.make_by_group(codec, served.profile_shapes)
+    if profiles and isinstance(made, AwaitingCodec) and not made.first:
+        names = ", ".join(each.group.name for each in served.groups)
+        raise ValueError(f"codec {codec!r} needs profiles of one calibration of this model, one each of {names}")
     cache, kind = cache_for(store, made, registry, limits, clock), getattr(made, "profile_kind", "")
     command = calibrate_command(llm.model_path, str(store), kind, b"", bool(tenant_salt))
-    return CachedLlama(llm, cache, clock, served, partial(cache.profiles.seek, served.weights, tenant_salt, command))
+    seek = None if profiles else partial(cache.profiles.seek, served.weights, tenant_salt, command)
+    return CachedLlama(llm, cache, clock, served, seek)

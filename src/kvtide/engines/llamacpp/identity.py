@@ -15,16 +15,19 @@ import llama_cpp
 import numpy as np
 
 from kvtide.block import BlockLayout, KVDtype
+from kvtide.codec import ProfileShape
 from kvtide.engines.chunks import chunk_layout
 from kvtide.engines.llamacpp.state import SEQUENCE_VERSION, LlamaContext, PartShape, StateBuilder
 from kvtide.engines.paged import file_digest, gguf_files, gguf_fingerprint
 from kvtide.errors import CorruptPayload, UnsupportedModel
-from kvtide.group import GroupKind, LayerGroup
+from kvtide.group import LayerGroup, row_group
 from kvtide.keys import NamespaceSpec
 from kvtide.types import Namespace
 
 # GGML's numbers of the element types that are keys and values for kvtide; rows of others are kept as they are.
 _DTYPES = {0: KVDtype.FLOAT32, 1: KVDtype.FLOAT16, 30: KVDtype.BFLOAT16}
+# By architecture, where a file does not say it: each n-th layer attends to all tokens, the others have windows.
+_PERIODS = {"gemma2": 2, "gemma3": 6}
 # Tokens of a block, where a batch is no shorter; and how short one may be where no number divides a batch well.
 _BLOCK_TOKENS, _SHORT_BLOCK_TOKENS, _BLOCK_TOKENS_MIN = 256, 128, 64
 # Settings of a context that decide what the same tokens leave in its cache.
@@ -63,6 +66,12 @@ class ServedLlama(NamedTuple):
     weights: bytes
     pairs: int
 
+    @property
+    def profile_shapes(self) -> list[ProfileShape]:
+        """Return of which blocks the model needs profiles, by group, as `kvtide calibrate` names them."""
+        has_windows = len(self.groups) > 1
+        return [ProfileShape(each.group.layout, each.group.text if has_windows else "") for each in self.groups]
+
 
 def served_llama(context: LlamaContext, is_exact: bool, tenant_salt: bytes) -> ServedLlama:
     """Return how a context is served, which is empty afterwards. UnsupportedModel, with the reason, if it can't be."""
@@ -82,12 +91,16 @@ def served_llama(context: LlamaContext, is_exact: bool, tenant_salt: bytes) -> S
     window_cells = -(-kept // 256) * 256 if window and not llm.context_params.swa_full else 0
     # Cells in another order are summed in another order, which all layers' rows feel.
     decisive = {"weights": weights.hex(), "unit": unit, "shapes": repr(shapes), "cells": window_cells, **_settings(llm)}
-    fingerprint, groups = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).digest(), list[ServedGroup]()
+    fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).digest()
+    layers, groups = _layers(llm, shapes), list[ServedGroup]()
+    if not is_exact and not layers:
+        arch = llm.metadata.get("general.architecture")
+        raise UnsupportedModel(f"which layers of {arch} have windows is not known: the codec must be lossless or raw")
     for number, shape in enumerate(shapes):
-        group, is_opaque = _group(llm, shape, size, number, window if window_cells and number else 0)
-        if not is_exact and (is_opaque or len(shapes) > 1):
-            what = "quantised keys and values" if is_opaque else "keys and values of windows"
-            raise UnsupportedModel(f"{what} are kept as they are: the codec must be lossless or raw")
+        numbers = layers[number] if layers else range(len(shape) // 2)
+        group, is_opaque = _group(llm, shape, size, numbers, window if number else 0)
+        if not is_exact and is_opaque:
+            raise UnsupportedModel("quantised keys and values are kept as they are: the codec must be lossless or raw")
         text = f"{group.text} {'exact' if is_exact else 'approximate'}"
         kinds = (text, f"{text} as turns left it", f"{text} as turns left it, with answers")
         specs = [NamespaceSpec(fingerprint, group.layout.dtype, kind, size, tenant_salt) for kind in kinds]
@@ -177,17 +190,31 @@ def _settings(llm: Any) -> dict[str, object]:
     return found
 
 
-def _group(llm: Any, shape: PartShape, tokens: int, number: int, window: int) -> tuple[LayerGroup, bool]:
+def _layers(llm: Any, shapes: Sequence[PartShape]) -> list[tuple[int, ...]]:
+    """Return the numbers of each cache's layers, those of windows second; nothing where that is not known."""
+    counts, arch = [len(shape) // 2 for shape in shapes], llm.metadata.get("general.architecture")
+    if len(counts) == 1:
+        return [tuple(range(*counts))]
+    if arch not in _PERIODS:
+        return []
+    period = int(llm.metadata.get(f"{arch}.attention.sliding_window_pattern", _PERIODS[arch]))
+    found = [
+        tuple(number for number in range(sum(counts)) if ((number + 1) % max(1, period) > 0) is has_window)
+        for has_window in (False, True)
+    ]
+    return found if [*map(len, found)] == counts else []
+
+
+def _group(llm: Any, shape: PartShape, tokens: int, numbers: Sequence[int], window: int) -> tuple[LayerGroup, bool]:
     """Return a cache as a group of layers, and whether its rows are bytes that are kept as they are."""
-    heads, layers = int(llama_cpp.llama_model_n_head_kv(llm.model)), len(shape) // 2
+    heads = int(llama_cpp.llama_model_n_head_kv(llm.model))
     (code, row_bytes), *others = {(tensor.type_code, tensor.row_bytes) for tensor in shape}
     dtype = _DTYPES.get(code)
     if others or dtype is None or row_bytes % (heads * dtype.item_bytes):
         layout, dtype = chunk_layout(tokens * sum(tensor.row_bytes for tensor in shape), 1, tokens), None
     else:
-        layout = BlockLayout(layers, tokens, heads, row_bytes // (heads * dtype.item_bytes), dtype)
-    name = f"window {window}" if window else f"cache {number}"
-    return LayerGroup(name, GroupKind.KV, tuple(range(layers)), layout, max(0, window - 1)), dtype is None
+        layout = BlockLayout(len(numbers), tokens, heads, row_bytes // (heads * dtype.item_bytes), dtype)
+    return row_group(numbers, layout, window), dtype is None
 
 
 def positions_of(tokens: int, cells: int) -> np.ndarray[Any, np.dtype[np.int32]]:

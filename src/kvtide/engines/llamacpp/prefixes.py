@@ -152,7 +152,8 @@ class LlamaPrefixes:
             return first
         _, parts = self._context.read()
         queued = stop
-        for group, part, named in zip(self._served.groups, parts, self._named(tokens[: stop * size]), strict=True):
+        every = zip(self._served.groups, parts, self._named(tokens[: stop * size]), strict=True)
+        for number, (group, part, named) in enumerate(every):
             if (part.positions != positions_of(len(tokens), group.window_cells)).any():
                 # Cells in another order are summed in another order.
                 return stop
@@ -162,7 +163,7 @@ class LlamaPrefixes:
                 kind = 0 if end <= exact else 1 if end <= spoken else 2
                 if start >= oldest and not (kind and group.window_cells):
                     capture = partial(_captured, part, start, end, group, self._served.pairs)
-                    blocks.append(PendingBlock(named[kind][block], capture))
+                    blocks.append(PendingBlock(named[kind][block], capture, group=number))
             count = self._cache.store(blocks)
             queued = queued if group.window_cells else min(queued, first + count)
         return queued

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import ProfileShape
 from kvtide.errors import UnsupportedModel
-from kvtide.group import GroupKind, LayerGroup
+from kvtide.group import GroupKind, LayerGroup, row_group
 from kvtide.tier.buffers import aligned_buffer
 
 TORCH_DTYPES = {
@@ -214,12 +214,10 @@ def _row_group(rows: TokenRows, layers: list[int], block_tokens: int) -> ModelGr
     heads, dims = (1, elements // 2) if rows.is_latent else rows.key
     if elements % 2 or dims > HEAD_DIM_MAX:
         raise UnsupportedModel(f"keys of {rows.key} and values of {rows.value} can't be kept as rows of equal halves")
-    # What is rotated comes first in a latent row, which the name tells from an order that once was.
-    kept = f"latent {rows.value[1]}+{rows.key[1]}" if rows.is_latent else f"attention {heads}x{dims}"
-    name = f"{kept}{f' window {rows.window}' if rows.window else ''}"
     layout = BlockLayout(len(layers), block_tokens, heads, dims, _KVTIDE_DTYPES[rows.dtype])
-    kind = GroupKind.LATENT if rows.is_latent else GroupKind.KV
-    return ModelGroup(LayerGroup(name, kind, tuple(layers), layout, max(0, rows.window - 1)), rows)
+    # What is rotated comes first in a latent row, which the name tells from an order that once was.
+    latent = f"{rows.value[1]}+{rows.key[1]}" if rows.is_latent else ""
+    return ModelGroup(row_group(layers, layout, rows.window, latent), rows)
 
 
 def _states_of(layer: LinearAttentionLayer) -> dict[torch.dtype, tuple[StateTensor, ...]]:
