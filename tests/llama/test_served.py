@@ -11,6 +11,7 @@ from tests.llama.conftest import ask
 from tests.llama.tiny import write_adapter, write_mamba
 from tests.servers import server_process
 
+from kvtide.cli.gguf import check_lossy
 from kvtide.engines.llamacpp import attach
 from kvtide.errors import UnsupportedModel
 
@@ -103,6 +104,9 @@ def test_models_that_keep_states_are_refused_with_the_reason(opened: Any, tmp_pa
         with pytest.raises(UnsupportedModel, match="layers that keep a state"):
             attach(llm, tmp_path / "store")
         assert ask(llm, [5, 6, 7]).ids
+    # `kvtide calibrate` says so before it fits a profile for hours.
+    with pytest.raises(UnsupportedModel, match="layers that keep a state"):
+        check_lossy(tmp_path / "mamba.gguf")
 
 
 @pytest.mark.parametrize(

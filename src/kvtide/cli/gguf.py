@@ -26,6 +26,21 @@ _HEARD = 8
 _Progress = Callable[[str, int, int], None]
 
 
+def check_lossy(model: Path) -> None:
+    """Do nothing if llama.cpp can keep a model's rows by tide; UnsupportedModel, with the reason, if it can't.
+
+    Without llama-cpp-python nothing is checked.
+    """
+    try:
+        import llama_cpp
+    except ImportError:
+        return
+    from kvtide.engines.llamacpp import attach
+
+    with closing(llama_cpp.Llama(str(model), n_ctx=_BATCH_TOKENS, verbose=False)) as llm:
+        attach(llm, "memory://", codec="tide")
+
+
 def llama_losses(
     model: Path,
     profiles: Sequence[Profile],

@@ -95,9 +95,13 @@ def _names_of(folder: Path, fingerprint: str, tenant_salt: str, model: Any = Non
 
 
 def _folder_of(model: Path) -> Path:
-    """Return the folder of a model; of a GGUF file as transformers has it, which is converted once."""
+    """Return the folder of a model; of a GGUF file as transformers has it, which is converted once.
+
+    UnsupportedModel, with the reason, for one that llama.cpp can't take a profile of.
+    """
     if model.suffix != gguf.SUFFIX:
         return model
+    gguf.check_lossy(model)
     from kvtide.engines.paged import gguf_fingerprint
     from kvtide.engines.transformers import converted
 
