@@ -56,6 +56,7 @@ FOLLOW_S = 8.0
 LINK_BYTES_PER_S = 12.5e6
 
 
+@pytest.mark.real_time
 def test_engine_follows_another_and_computes_the_rest_where_the_link_is_cut(
     engine: Any, plain: Any, tokens: list[int]
 ) -> None:

@@ -1,5 +1,6 @@
 """Both halves of a connector together on a toy engine: pages, tokens, steps, no model."""
 
+import ctypes
 import math
 import mmap
 import re
@@ -37,6 +38,7 @@ from kvtide.outcomes import Choice, Decided, Why
 from kvtide.plan import Judge
 from kvtide.store.cache import Cache
 from kvtide.store.load import whole as loading
+from kvtide.tier.buffers import touch
 from kvtide.types import BlockKey, ObjectId
 from kvtide_lab.bench.services import wait_until
 
@@ -64,19 +66,32 @@ def second(engines: Engines) -> ToyEngine:
     return engines()
 
 
-def test_memory_is_there_before_blocks_need_it(open_cache: Callable[..., Cache], tmp_path: Path) -> None:
-    room = 64 << 20
+def test_memory_is_there_before_blocks_need_it(
+    open_cache: Callable[..., Cache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, touched = 64 << 20, list[memoryview]()
+
+    def noting(taken: memoryview, is_wanted: Callable[[], bool]) -> None:
+        touch(taken, is_wanted)
+        touched.append(taken)
+
+    monkeypatch.setattr("kvtide.tier.ram.memory.touch", noting)
     cache = open_cache(str(tmp_path), memory_bytes_max=room)
     worker = WorkerHalf(cache, host_pages(ORDER, pages=64)[0], 0, "toy", SystemClock())
-
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
-
-    before = resident_bytes()
     worker.take_memory()
-    wait_until(lambda: resident_bytes() - before > room // 2, "the memory")
     wait_until(lambda: "kvtide-memory" not in {thread.name for thread in threading.enumerate()}, "its end")
+    assert sum(map(resident_bytes, touched)) > room // 2
+    touched.clear()
     worker.close()
+
+
+def resident_bytes(taken: memoryview) -> int:
+    """Return how much of it the kernel has given."""
+    address, pages = np.frombuffer(taken, np.uint8).ctypes.data, -(-len(taken) // mmap.PAGESIZE)
+    is_here = (ctypes.c_ubyte * pages)()
+    begin = address - address % mmap.PAGESIZE
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(taken)), is_here) == 0
+    return sum(each & 1 for each in is_here) * mmap.PAGESIZE
 
 
 def test_memory_that_can_not_be_had_is_a_fault_of_the_cache_alone(
