@@ -53,10 +53,10 @@ def test_refinements_come_until_the_model_should_start(engine: Any, tokens: list
 BLOCK_BYTES_MIN = 3 << 20
 # Steps are much shorter, on slow machines too.
 FOLLOW_S = 8.0
-LINK_BYTES_PER_S = 12.5e6
+# Loading is twice as fast as computing on two cores that two engines share.
+LINK_BYTES_PER_S = 25e6
 
 
-@pytest.mark.real_time
 def test_engine_follows_another_and_computes_the_rest_where_the_link_is_cut(
     engine: Any, plain: Any, tokens: list[int]
 ) -> None:
