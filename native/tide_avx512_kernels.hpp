@@ -119,6 +119,11 @@ struct Avx512 {
     }
   }
 
+  static std::size_t count_words(Words which, std::size_t list) {
+    const Vector number = _mm512_set1_epi16(static_cast<std::int16_t>(list));
+    return static_cast<std::size_t>(count_ones(_mm512_cmpeq_epi16_mask(reinterpret_cast<Vector>(which), number)));
+  }
+
   // Four tokens by up to 64 columns: sixteen sums hide the latency of a product.
   template <std::size_t panels>
   [[gnu::noinline]] static void multiply(const Tile& tile) {

@@ -3,6 +3,7 @@
 // Everything is in an unnamed namespace on purpose, as in rans_driver.hpp: each instruction set compiles its own copy.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "tide_lists.hpp"
@@ -112,6 +113,16 @@ struct LaneByLane {
       if (list != count) *lists[list]++ = given[i];
     }
   }
+
+  // How many lanes name a list.
+  static std::size_t count_words(Words which, std::size_t list) {
+    const Words is_here = which == all(static_cast<int>(list));
+    std::int16_t lanes[word_lanes];
+    std::memcpy(lanes, &is_here, sizeof is_here);
+    int found = 0;
+    for (const std::int16_t lane : lanes) found -= lane;
+    return static_cast<std::size_t>(found);
+  }
 };
 
 inline Words magnitude_of(Words values) { return values < 0 ? as_words(-as_wrapping(values)) : values; }
@@ -197,7 +208,8 @@ bool has_all(const std::array<std::size_t, count>& tables, const std::array<cons
 
 static_assert(word_lanes <= tide_slack);
 
-inline bool are_lists_inside(const TideLists<const std::int16_t>& lists) {
+template <class Item>
+bool are_lists_inside(const TideLists<Item>& lists) {
   for (std::size_t i = 0; i < lists.cursors.size(); ++i) {
     if (lists.cursors[i] < 0 || lists.cursors[i] > lists.stops[i] || lists.stops[i] > static_cast<std::int64_t>(lists.items.size())) return false;
   }
@@ -244,57 +256,84 @@ bool take_states(const TideStates& job, const TideLists<const std::int16_t>& lis
   });
 }
 
-// What rows' levels put into lists: `give<lists>(table, items, the list that each lane names)`.
-template <class Isa, class Give>
-void give_states(const TideStates& job, std::span<const std::int16_t> parents, Give give) {
-  walk_states<Isa>(job, [&](TideMode mode, std::size_t table, auto each_chunk) {
-    each_chunk([&](std::size_t at, std::size_t count, Words quantiser) {
-      const Words level = load_words(job.values.data() + at, count);
-      if (mode == TideMode::top) {
-        give.template operator()<2>(table, level, only_leading(quantiser, count, 2));
-      } else if (mode == TideMode::context) {
+// What rows' levels put into lists: `open<lists>(their tables)` for each part of a row, whose result's `give(items, the list that each lane
+// names)` is called for each chunk, then its `close`. False from one of them ends the walk.
+template <class Isa, class Open>
+bool give_states(const TideStates& job, std::span<const std::int16_t> parents, Open open) {
+  return walk_states<Isa>(job, [&](TideMode mode, std::size_t table, auto each_chunk) {
+    const auto by_list = [&]<std::size_t lists_count>(auto items_of) {
+      auto part = open(state_tables<lists_count>(job, table));
+      bool fits = true;
+      each_chunk([&](std::size_t at, std::size_t count, Words quantiser) {
+        const Words level = load_words(job.values.data() + at, count);
+        const auto [items, which] = items_of(level, at, count, quantiser);
+        fits = fits && part.give(items, only_leading(which, count, lists_count));
+        return level;
+      });
+      part.close();
+      return fits;
+    };
+    if (mode == TideMode::top) {
+      return by_list.template operator()<2>([](Words level, std::size_t, std::size_t, Words quantiser) { return std::pair(level, quantiser); });
+    }
+    if (mode == TideMode::context) {
+      return by_list.template operator()<state_contexts>([&](Words level, std::size_t at, std::size_t count, Words quantiser) {
         const Words before = load_words(parents.data() + at, count);
         const Wrapping parent = as_wrapping(before);
         const Words digits = with_sign_of(before, as_words(as_wrapping(level) - parent - parent - parent));
-        give.template operator()<state_contexts>(table, digits, only_leading(context_list(before, quantiser), count, state_contexts));
-      }
-      return level;
-    });
+        return std::pair(digits, context_list(before, quantiser));
+      });
+    }
+    each_chunk([&](std::size_t at, std::size_t count, Words) { return load_words(job.values.data() + at, count); });
     return true;
   });
 }
 
+template <class Isa, std::size_t count>
+struct CountedPart {
+  std::array<std::size_t, count> tables;
+  std::span<std::int64_t> counts;
+  std::array<std::size_t, count> found = {};
+
+  bool give(Words, Words which) {
+    for (std::size_t i = 0; i < count; ++i) found[i] += Isa::count_words(which, i);
+    return true;
+  }
+  void close() {
+    for (std::size_t i = 0; i < count; ++i) counts[tables[i]] += static_cast<std::int64_t>(found[i]);
+  }
+};
+
 template <class Isa>
 void count_states(const TideStates& job, std::span<const std::int16_t> parents, std::span<std::int64_t> counts) {
-  give_states<Isa>(job, parents, [&]<std::size_t lists_count>(std::size_t table, Words, Words which) {
-    const auto tables = state_tables<lists_count>(job, table);
-    for (std::size_t i = 0; i < lists_count; ++i) {
-      const Words is_here = which == all(static_cast<int>(i));
-      std::int16_t lanes[word_lanes];
-      std::memcpy(lanes, &is_here, sizeof is_here);
-      int found = 0;
-      for (const std::int16_t lane : lanes) found -= lane;
-      counts[tables[i]] += found;
-    }
+  give_states<Isa>(job, parents, [&]<std::size_t count>(const std::array<std::size_t, count>& tables) {
+    return CountedPart<Isa, count>{tables, counts};
   });
 }
 
-// Lists have room: counts are those of these rows.
+template <class Isa, std::size_t count>
+struct PutPart {
+  std::array<std::size_t, count> tables;
+  const TideLists<std::int16_t>& lists;
+  std::array<std::int16_t*, count> next = open_lists(tables, lists);
+
+  // False, with nothing put, if a list has too little room.
+  bool give(Words items, Words which) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::int64_t room = lists.stops[tables[i]] - (next[i] - lists.items.data());
+      if (room < static_cast<std::int64_t>(word_lanes) && static_cast<std::int64_t>(Isa::count_words(which, i)) > room) return false;
+    }
+    Isa::template put_words<count>(items, next, which);
+    return true;
+  }
+  void close() { close_lists(tables, next, lists); }
+};
+
 template <class Isa>
 bool put_states(const TideStates& job, std::span<const std::int16_t> parents, const TideLists<std::int16_t>& lists) {
-  std::vector<std::int64_t> wanted(lists.cursors.begin(), lists.cursors.end());
-  count_states<Isa>(job, parents, wanted);
-  for (std::size_t i = 0; i < wanted.size(); ++i) {
-    const bool is_inside = lists.cursors[i] >= 0 && lists.stops[i] <= static_cast<std::int64_t>(lists.items.size());
-    if (wanted[i] != lists.cursors[i] && (!is_inside || wanted[i] > lists.stops[i])) return false;
-  }
-  give_states<Isa>(job, parents, [&]<std::size_t lists_count>(std::size_t table, Words items, Words which) {
-    const auto tables = state_tables<lists_count>(job, table);
-    auto next = open_lists(tables, lists);
-    Isa::template put_words<lists_count>(items, next, which);
-    close_lists(tables, next, lists);
-  });
-  return true;
+  return are_lists_inside(lists) && give_states<Isa>(job, parents, [&]<std::size_t count>(const std::array<std::size_t, count>& tables) {
+           return PutPart<Isa, count>{tables, lists};
+         });
 }
 
 // Magnitudes of one parity, the nearest one and the one below it. magnitude: in 16ths of a step, below 2^15 - 32.
