@@ -151,10 +151,9 @@ class TokenReader {
   float square_ = 0;
 };
 
-// Rounds a token's sums to steps; false if one does not fit. Of a token that was not halved no sum reaches 2^31 less half a
-// step, and the others are told by their sums before they are doubled.
-inline bool round_steps(std::span<const std::int32_t> sums, int halvings, std::int16_t* out) {
-  const int bits = tide_one_bits + tide_step_bits - halvings;
+// Rounds coefficients in units of 2^-bits to steps; false if one does not fit. Of a token that was not halved no sum reaches 2^31 less
+// half a step, and the others are told by their sums before they are doubled.
+inline bool round_steps(std::span<const std::int32_t> sums, int bits, std::int16_t* out) {
   const std::int32_t half = std::int32_t{1} << (bits - 1);
   std::int32_t largest = 0;
   for (std::size_t k = 0; k < sums.size(); ++k) {
@@ -163,20 +162,6 @@ inline bool round_steps(std::span<const std::int32_t> sums, int halvings, std::i
     const std::int32_t steps = sum >> bits;
     largest = std::max(largest, std::max(steps, -steps));
     out[k] = static_cast<std::int16_t>(steps);
-  }
-  return largest <= coefficient_max;
-}
-
-// The same of values that meet no matrix; only those that are coded must fit.
-inline bool round_values(std::span<const std::int16_t> whole, std::span<const std::uint8_t> is_coded, int halvings,
-                         std::int16_t* out) {
-  const std::int32_t unit = std::int32_t{1} << halvings, half = std::int32_t{1} << (tide_step_bits - 1);
-  std::int32_t largest = 0;
-  for (std::size_t v = 0; v < is_coded.size(); ++v) {
-    const std::int32_t steps = (whole[v] * unit + half) >> tide_step_bits;
-    const std::int32_t coded = is_coded[v] != 0 ? steps : 0;
-    largest = std::max(largest, std::max(coded, -coded));
-    out[v] = static_cast<std::int16_t>(steps);
   }
   return largest <= coefficient_max;
 }
@@ -192,13 +177,19 @@ class Seen {
   // exact: coefficients in units of 2^-bits; steps: what they were rounded to; square: |z|^2.
   void add(std::span<const std::int32_t> exact, const std::int16_t* steps, int bits, double square) {
     std::int64_t squares = 0, crossed = 0;
-    for (std::size_t k = 0; k < exact.size(); ++k) {
-      const std::int32_t step = steps[k];
-      sums_[k] += step;
-      // Wraps where a matrix is not what it should be, as sums do.
-      const auto rest = static_cast<std::int32_t>(static_cast<std::uint32_t>(exact[k]) - (static_cast<std::uint32_t>(step) << bits));
-      squares += step * step;
-      crossed += std::int64_t{step} * rest;
+    for (std::size_t first = 0; first < exact.size(); first += chunk) {
+      std::int32_t squares_here = 0, upper = 0, lower = 0;
+      for (std::size_t k = first; k < std::min(exact.size(), first + chunk); ++k) {
+        const std::int32_t step = steps[k];
+        sums_[k] += step;
+        // Wraps where a matrix is not what it should be, as sums do.
+        const auto rest = static_cast<std::int32_t>(static_cast<std::uint32_t>(exact[k]) - (static_cast<std::uint32_t>(step) << bits));
+        squares_here += step * step;
+        upper += (step * rest) >> 16;
+        lower += (step * rest) & 0xffff;
+      }
+      squares += squares_here;
+      crossed += std::int64_t{upper} * 65536 + lower;
     }
     const auto coded = static_cast<double>(squares);
     error_ += square - coded - std::ldexp(static_cast<double>(crossed), 1 - bits);
@@ -218,6 +209,10 @@ class Seen {
   }
 
  private:
+  // Of so many steps, at most coefficient_max each, sums of squares fit 32 bits, and so do those of both halves of steps times rests.
+  static constexpr std::size_t chunk = 512;
+  static_assert(chunk * coefficient_max * coefficient_max < std::size_t{1} << 31);
+
   std::vector<std::int32_t> sums_;  // of 65,536 tokens' steps at most
   double error_ = 0, energy_ = 0, tokens_ = 0;
 };
@@ -235,56 +230,50 @@ inline bool to_sixteenths(const std::int32_t* sums, std::size_t count, int halvi
   return largest <= most;
 }
 
-// Steps in finer units, rounded. Their sums fit 16 bits: those of the steps did with as many bits to spare.
-inline void round_finer(std::span<const std::int32_t> exact, int bits, std::int16_t* out) {
-  const std::int32_t half = bits > 0 ? std::int32_t{1} << (bits - 1) : 0;
-  for (std::size_t k = 0; k < exact.size(); ++k) {
-    out[k] = static_cast<std::int16_t>((bits > 0 ? exact[k] + half : exact[k] * (1 << -bits)) >> std::max(bits, 0));
-  }
-}
-
-// Rounds a token's sums to steps and adds up what that loses; false if one does not fit. out: in 16ths of a step by `fraction_bits`.
-inline bool code_sums(std::span<const std::int32_t> sums, int halvings, double square, int fraction_bits, std::int16_t* out, Seen& seen) {
-  if (!round_steps(sums, halvings, out)) return false;
-  const int bits = tide_one_bits + tide_step_bits - halvings;
+// Rounds a token's coefficients, in units of 2^-bits, to steps and adds up what that loses; false if one does not fit. out: in 16ths of a
+// step by `fraction_bits`, which fit 16 bits because steps do with as many to spare.
+inline bool code_sums(std::span<const std::int32_t> sums, int bits, double square, int fraction_bits, std::int16_t* out, Seen& seen) {
+  if (!round_steps(sums, bits, out)) return false;
   seen.add(sums, out, bits, square);
-  if (fraction_bits != 0) round_finer(sums, bits - fraction_bits, out);
+  if (fraction_bits == 0) return true;
+  const int finer = bits - fraction_bits;
+  const std::int32_t half = finer > 0 ? std::int32_t{1} << (finer - 1) : 0;
+  for (std::size_t k = 0; k < sums.size(); ++k) out[k] = static_cast<std::int16_t>((sums[k] + half) >> finer);
   return true;
 }
+
+// The bits below one step in the sums of a token that was halved so often.
+constexpr int sum_bits(int halvings) { return tide_one_bits + tide_step_bits - halvings; }
 
 // The three transforms take a block of tokens: `put` each one's whole values, `run`, then `code` each: its steps, and what they lose.
 // `run` and `code` find tokens that are too loud: those get halvings of -1, and false.
 
-// No transform: values are coded as they are.
+// No transform: values are coded as they are, those that are not coded as zeros.
 template <class Isa>
 class Values {
  public:
   explicit Values(const TideProject& job)
-      : job_(job), whole_(tokens_at_once<Isa>(job.shape.tokens) * job.shape.values()), exact_(job.shape.values()), coded_(exact_.size()) {}
+      : masks_(job.shape.values()), whole_(tokens_at_once<Isa>(job.shape.tokens) * masks_.size()), exact_(masks_.size()),
+        fraction_bits_(job.fraction_bits) {
+    for (std::size_t v = 0; v < masks_.size(); ++v) masks_[v] = static_cast<std::int16_t>(job.is_coded[v] != 0 ? -1 : 0);
+  }
 
   void put(std::span<const std::int16_t> whole, std::size_t token) {
-    std::copy_n(whole.begin(), exact_.size(), whole_.begin() + static_cast<std::ptrdiff_t>(token * exact_.size()));
+    std::int16_t* to = whole_.data() + token * masks_.size();
+    for (std::size_t v = 0; v < masks_.size(); ++v) to[v] = whole[v] & masks_[v];
   }
   void run(std::size_t, int*) {}
 
   bool code(std::size_t token, int halvings, double square, std::int16_t* steps, Seen& seen) {
-    const std::span<const std::int16_t> whole = std::span(whole_).subspan(token * exact_.size(), exact_.size());
-    if (!round_values(whole, job_.is_coded, halvings, steps)) return false;
-    for (std::size_t v = 0; v < whole.size(); ++v) {
-      const bool is_coded = job_.is_coded[v] != 0;
-      exact_[v] = is_coded ? whole[v] * (1 << halvings) : 0;
-      coded_[v] = static_cast<std::int16_t>(is_coded ? steps[v] : 0);
-    }
-    seen.add(exact_, coded_.data(), tide_step_bits, square);
-    if (job_.fraction_bits != 0) round_finer(exact_, tide_step_bits - job_.fraction_bits, steps);
-    return true;
+    const std::int16_t* whole = whole_.data() + token * masks_.size();
+    for (std::size_t v = 0; v < masks_.size(); ++v) exact_[v] = whole[v] * (1 << halvings);
+    return code_sums(exact_, tide_step_bits, square, fraction_bits_, steps, seen);
   }
 
  private:
-  const TideProject& job_;
-  std::vector<std::int16_t> whole_;
-  std::vector<std::int32_t> exact_;  // in sixteenths, of those that are coded
-  std::vector<std::int16_t> coded_;
+  std::vector<std::int16_t> masks_, whole_;
+  std::vector<std::int32_t> exact_;  // in sixteenths
+  int fraction_bits_;
 };
 
 // One matrix.
@@ -302,7 +291,7 @@ class OneProduct {
   void run(std::size_t count, int*) { multiply_all(product_, job_.matrix, panels_.data(), count, sums_.data(), stride_); }
 
   bool code(std::size_t token, int halvings, double square, std::int16_t* steps, Seen& seen) {
-    return code_sums(std::span(sums_).subspan(token * stride_, columns_), halvings, square, job_.fraction_bits, steps, seen);
+    return code_sums(std::span(sums_).subspan(token * stride_, columns_), sum_bits(halvings), square, job_.fraction_bits, steps, seen);
   }
 
  private:
@@ -352,7 +341,7 @@ class BlockProducts {
       const std::size_t place = job_.stage.places[k];
       exact_[k] = place < values ? of_blocks_[token * width_ + place] : of_mix_[token * mixed_width_ + place - values];
     }
-    return code_sums(exact_, halvings, square, job_.fraction_bits, steps, seen);
+    return code_sums(exact_, sum_bits(halvings), square, job_.fraction_bits, steps, seen);
   }
 
  private:
