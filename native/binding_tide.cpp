@@ -171,12 +171,18 @@ TideMatrix matrix_of(const Array<const std::int16_t, 1>& panels, Shape shape, st
 using BlockShape = std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, std::size_t>;
 
 template <class Data>
-TideShape shape_of(const Data& bits, BlockShape shape, int type, const Floats& mean, const Floats& scale) {
+TideShape shape_of(const Data& bits, BlockShape shape, int type) {
   const auto [layers, two, tokens, heads, head_dim] = shape;
   const TideShape found{layers, tokens, heads, head_dim, element_type(type)};
   want(two == 2 && layers > 0 && tokens > 0 && heads > 0 && head_dim > 0, "tide: want a shape of (layers, 2, …)");
   want(tokens <= 65536 && std::max({layers, heads, head_dim}) <= 65536, "tide: the shape is too large");
   want(bits.size() == found.streams() * tokens * found.row_bytes(), "tide: bits are not of the shape");
+  return found;
+}
+
+template <class Data>
+TideShape shape_of(const Data& bits, BlockShape shape, int type, const Floats& mean, const Floats& scale) {
+  const TideShape found = shape_of(bits, shape, type);
   want(mean.size() == found.values() && scale.size() == found.values(), "tide: want a mean and a scale for each value");
   return found;
 }
@@ -289,6 +295,13 @@ void loudness(const std::string& path_name, const ConstValues& steps, const Floa
   unlocked([&] { path.loudness(flat(steps), span_of(weights), span_of(loud)); });
 }
 
+void squares(const std::string& path_name, const ConstBytes& bits, BlockShape block, int type, const Array<float, 2>& out) {
+  const TidePath& path = path_named(path_name);
+  const TideShape shape = shape_of(bits, block, type);
+  want(out.shape(0) == shape.layers && out.shape(1) == shape.tokens, "tide: want a sum for each layer and token");
+  unlocked([&] { path.squares(shape, span_of(bits), flat(out)); });
+}
+
 void third(const std::string& path_name, const ConstValues& values, const Values& out) {
   const TidePath& path = path_named(path_name);
   want(values.size() == out.size(), "tide: want as many thirds as values");
@@ -335,6 +348,7 @@ void bind_tide(nb::module_& module) {
              nb::arg("stage"), nb::arg("apart"), nb::arg("turns"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"));
   module.def("tide_loudness", &loudness, nb::arg("path"), nb::arg("steps").noconvert(), nb::arg("weights").noconvert(),
              nb::arg("loud").noconvert());
+  module.def("tide_squares", &squares, nb::arg("path"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"), nb::arg("out").noconvert());
   module.def("tide_third", &third, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("out").noconvert());
   module.def("tide_symbols", &symbols, nb::arg("path"), nb::arg("items").noconvert(), nb::arg("tops"), nb::arg("out").noconvert());
 }

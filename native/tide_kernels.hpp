@@ -40,10 +40,28 @@ inline void add_loudness(std::span<const std::int16_t> steps, std::span<const fl
   }
 }
 
+template <ElementType type>
+void add_squares(const TideShape& shape, std::span<const std::uint8_t> bits, std::span<float> out) {
+  std::vector<float> row(padded(shape.channels(), lanes));
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const std::size_t layer = i / shape.tokens, token = i % shape.tokens;
+    const std::uint8_t* from = bits.data() + ((2 * layer + 1) * shape.tokens + token) * shape.row_bytes();
+    for (std::size_t c = 0; c < shape.channels(); ++c) row[c] = load<type>(from + c * element_bytes(type));
+    Lanes sums;
+    by_lanes(row, [&](std::size_t lane, Floats value, std::size_t) { sums.at[lane] += value * value; });
+    out[i] = 0;
+    for (std::size_t lane = 0; lane < lanes; ++lane) out[i] += sums[lane];
+  }
+}
+
+inline void value_squares(const TideShape& shape, std::span<const std::uint8_t> bits, std::span<float> out) {
+  with_type(shape.type, [&]<ElementType type>() { add_squares<type>(shape, bits, out); });
+}
+
 template <class Isa>
 constexpr TidePath tide_path(const char* name, bool (*is_supported)()) {
   return {name, is_supported, count_rows, take_rows<Isa>, put_rows<Isa>, count_states<Isa>, take_states<Isa>, put_states<Isa>, find_path<Isa>, project_tokens<Isa>, arrange_rows<Isa>,
-          restore_tokens<Isa>, add_loudness, third_values, items_to_symbols};
+          restore_tokens<Isa>, add_loudness, value_squares, third_values, items_to_symbols};
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ from tests.codec.tide_profiles import alike_bits, out_of_line_bits
 from tests.suites import block_meta
 
 from kvtide import _native
-from kvtide.block import BlockBits, BlockLayout, KVDtype
+from kvtide.block import BlockBits, BlockLayout, KVDtype, values_of
 from kvtide.codec import Profile
 from kvtide.codec.tide import (
     COSTS,
@@ -313,6 +313,19 @@ def test_thirds_symbols_and_loudness_are_numpys(path: str) -> None:
     weights, loud = np.arange(37, dtype=np.float32), np.ones(7, dtype=np.float32)
     _native.tide_loudness(path, steps, weights, loud)
     assert np.array_equal(loud, 1 + np.abs(steps) @ weights)  # whole numbers: exact in any order
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", list(KVDtype))
+def test_squares_are_those_of_each_layers_values(path: str, dtype: KVDtype) -> None:
+    shape, out = (3, 2, 9, 5, 7), np.empty((3, 9), dtype=np.float32)
+    # Values around one in each type.
+    bits = np.random.default_rng(6).integers(0x3E00, 0x4000, shape).astype(f"<u{dtype.item_bytes}")
+    bits <<= 8 * dtype.item_bytes - 16
+    _native.tide_squares(path, bits.reshape(-1).view(np.uint8), shape, dtype.code, out)
+    assert np.allclose(out, np.square(values_of(bits[:, 1], dtype), dtype=np.float64).sum(axis=(2, 3)), rtol=1e-6)
+    with pytest.raises(ValueError, match="tide"):
+        _native.tide_squares(path, bits.reshape(-1).view(np.uint8), shape, dtype.code, out[:, 1:].copy())
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -179,7 +179,7 @@ inline void blocks(Rng& rng) {
   on_all_paths([&](const TidePath& path) {
     std::vector<std::int16_t> steps(shape.tokens * columns), sorted(used * shape.tokens), thirds(steps.size());
     std::vector<std::uint8_t> apart(shape.tokens), symbols(steps.size());
-    std::vector<float> loud(shape.tokens);
+    std::vector<float> loud(shape.tokens), squares(shape.layers * shape.tokens);
     kvtide::TideSeen seen;
     const bool is_finite =
         path.project({shape, bits, turns, mean, scale, {to_columns, values, used, values, used}, {}, is_coded, apart, steps, seen, fraction_bits});
@@ -188,9 +188,10 @@ inline void blocks(Rng& rng) {
       path.third(steps, thirds);
       path.symbols(steps, steps.size() / 2, symbols);
       path.loudness(steps, weights, loud);
+      path.squares(shape, bits, squares);
     }
     const std::tuple judged(seen.error, seen.spread, seen.tokens);
-    return std::tuple(is_finite, judged, is_finite ? steps : sorted, sorted, thirds, symbols, loud, is_finite ? apart : symbols);
+    return std::tuple(is_finite, judged, is_finite ? steps : sorted, sorted, thirds, symbols, loud, squares, is_finite ? apart : symbols);
   });
 }
 

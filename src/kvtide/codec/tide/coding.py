@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.block import BlockBits, BlockMeta, values_of
+from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec.tide.grid import (
     STATE_PAIRS,
     TABLES,
@@ -117,9 +117,11 @@ def apart_tokens(meta: BlockMeta, bits: BlockBits) -> NDArray[np.uint8]:
 
     A sink is found by its values: attention goes there that has nowhere else to go, so that they are next to nothing.
     """
-    values = values_of(bits[:, 1], meta.layout.dtype)
+    layout = meta.layout
+    squares = np.empty((layout.layers, layout.tokens), dtype=np.float32)
+    as_bytes = bits.reshape(-1).view(np.uint8)
+    _native.tide_squares(_native.tide_paths()[0], as_bytes, layout.shape, layout.dtype.code, squares)
     with np.errstate(all="ignore"):
-        squares = np.einsum("lthd,lthd->lt", values, values)
         octaves = np.log2(squares / np.percentile(squares, _LONG_PERCENT, axis=1, keepdims=True)).mean(axis=0) / 2
     apart = first_apart(meta)
     apart[octaves < -_SINK_OCTAVES] = 1
@@ -144,10 +146,10 @@ def project(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArray
             raise UnencodableBlock("a value is not finite")
         tables.append(out)
         fit.append((each.promise, Seen._make(seen)))
-    loud = np.zeros(stored.bits.shape[2], dtype=np.float32)
+    loud, none = np.zeros(len(apart), dtype=np.float32), np.flatnonzero(apart)
     for found, each in zip(tables, coded, strict=True):
         # A token that only a later group was too loud for.
-        found[apart == 1] = 0
+        found[none] = 0
         _native.tide_loudness(path, found, each.weights, loud)
     return Projected(steps, stored, apart, tables, _parts(loud / np.float32(1 << fraction_bits)), fit)
 
@@ -241,12 +243,10 @@ def _parts(loud: Floats) -> Loudness:
 
 
 def _third_of(items: Items, which: Which, path: str) -> Items:
-    """Return these rows at the next coarser step, in their places; which: rising. Other rows are any."""
-    out = np.empty_like(items)
-    breaks = np.flatnonzero(np.diff(which.astype(np.int64)) > 1) + 1
-    for run in np.split(which, breaks) if len(which) else ():
-        rows = slice(int(run[0]), int(run[-1]) + 1)
-        _native.tide_third(path, items[rows], out[rows])
+    """Return these rows at the next coarser step, in their places. Other rows are any."""
+    here, out = items[which], np.empty_like(items)
+    _native.tide_third(path, here, here)
+    out[which] = here
     return out
 
 

@@ -264,7 +264,10 @@ class Lists:
         """Return the coded form of lists that are full."""
         by_stream = self._symbols()
         coded = tables.encode(by_stream, self._entropy_runs())
-        places = np.flatnonzero(by_stream.reshape(-1) == ESCAPE)
+        # Eight at a time: they are few.
+        is_escape = by_stream.reshape(-1) == ESCAPE
+        near = 8 * np.flatnonzero(is_escape.view(np.uint64))[:, None] + np.arange(8)
+        places = near[is_escape[near]]
         first = int(np.searchsorted(places, by_stream.shape[1]))
         return CodedLists(coded, self._items[places], (first, len(places) - first))
 

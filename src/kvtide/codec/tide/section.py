@@ -111,7 +111,7 @@ class Base(NamedTuple):
 
 def join_refinement(section: SectionBytes) -> bytes:
     """Return the bytes of a section that is no base."""
-    return _prefix(section) + _body(section)
+    return b"".join([_prefix(section), *_body(section)])
 
 
 def join_base(section: SectionBytes, base: Base) -> bytes:
@@ -123,16 +123,16 @@ def join_base(section: SectionBytes, base: Base) -> bytes:
     positions, scales, values = base.apart
     parts = [_prefix(section), base.loudness.gains.astype(np.int8).tobytes(), packed.astype(np.uint8).tobytes()]
     parts += [struct.pack("<H", len(positions)), positions.astype("<u2").tobytes(), scales.astype("<u2").tobytes()]
-    return b"".join([*parts, values.tobytes(), _body(section)])
+    return b"".join([*parts, values.tobytes(), *_body(section)])
 
 
 def _prefix(section: SectionBytes) -> bytes:
     return _PREFIX.pack(*section.steps, *section.lists.streams.sizes, *section.lists.escape_counts)
 
 
-def _body(section: SectionBytes) -> bytes:
+def _body(section: SectionBytes) -> tuple[bytes | bytearray | memoryview, ...]:
     lists = section.lists
-    return section.state_counts + bytes(lists.streams.data) + lists.escapes.astype("<i2").tobytes()
+    return section.state_counts, lists.streams.data, lists.escapes.astype("<i2").tobytes()
 
 
 def join_state_counts(counts: NDArray[np.int64]) -> bytes:
