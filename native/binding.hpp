@@ -60,15 +60,18 @@ auto unlocked(Work work) {
 
 constexpr std::size_t div_ceil(std::size_t dividend, std::size_t divisor) { return (dividend + divisor - 1) / divisor; }
 
-using OwnedBytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+template <class Element>
+using Owned = nb::ndarray<nb::numpy, Element, nb::ndim<1>>;
+using OwnedBytes = Owned<std::uint8_t>;
 // Streams back to back, and the size of each.
 using EncodedStreams = std::tuple<OwnedBytes, std::vector<std::size_t>>;
 
 // Hands a buffer over to Python without a copy.
-inline OwnedBytes own(std::unique_ptr<std::vector<std::uint8_t>> data) {
-  std::vector<std::uint8_t>* kept = data.release();
-  nb::capsule owner(kept, [](void* pointer) noexcept { delete static_cast<std::vector<std::uint8_t>*>(pointer); });
-  return OwnedBytes(kept->data(), {kept->size()}, owner);
+template <class Element>
+Owned<Element> own(std::unique_ptr<std::vector<Element>> data) {
+  std::vector<Element>* kept = data.release();
+  nb::capsule owner(kept, [](void* pointer) noexcept { delete static_cast<std::vector<Element>*>(pointer); });
+  return Owned<Element>(kept->data(), {kept->size()}, owner);
 }
 
 void bind_quantise(nb::module_& module);

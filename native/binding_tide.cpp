@@ -4,11 +4,13 @@
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <tuple>
 
 #include "binding.hpp"
+#include "streams.hpp"
 #include "tide.hpp"
 
 namespace kvtide {
@@ -302,16 +304,27 @@ void squares(const std::string& path_name, const ConstBytes& bits, BlockShape bl
   unlocked([&] { path.squares(shape, span_of(bits), flat(out)); });
 }
 
-void third(const std::string& path_name, const ConstValues& values, const Values& out) {
+void third(const std::string& path_name, const ConstValues& values, const Which& which, const Values& out) {
   const TidePath& path = path_named(path_name);
-  want(values.size() == out.size(), "tide: want as many thirds as values");
-  unlocked([&] { path.third(flat(values), flat(out)); });
+  want(values.shape(0) == out.shape(0) && values.shape(1) == out.shape(1), "tide: want as many thirds as values");
+  want(std::ranges::all_of(span_of(which), [&](std::size_t row) { return row < values.shape(0); }), "tide: no such row");
+  unlocked([&] { path.third(flat(values), span_of(which), values.shape(1), flat(out)); });
 }
 
-void symbols(const std::string& path_name, const Array<const std::int16_t, 1>& items, std::size_t tops, const Bytes& out) {
+// Where symbols are that stand for no item.
+Owned<std::int64_t> symbols(const std::string& path_name, const Array<const std::int16_t, 1>& items, std::size_t tops, const Bytes& out) {
   const TidePath& path = path_named(path_name);
   want(tops <= items.size() && items.size() == out.size(), "tide: want a symbol for each item");
-  unlocked([&] { path.symbols(span_of(items), tops, span_of(out)); });
+  auto escapes = std::make_unique<std::vector<std::int64_t>>();
+  unlocked([&] {
+    path.symbols(span_of(items), tops, span_of(out));
+    const std::uint8_t* const stop = out.data() + tops;
+    for (const void* at = out.data(); (at = std::memchr(at, escape_symbol, static_cast<std::size_t>(stop - static_cast<const std::uint8_t*>(at))));) {
+      escapes->push_back(static_cast<const std::uint8_t*>(at) - out.data());
+      at = static_cast<const std::uint8_t*>(at) + 1;
+    }
+  });
+  return own(std::move(escapes));
 }
 
 }  // namespace
@@ -349,7 +362,7 @@ void bind_tide(nb::module_& module) {
   module.def("tide_loudness", &loudness, nb::arg("path"), nb::arg("steps").noconvert(), nb::arg("weights").noconvert(),
              nb::arg("loud").noconvert());
   module.def("tide_squares", &squares, nb::arg("path"), nb::arg("bits").noconvert(), nb::arg("block"), nb::arg("type"), nb::arg("out").noconvert());
-  module.def("tide_third", &third, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("out").noconvert());
+  module.def("tide_third", &third, nb::arg("path"), nb::arg("values").noconvert(), nb::arg("which").noconvert(), nb::arg("out").noconvert());
   module.def("tide_symbols", &symbols, nb::arg("path"), nb::arg("items").noconvert(), nb::arg("tops"), nb::arg("out").noconvert());
 }
 

@@ -190,8 +190,8 @@ struct TidePath {
   void (*loudness)(std::span<const std::int16_t> steps, std::span<const float> weights, std::span<float> loud);
   // The sum of squares of each layer's V in each token: (layers, tokens), of `bits` of this shape.
   void (*squares)(const TideShape& shape, std::span<const std::uint8_t> bits, std::span<float> out);
-  // The whole number nearest to a third of each value.
-  void (*third)(std::span<const std::int16_t> values, std::span<std::int16_t> out);
+  // The whole number nearest to a third of each value, in some rows of so many columns.
+  void (*third)(std::span<const std::int16_t> values, std::span<const std::uint32_t> which, std::size_t columns, std::span<std::int16_t> out);
   // Items as symbols: the first `tops` from -15 on, what does not fit as 31; the rest from -1 on.
   void (*symbols)(std::span<const std::int16_t> items, std::size_t tops, std::span<std::uint8_t> out);
 };

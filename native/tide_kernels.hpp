@@ -8,10 +8,12 @@
 namespace kvtide {
 namespace {
 
-inline void third_values(std::span<const std::int16_t> values, std::span<std::int16_t> out) {
-  // 43691 / 2^17 is near enough to a third for all 16 bits.
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    out[i] = static_cast<std::int16_t>((values[i] * 43691 + (1 << 16)) >> 17);
+inline void third_rows(std::span<const std::int16_t> values, std::span<const std::uint32_t> which, std::size_t columns, std::span<std::int16_t> out) {
+  for (const std::size_t row : which) {
+    // 43691 / 2^17 is near enough to a third for all 16 bits.
+    for (std::size_t i = row * columns; i < (row + 1) * columns; ++i) {
+      out[i] = static_cast<std::int16_t>((values[i] * 43691 + (1 << 16)) >> 17);
+    }
   }
 }
 
@@ -61,7 +63,7 @@ inline void value_squares(const TideShape& shape, std::span<const std::uint8_t> 
 template <class Isa>
 constexpr TidePath tide_path(const char* name, bool (*is_supported)()) {
   return {name, is_supported, count_rows, take_rows<Isa>, put_rows<Isa>, count_states<Isa>, take_states<Isa>, put_states<Isa>, find_path<Isa>, project_tokens<Isa>, arrange_rows<Isa>,
-          restore_tokens<Isa>, add_loudness, value_squares, third_values, items_to_symbols};
+          restore_tokens<Isa>, add_loudness, value_squares, third_rows, items_to_symbols};
 }
 
 }  // namespace

@@ -96,17 +96,27 @@ inline void count_rows(const TideRows& rows, std::span<std::int64_t> counts) {
   });
 }
 
-// Where a part's three lists go on; false if one is too short.
+// Where a part's three lists go on; false if one is too short. Values are counted only where a list might be.
 template <class Item>
 bool open_contexts(const TideLists<Item>& lists, std::size_t table, const std::int16_t* values, std::size_t count,
                    ContextLists<Item>& next) {
-  const auto found = count_contexts(values, count);
-  for (std::size_t i = 0; i < tide_contexts; ++i) {
-    if (!has_room(lists, table + i, found[i])) return false;
-    next[i] = lists.items.data() + lists.cursors[table + i];
-    lists.cursors[table + i] += static_cast<std::int64_t>(found[i]);
+  std::array<std::size_t, tide_contexts> found = {count, count, count};
+  const auto have_room = [&] {
+    bool has_all = true;
+    for (std::size_t i = 0; i < tide_contexts; ++i) has_all = has_all && has_room(lists, table + i, found[i]);
+    return has_all;
+  };
+  if (!have_room()) {
+    found = count_contexts(values, count);
+    if (!have_room()) return false;
   }
+  for (std::size_t i = 0; i < tide_contexts; ++i) next[i] = lists.items.data() + lists.cursors[table + i];
   return true;
+}
+
+template <class Item>
+void close_contexts(const TideLists<Item>& lists, std::size_t table, const ContextLists<Item>& next) {
+  for (std::size_t i = 0; i < tide_contexts; ++i) lists.cursors[table + i] = next[i] - lists.items.data();
 }
 
 // Parts are short: a call to copy 64 items costs as much as copying them.
@@ -126,6 +136,7 @@ bool take_rows(const TideRows& rows, const TideLists<const std::int16_t>& lists)
       ContextLists<const std::int16_t> next;
       if (!open_contexts(lists, table, values, count, next)) return false;
       Isa::take_contexts(values, count, next);
+      close_contexts(lists, table, next);
       return true;
     }
     if (!has_room(lists, table, count)) return false;
@@ -150,13 +161,14 @@ bool put_rows(const TideRows& rows, std::span<const std::int16_t> parents, const
       ContextLists<std::int16_t> next;
       if (!open_contexts(lists, table, before, count, next)) return false;
       Isa::put_contexts(values, before, count, next);
+      close_contexts(lists, table, next);
       return true;
     }
     if (!has_room(lists, table, count)) return false;
     std::int16_t* to = lists.items.data() + lists.cursors[table];
     lists.cursors[table] += static_cast<std::int64_t>(count);
     if (rows.mode == TideMode::top) {
-      std::copy(values, values + count, to);
+      copy_items(values, count, to);
       return true;
     }
     for (std::size_t i = 0; i < count; ++i) to[i] = static_cast<std::int16_t>(values[i] - 3 * before[i]);

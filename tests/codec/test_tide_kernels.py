@@ -301,13 +301,14 @@ def test_turning_and_storing_are_those_of_rope(
 
 @pytest.mark.parametrize("path", PATHS)
 def test_thirds_symbols_and_loudness_are_numpys(path: str) -> None:
-    every = np.arange(-32768, 32768, dtype=np.int16).reshape(1, -1)
-    out = np.empty_like(every)
-    _native.tide_third(path, every, out)
-    assert np.array_equal(out, (every.astype(np.int32) + 1) // 3)
+    every = np.arange(-32768, 32768, dtype=np.int16).reshape(4, -1)
+    out = np.zeros_like(every)
+    _native.tide_third(path, every, np.array([0, 1, 3], dtype=np.uint32), out)
+    assert np.array_equal(out[[0, 1, 3]], (every[[0, 1, 3]].astype(np.int32) + 1) // 3)
+    assert not out[2].any()
     items = np.array([-16, -15, 0, 15, 16, 30000, -30000, -1, 0, 1], dtype=np.int16)
     symbols = np.empty(10, dtype=np.uint8)
-    _native.tide_symbols(path, items, 7, symbols)
+    assert _native.tide_symbols(path, items, 7, symbols).tolist() == [0, 4, 5, 6]
     assert symbols.tolist() == [31, 0, 15, 30, 31, 31, 31, 0, 1, 2]
     steps = np.random.default_rng(5).integers(-50, 50, (7, 37)).astype(np.int16)
     weights, loud = np.arange(37, dtype=np.float32), np.ones(7, dtype=np.float32)

@@ -176,6 +176,7 @@ inline void blocks(Rng& rng) {
   const auto rows = shuffled<std::uint16_t>(rng, columns);
   const auto weights = random_numbers<float>(rng, columns, 0, 3);
   const int fraction_bits = rng() % 2 ? kvtide::tide_step_bits : 0;
+  const auto which = shuffled<std::uint32_t>(rng, shape.tokens);
   on_all_paths([&](const TidePath& path) {
     std::vector<std::int16_t> steps(shape.tokens * columns), sorted(used * shape.tokens), thirds(steps.size());
     std::vector<std::uint8_t> apart(shape.tokens), symbols(steps.size());
@@ -185,7 +186,7 @@ inline void blocks(Rng& rng) {
         path.project({shape, bits, turns, mean, scale, {to_columns, values, used, values, used}, {}, is_coded, apart, steps, seen, fraction_bits});
     if (is_finite) {
       path.arrange({steps, columns, places, rows, sorted, used});
-      path.third(steps, thirds);
+      path.third(steps, which, columns, thirds);
       path.symbols(steps, steps.size() / 2, symbols);
       path.loudness(steps, weights, loud);
       path.squares(shape, bits, squares);

@@ -169,8 +169,7 @@ def levels_of(model: TideModel, projected: Projected, path: str) -> Levels:
         _native.tide_find_path(path, items, classes, model.trellis.rates, levels[0])
     # The coarsest first; a level is three times the one before it, or one off.
     for _ in range(steps.refinements):
-        levels.insert(0, np.empty_like(items))
-        _native.tide_third(path, levels[1], levels[0])
+        levels.insert(0, _third_of(levels[0], np.arange(len(items), dtype=np.uint32), path))
     return Levels(rows, loudness, levels)
 
 
@@ -244,9 +243,8 @@ def _parts(loud: Floats) -> Loudness:
 
 def _third_of(items: Items, which: Which, path: str) -> Items:
     """Return these rows at the next coarser step, in their places. Other rows are any."""
-    here, out = items[which], np.empty_like(items)
-    _native.tide_third(path, here, here)
-    out[which] = here
+    out = np.empty_like(items)
+    _native.tide_third(path, items, which, out)
     return out
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.codec.entropy import ESCAPE, SYMBOLS, Escapes, RansTables, Runs, Streams, count_values
+from kvtide.codec.entropy import SYMBOLS, Escapes, RansTables, Runs, Streams, count_values
 from kvtide.errors import CorruptPayload
 
 UNITS = 12
@@ -243,31 +243,28 @@ class Lists:
         if not fits:
             raise CorruptPayload("tide: lists are shorter than what they are of")
 
-    def _symbols(self) -> NDArray[np.uint8]:
-        """Return the symbols of lists that are full, and fill these up to whole runs."""
+    def _symbols(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return the symbols of lists that are full, and where they are ESCAPE; fill these up to whole runs."""
         stops = self._lists[2]
         for table in np.flatnonzero(stops != self._ends):
             self._items[stops[table] : self._ends[table]] = 0
-        symbols = np.empty(self._size, dtype=np.uint8)
+        symbols, escapes = np.empty(self._size, dtype=np.uint8), []
         for first, middle, last in zip(self._kinds[:-1:2], self._kinds[1::2], self._kinds[2::2], strict=True):
-            _native.tide_symbols(self._path, self._items[first:last], middle - first, symbols[first:last])
-        return symbols.reshape(STREAMS, -1)
+            here = self._items[first:last]
+            escapes.append(first + _native.tide_symbols(self._path, here, middle - first, symbols[first:last]))
+        return symbols.reshape(STREAMS, -1), np.concatenate(escapes)
 
     def symbol_counts(self) -> NDArray[np.uint64]:
         """Return how often each table codes each symbol, fillings left out: (tables, 32). The lists must be full."""
         tables = np.arange(len(self._counts))
-        counts = count_values(self._symbols(), self._entropy_runs(), len(tables))[:, :SYMBOLS]
+        counts = count_values(self._symbols()[0], self._entropy_runs(), len(tables))[:, :SYMBOLS]
         counts[tables, _ZEROS[tables]] -= (self._runs * RUN_SYMBOLS - self._counts).astype(np.uint64)
         return counts
 
     def encode(self, tables: RansTables) -> CodedLists:
         """Return the coded form of lists that are full."""
-        by_stream = self._symbols()
+        by_stream, places = self._symbols()
         coded = tables.encode(by_stream, self._entropy_runs())
-        # Eight at a time: they are few.
-        is_escape = by_stream.reshape(-1) == ESCAPE
-        near = 8 * np.flatnonzero(is_escape.view(np.uint64))[:, None] + np.arange(8)
-        places = near[is_escape[near]]
         first = int(np.searchsorted(places, by_stream.shape[1]))
         return CodedLists(coded, self._items[places], (first, len(places) - first))
 
