@@ -346,31 +346,67 @@ inline Words level_below(Words level, Words parity) {
   return below < parity ? parity : below;
 }
 
-// What a level costs: the square of its distance and its rate.
+// What levels cost beside the squares of their distances, by quantiser; 16 entries for each parity, by half of the level: the rate of a
+// level, and how much higher that of the one below it is.
+struct LevelRates {
+  std::array<Lookup, 2> rates, rises;
+
+  explicit LevelRates(const TidePrices& prices) {
+    constexpr int known = tide_priced_levels - 1;
+    for (int i = 0; i < 2 * 2 * tide_priced_levels; ++i) {
+      const int quantiser = i / (2 * tide_priced_levels), entry = i % (2 * tide_priced_levels), half = entry % tide_priced_levels;
+      const int level = 2 * half + entry / tide_priced_levels;
+      const auto rate = [&](int of) { return prices[static_cast<std::size_t>(quantiser * tide_priced_levels + std::min(of, known))]; };
+      const auto at = static_cast<std::size_t>(entry), which = static_cast<std::size_t>(quantiser);
+      rates[which][at] = rate(level);
+      rises[which][at] = static_cast<std::int16_t>(half == 0 ? 0 : rate(level - 2) - rate(level));
+    }
+  }
+};
+
+// Of the levels of one quantiser and parity, what the nearest one costs, the square of its distance and its rate, and how much more the
+// one below it does: that is not below zero where there is none.
+struct LevelCosts {
+  Words nearest, more_below;
+};
 template <class Isa>
-Words level_cost(Words magnitude, Words level, int quantiser, const Lookup& rates) {
-  constexpr int known = tide_priced_levels - 1;
-  const Words entry = (level < all(known) ? level : all(known)) + static_cast<std::int16_t>(quantiser * tide_priced_levels);
-  const Words stands_for = level * 16 - static_cast<std::int16_t>(8 * quantiser);
-  const Words off = magnitude - (level == 0 ? all(0) : stands_for);
-  return off * off + Isa::look_up(rates, entry);
+LevelCosts level_costs(Words magnitude, int quantiser, int parity, const LevelRates& rates) {
+  const auto which = static_cast<std::size_t>(quantiser);
+  // Levels of a parity stand 32 sixteenths apart: by `past` - 16 the nearest one is off, and the one below it by `past` + 16.
+  const Words above = magnitude + static_cast<std::int16_t>(16 - 16 * parity + 8 * quantiser);
+  const Words half = above >> 5, past = above & all(31);
+  const Words entry = (half < all(tide_priced_levels - 1) ? half : all(tide_priced_levels - 1)) + static_cast<std::int16_t>(parity * tide_priced_levels);
+  Words off = past - 16, more = past * 64 + Isa::look_up(rates.rises[which], entry);
+  if (quantiser == 1 && parity == 0) {
+    // Zero stands for 0, and not for half a step below.
+    off = half == 0 ? magnitude : off;
+    more = half == 1 ? more - past * 16 - 192 : more;
+  }
+  return {off * off + Isa::look_up(rates.rates[which], entry), more};
 }
 
-// Above what costs differ by between states, and low enough that nothing overflows.
+// Above what costs differ by between states, and low enough that nothing overflows: a row adds 256 and a rate at most.
 constexpr int no_way = 12000;
+// After so many rows the least cost is taken from all.
+constexpr std::size_t levelled_rows = 4;
+// Rows stand too far apart for processors to fetch them ahead by themselves.
+constexpr std::size_t ahead_rows = 16;
+static_assert(2 * no_way + static_cast<int>(levelled_rows) * (256 + tide_rate_max) < 32768);
 
 // One vector of tokens along all rows. decisions: a word for each row and lane: which way each state was come to, then whether the
 // level of each quantiser and parity is the one below the nearest.
 template <class Isa>
 class TrellisPath {
  public:
-  TrellisPath(const TideTrellis& job, std::size_t rows) : job_(job), decisions_(rows) {}
+  TrellisPath(const TideTrellis& job, std::size_t rows) : job_(job), rates_(job.rates.begin(), job.rates.end()), decisions_(rows) {}
 
   void run(std::size_t token, std::size_t count, std::size_t part) {
     for (std::size_t state = 0; state < trellis_states; ++state) costs_[state] = all(state == 0 ? 0 : no_way);
     for (std::size_t row = 0; row < decisions_.size(); ++row) {
+      __builtin_prefetch(job_.exact.data() + std::min(row + ahead_rows, decisions_.size() - 1) * job_.tokens + token);
       const Words exact = load_words(job_.exact.data() + row * job_.tokens + token, count);
-      go_on(magnitude_of(exact), job_.classes[row * tide_parts + part], decisions_[row]);
+      go_on(magnitude_of(exact), rates_[job_.classes[row * tide_parts + part]], decisions_[row]);
+      if (row % levelled_rows == 0) take_least();
     }
     Words state{}, least = costs_[0];
     for (std::size_t each = 1; each < trellis_states; ++each) {
@@ -380,22 +416,20 @@ class TrellisPath {
     }
     for (std::size_t row = decisions_.size(); row-- > 0;) {
       const std::size_t at = row * job_.tokens + token;
+      __builtin_prefetch(job_.levels.data() + at - std::min(row, ahead_rows) * job_.tokens, 1);
       store_words(go_back(load_words(job_.exact.data() + at, count), decisions_[row], state), count, job_.levels.data() + at);
     }
   }
 
  private:
-  void go_on(Words magnitude, std::size_t class_number, Words& decision) {
-    const Lookup& rates = job_.rates[class_number];
+  void go_on(Words magnitude, const LevelRates& rates, Words& decision) {
     decision = Words{};
     Words added[2][2];
     for (int quantiser = 0; quantiser < 2; ++quantiser) {
       for (int parity = 0; parity < 2; ++parity) {
-        const Words near = nearest_level(magnitude, all(quantiser), all(parity)), below = level_below(near, all(parity));
-        const Words cost = level_cost<Isa>(magnitude, near, quantiser, rates);
-        const Words other = level_cost<Isa>(magnitude, below, quantiser, rates);
-        const Words is_below = other < cost;
-        added[quantiser][parity] = is_below ? other : cost;
+        const auto [nearest, more_below] = level_costs<Isa>(magnitude, quantiser, parity, rates);
+        const Words is_below = more_below < 0;
+        added[quantiser][parity] = is_below ? nearest + more_below : nearest;
         decision |= is_below & all(1 << (trellis_states + static_cast<std::size_t>(2 * quantiser + parity)));
       }
     }
@@ -408,9 +442,13 @@ class TrellisPath {
       after[state] = is_second ? other : way;
       decision |= is_second & all(1 << state);
     }
-    Words least = after[0];
-    for (const Words& each : after) least = each < least ? each : least;
-    for (std::size_t state = 0; state < trellis_states; ++state) costs_[state] = after[state] - least;
+    std::copy(after, after + trellis_states, costs_);
+  }
+
+  void take_least() {
+    Words least = costs_[0];
+    for (const Words& each : costs_) least = each < least ? each : least;
+    for (Words& each : costs_) each -= least;
   }
 
   // The level of a row, and the state before it.
@@ -441,6 +479,7 @@ class TrellisPath {
   }();
 
   const TideTrellis& job_;
+  const std::vector<LevelRates> rates_;  // of each class
   std::vector<Words> decisions_;
   Words costs_[trellis_states];
 };
