@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvtide.plan import Judge, JudgeRecord, PrefillSpeed, Way, decide
 from kvtide.plan.base import Chunk, Fetch, Progress, Request, cut, cut_for_meeting, is_ready, mean_kl
-from kvtide.plan.judge import DEADLINE_S_MIN, MEMORY_S, RETRY_SHARE
+from kvtide.plan.judge import DEADLINE_S_MIN, MEMORY_S
 from kvtide.plan.speeds import HarmonicRate, PrefillMeter
 
 SPEED = PrefillSpeed(1000)
@@ -233,21 +233,6 @@ def test_deadline_is_what_computing_would_take_within_bounds() -> None:
     assert judge.deadline_s(2000) == pytest.approx(2.0)
     assert judge.deadline_s(50_000) == 10.0
     assert judge.deadline_s(1) == DEADLINE_S_MIN
-
-
-def test_load_that_was_slower_gets_a_share_of_the_time_to_show_that_it_no_longer_is() -> None:
-    judge, later = Judge(10.0), Judge(10.0)
-    judge.note_prefill(0, 1000, 1.0)
-    judge.note_load(1000, 2.0, 0.0)
-    assert judge.deadline_s(4000) == pytest.approx(4 * RETRY_SHARE)
-    # By the figures of one process: another model's engine may share the store.
-    later.restore(judge.record())
-    later.note_prefill(0, 1000, 8.0)
-    assert later.deadline_s(1000) == pytest.approx(8 * RETRY_SHARE)
-    later.note_load(1000, 0.2, 0.0)
-    assert later.deadline_s(1000) == pytest.approx(8.0)
-    judge.note_load(1000, 0.1, 1.0)
-    assert judge.deadline_s(4000) == pytest.approx(4.0)
 
 
 def test_what_one_process_learnt_is_where_the_next_begins() -> None:

@@ -22,8 +22,6 @@ SAMPLE_TOKENS_MIN = 64
 _NEWEST_SHARE = 0.5
 # A speed of loading that nobody has measured for so long is unknown again: a slow store gets another chance.
 MEMORY_S = 60.0
-# What was slower than computing when it was last measured gets this share of that time to show that it no longer is.
-RETRY_SHARE = 0.25
 # No load is given less: below this, scheduling decides and not the store.
 DEADLINE_S_MIN = 0.1
 
@@ -105,7 +103,7 @@ class Speed:
         self._tokens_per_s = sample if known is None else known + _NEWEST_SHARE * (sample - known)
         self._seen_s = now_s
 
-    def known(self, now_s: float = 0.0, memory_s: float = float("inf")) -> float | None:
+    def known(self, now_s: float, memory_s: float = float("inf")) -> float | None:
         """Return the estimate, None if there is none as young as `memory_s`."""
         return self._tokens_per_s if self._tokens_per_s and now_s - self._seen_s <= memory_s else None
 
@@ -117,12 +115,10 @@ class JudgeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: float = 0.0
     tokens_per_s: float = 0.0
     double_at: float = 0.0
-    load_tokens_per_s: float = 0.0
     decode_token_s: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        figures = [self.bytes_per_s, self.latency_s, self.tokens_per_s, self.double_at, self.load_tokens_per_s]
-        figures += self.decode_token_s.values()
+        figures = [self.bytes_per_s, self.latency_s, self.tokens_per_s, self.double_at, *self.decode_token_s.values()]
         if not all(0 <= each < math.inf for each in figures) or len(self.decode_token_s) > CODECS_MAX:
             raise ValueError("a judge's figures are finite and not negative")
 
@@ -192,16 +188,10 @@ class Judge:
         return prefill is None or load is None or tokens / load < prefill.seconds(0, tokens)
 
     def deadline_s(self, tokens: int) -> float:
-        """Return the longest that a load may take: as long as computing would, and never over `load_s_max`.
-
-        A share of that where the last load was slower, in this process or in the one before it.
-        """
-        prefill, load, known = self.prefill(), self._load.known(), self._restored
-        if prefill is None:
-            return self._load_s_max
-        computing_s = prefill.seconds(0, tokens)
-        is_slow = tokens >= load * computing_s if load else 0 < known.load_tokens_per_s <= known.tokens_per_s
-        return min(self._load_s_max, max(DEADLINE_S_MIN, computing_s * (RETRY_SHARE if is_slow else 1)))
+        """Return the longest that a load may take: as long as computing would, and never over `load_s_max`."""
+        prefill = self.prefill()
+        computing_s = self._load_s_max if prefill is None else max(DEADLINE_S_MIN, prefill.seconds(0, tokens))
+        return min(self._load_s_max, computing_s)
 
     def record(self) -> JudgeRecord:
         """Return what is known, for `restore`."""
@@ -211,7 +201,6 @@ class Judge:
             self.latency_s(),
             speed.tokens_per_s if speed else 0.0,
             speed.double_at if speed and not math.isinf(speed.double_at) else 0.0,
-            self._load.known() or self._restored.load_tokens_per_s,
             dict(list(decode.items())[:CODECS_MAX]),
         )
 
