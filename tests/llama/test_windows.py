@@ -93,3 +93,8 @@ def test_windows_of_unknown_layers_are_refused(opened: Any, tmp_path: Path) -> N
     other = {"gemma3.attention.sliding_window_pattern": 3}
     with opened("gemma3", kv_overrides=other) as llm, pytest.raises(ValueError, match="which layers of gemma3 have"):
         attach(llm, tmp_path, codec="tide")
+    with opened("gemma3") as llm:
+        llm.metadata["gemma3.attention.sliding_window_pattern"] = "[true, false]"
+        with pytest.raises(ValueError, match="which layers of gemma3 have"):
+            attach(llm, tmp_path, codec="tide")
+        assert len(attach(llm, tmp_path).served.groups) == 2

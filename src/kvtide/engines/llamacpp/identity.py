@@ -195,11 +195,12 @@ def _layers(llm: Any, shapes: Sequence[PartShape]) -> list[tuple[int, ...]]:
     counts, arch = [len(shape) // 2 for shape in shapes], llm.metadata.get("general.architecture")
     if len(counts) == 1:
         return [tuple(range(*counts))]
-    if arch not in _PERIODS:
+    period = llm.metadata.get(f"{arch}.attention.sliding_window_pattern", str(_PERIODS.get(arch, "")))
+    # Of files that say it layer by layer it is not read.
+    if arch not in _PERIODS or not period.isdecimal():
         return []
-    period = int(llm.metadata.get(f"{arch}.attention.sliding_window_pattern", _PERIODS[arch]))
     found = [
-        tuple(number for number in range(sum(counts)) if ((number + 1) % max(1, period) > 0) is has_window)
+        tuple(number for number in range(sum(counts)) if ((number + 1) % max(1, int(period)) > 0) is has_window)
         for has_window in (False, True)
     ]
     return found if [*map(len, found)] == counts else []
