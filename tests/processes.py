@@ -1,10 +1,14 @@
-"""Processes of servers: how etcd is started, and how one hangs and goes on later."""
+"""Processes: how etcd is started, how a server hangs and goes on later, and what memory of ours is there."""
 
+import ctypes
+import mmap
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import numpy as np
 
 from kvtide_lab.bench.services import free_ports, wait_until
 
@@ -43,3 +47,12 @@ def etcd_words(port: int, folder: Path, certificates: Path | None = None) -> lis
         else []
     )
     return ["etcd", "--data-dir", str(folder / "etcd"), *place, *peers, *tls]
+
+
+def resident_bytes(taken: memoryview) -> int:
+    """Return how much of it the kernel has given."""
+    address, pages = np.frombuffer(taken, np.uint8).ctypes.data, -(-len(taken) // mmap.PAGESIZE)
+    is_here = (ctypes.c_ubyte * pages)()
+    begin = address - address % mmap.PAGESIZE
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(taken)), is_here) == 0
+    return sum(each & 1 for each in is_here) * mmap.PAGESIZE

@@ -36,6 +36,7 @@ def test_chat_of_the_demo_restores_every_full_block_across_a_restart(tmp_path: P
     assert [each["is_answer_same"] for each in requests if each["is_measured"]] == [True, True, True]
     assert sum(each["plain_ttft_s"] for each in requests) == pytest.approx(result["plain_wait_s"])
     assert result["plain_wait_s"] / result["wait_s"] == pytest.approx(result["speedup"])
+    assert result["was_warm"] is False
     assert 0 < result["read_bytes"] < result["raw_bytes"]
 
 

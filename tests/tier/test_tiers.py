@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.processes import resident_bytes
 from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 
@@ -321,15 +322,12 @@ def test_objects_that_differ_by_some_bytes_have_each_other_s_memory(monkeypatch:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
 def test_touched_memory_is_there_and_keeps_what_it_held() -> None:
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
-
     memory = aligned_buffer(64 << 20)
     memory[:5] = b"bytes"
     touch(memory, lambda: False)
-    before = resident_bytes()
+    before = resident_bytes(memory)
     touch(memory, lambda: True)
-    assert resident_bytes() - before > 48 << 20
+    assert resident_bytes(memory) - before > 48 << 20
     assert bytes(memory[:6]) == b"bytes\0"
 
 

@@ -1,8 +1,6 @@
 """Both halves of a connector together on a toy engine: pages, tokens, steps, no model."""
 
-import ctypes
 import math
-import mmap
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from tests.engines.paged.pools import (
     host_pages,
     namespaces,
 )
+from tests.processes import resident_bytes
 from tests.server.worlds import invalidate, region_processes
 from tests.servers import running_server
 
@@ -83,15 +82,6 @@ def test_memory_is_there_before_blocks_need_it(
     assert sum(map(resident_bytes, touched)) > room // 2
     touched.clear()
     worker.close()
-
-
-def resident_bytes(taken: memoryview) -> int:
-    """Return how much of it the kernel has given."""
-    address, pages = np.frombuffer(taken, np.uint8).ctypes.data, -(-len(taken) // mmap.PAGESIZE)
-    is_here = (ctypes.c_ubyte * pages)()
-    begin = address - address % mmap.PAGESIZE
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(taken)), is_here) == 0
-    return sum(each & 1 for each in is_here) * mmap.PAGESIZE
 
 
 def test_memory_that_can_not_be_had_is_a_fault_of_the_cache_alone(
