@@ -32,9 +32,10 @@ from kvtide_lab.measuring import Show
 
 _RAW, _TIDE, _SERVED = "kvtide raw", "kvtide tide", "kvtide serve"
 _CODECS = {_RAW: "raw", "kvtide lossless": "lossless", _TIDE: "tide:5e-3", _SERVED: "lossless"}
-_RAM = "LlamaRAMCache"
-_PEERS = ("plain", _RAM, "LlamaDiskCache", "session file")
+_PLAIN, _RAM, _SESSION = "plain", "LlamaRAMCache", "session file"
+_PEERS = (_PLAIN, _RAM, "LlamaDiskCache", _SESSION)
 _END_TOKENS, _ANSWER_TOKENS, _BATCH_TOKENS, _PROMPTS, _FLUSH_S_MAX = 16, 8, 128, 10, 120.0
+_ALONE_TURNS = 4
 # Of a chat's first turn and of each later one.
 _CHAT_TOKENS, _TURN_TOKENS = 384, 64
 
@@ -42,7 +43,7 @@ _CHAT_TOKENS, _TURN_TOKENS = 384, 64
 class LlamaSize(NamedTuple):
     """Restarts; tokens that are stored, that ten prompts share, that each has alone, that are unknown; turns of a chat.
 
-    0: not measured.
+    0: not measured. Unknown prompts are asked by all in turns.
     """
 
     rounds: int = 5
@@ -61,15 +62,18 @@ QUICK = (LlamaSize(9, own=50, alone=384, turns=3), LlamaSize(1, 512, shared=0, a
 class LlamaRow(msgspec.Struct, frozen=True):
     """A contender: time to the first token after a restart, bytes written for ten prompts, speed on unknown ones.
 
-    turn_ttft_s: the median of a chat's later turns. 0 where something was not measured.
+    restart_vs_session_file, alone_vs_plain: medians of turns. turn_ttft_s: that of a chat's later turns. 0 where
+    something was not measured.
     """
 
     model: str
     contender: str
     restart_ttft_s: float
+    restart_vs_session_file: float
     is_plain_answer: bool
     shared_bytes_written: int
     alone_tokens_s: float
+    alone_vs_plain: float
     turn_ttft_s: float
 
 
@@ -105,7 +109,7 @@ class _Bench:
         self._session, self._is_known = str(work / "session"), "SmolLM2-135M" in model.name
         self.names = [*_PEERS, *(name for name in _CODECS if self._is_known or name != _TIDE)]
         text = "\n".join(str(topics[name]) for name in sorted(topics))
-        with self.opened("plain", "") as (llm, _):
+        with self.opened(_PLAIN, "") as (llm, _):
             self.tokens: list[int] = llm.tokenize(text.encode()[:100_000])
 
     @contextmanager
@@ -138,26 +142,40 @@ class _Bench:
             seen_s, text = seen_s or time.monotonic(), text + part["choices"][0]["text"]
         return seen_s - began_s, text
 
-    def restart(self, name: str) -> tuple[float, str]:
-        """Ask about the beginning, restart, and ask something else about it; the rounds' median, and an answer."""
-        size, found, is_kept = self._size, list[tuple[float, str]](), name != "plain"
-        first, second = (self.tokens[: size.stored] + self.tokens[at : at + _END_TOKENS] for at in (9000, 9500))
-        session = self._session if name == "session file" else ""
+    def fill(self, name: str) -> None:
+        """Have a contender keep a question about the beginning, in a process that ends."""
+        first = self._about_the_beginning(9000)
         if name == _SERVED:
             with ProcessPoolExecutor(1, get_context("spawn")) as others:
                 others.submit(self.ask_once, name, first).result()
-        elif is_kept:
-            with self.opened(name, "restart") as (llm, _):
-                self.ask(llm, first)
-                if session:
-                    ids = (ctypes.c_int32 * llm.n_tokens)(*llm.input_ids[: llm.n_tokens])
-                    llama_cpp.llama_state_save_file(llm.ctx, session.encode(), ids, len(ids))
-        for _ in range(size.rounds if is_kept else 1):
-            # kvtide reads past the page cache; others' files would come from memory.
-            drop_page_cache(self._work)
-            with self.opened(name, "restart") as (llm, _):
-                found.append(self.ask(llm, second, session=session))
-        return median(each[0] for each in found), found[0][1]
+            return
+        with self.opened(name, "restart") as (llm, _):
+            self.ask(llm, first)
+            if name == _SESSION:
+                ids = (ctypes.c_int32 * llm.n_tokens)(*llm.input_ids[: llm.n_tokens])
+                llama_cpp.llama_state_save_file(llm.ctx, self._session.encode(), ids, len(ids))
+
+    def restarted(self, name: str) -> tuple[float, str]:
+        """Ask something else about the beginning after a start."""
+        # kvtide reads past the page cache; others' files would come from memory.
+        drop_page_cache(self._work)
+        with self.opened(name, "restart") as (llm, _):
+            return self.ask(llm, self._about_the_beginning(9500), session=self._session if name == _SESSION else "")
+
+    def _about_the_beginning(self, end: int) -> list[int]:
+        return self.tokens[: self._size.stored] + self.tokens[end : end + _END_TOKENS]
+
+    def restarts(self, show: Show) -> dict[str, list[tuple[float, str]]]:
+        """Return each contender's answers after restarts, in turns; plain computes once."""
+        # After a restart memory is empty.
+        names = [name for name in self.names if name not in (_PLAIN, _RAM)]
+        for number, name in enumerate(names):
+            show(f"{self._model.stem[:12]}, {name}", number, len(names))
+            self.fill(name)
+        found = {name: list[tuple[float, str]]() for name in names}
+        for _, name in product(range(self._size.rounds), names):
+            found[name].append(self.restarted(name))
+        return {_PLAIN: [self.restarted(_PLAIN)], **found}
 
     def ask_once(self, name: str, prompt: list[int]) -> None:
         """Have a contender compute and store a prompt."""
@@ -189,14 +207,20 @@ class _Bench:
                 _flush(cached)
             return written if cached is None else int(cached.cache.stats().bytes_stored)
 
-    def alone_tokens_s(self, name: str) -> float:
-        """Return the tokens a second of prompts of which nothing is known."""
-        size, seconds = self._size, 0.0
-        with self.opened(name, "alone") as (llm, _):
-            for start in range(12_000, 12_000 + 3 * size.alone, size.alone):
-                llm.reset()
-                seconds += self.ask(llm, self.tokens[start : start + size.alone], 1)[0]
-        return 3 * size.alone / seconds
+    def alone_s(self, names: Sequence[str]) -> dict[str, list[float]]:
+        """Return the seconds that each takes for three prompts of which nothing is known, turn by turn."""
+        size, found = self._size, {name: list[float]() for name in names}
+        with contextlib.ExitStack() as stack:
+            every = {name: stack.enter_context(self.opened(name, "alone")) for name in names}
+            for turn, (name, (llm, cached)) in product(range(_ALONE_TURNS), every.items()):
+                took_s, first = 0.0, 3 * turn * size.alone
+                for start in range(first, first + 3 * size.alone, size.alone):
+                    llm.reset()
+                    took_s += self.ask(llm, self.tokens[start : start + size.alone], 1)[0]
+                found[name].append(took_s)
+                # The next one's turn is its own.
+                _flush(cached)
+        return found
 
 
 def _flush(cached: Any) -> None:
@@ -211,30 +235,47 @@ def run(models: Sequence[Path], work: Path, sizes: tuple[LlamaSize, LlamaSize], 
         with kvtide_server('tiers = ["memory://"]\n') as (address, _):
             rows += _measured(model, work / str(number), sizes[min(number, 1)], f"http://{address}", show)
     mine = {row.contender: row for row in rows if row.model == models[0].name}
-    raw, plain, disk, tide = mine[_RAW], mine["plain"], mine["LlamaDiskCache"], mine.get(_TIDE)
+    raw, plain, disk, tide = mine[_RAW], mine[_PLAIN], mine["LlamaDiskCache"], mine.get(_TIDE)
     return LlamaBenchResult(
         models[0].name,
         plain.restart_ttft_s / raw.restart_ttft_s,
-        mine["session file"].restart_ttft_s / raw.restart_ttft_s,
+        raw.restart_vs_session_file,
         sum(not row.is_plain_answer for row in rows if row.contender in _CODECS and row.contender != _TIDE),
         plain.restart_ttft_s / mine[_SERVED].restart_ttft_s,
         plain.turn_ttft_s / raw.turn_ttft_s,
         raw.shared_bytes_written / disk.shared_bytes_written,
         tide.shared_bytes_written / disk.shared_bytes_written if tide is not None else None,
-        raw.alone_tokens_s / plain.alone_tokens_s,
+        raw.alone_vs_plain,
         rows,
     )
 
 
 def _measured(model: Path, work: Path, size: LlamaSize, url: str, show: Show) -> Iterator[LlamaRow]:
-    bench, plain = _Bench(model, work, size, url), ""
+    bench = _Bench(model, work, size, url)
+    restarts = bench.restarts(show)
+    ((_, plain),) = restarts[_PLAIN]
+    show(f"{model.stem[:12]}, unknown prompts", 0, len(bench.names))
+    alone = bench.alone_s([_PLAIN, *filter(_is_store, bench.names)] if size.alone else [])
     for number, name in enumerate(bench.names):
         show(f"{model.stem[:12]}, {name}", number, len(bench.names))
-        # After a restart memory is empty; a file is of one prompt, and a server's objects are as on a disk.
-        ttft_s, said = bench.restart(name) if name != _RAM else (0.0, plain)
-        plain = plain or said
-        is_store = name in _CODECS and name != _SERVED
-        written = bench.shared_bytes(name) if size.shared and (is_store or name == "LlamaDiskCache") else 0
-        alone = bench.alone_tokens_s(name) if size.alone and (is_store or name == "plain") else 0.0
-        turn_s = bench.turn_s(name) if size.turns and name not in ("session file", _SERVED) else 0.0
-        yield LlamaRow(model.name, name, ttft_s, said == plain, written, alone, turn_s)
+        answers = restarts.get(name, [(0.0, plain)])
+        # In turns: what another program does in a minute is in both.
+        pairs = zip(restarts[_SESSION], answers, strict=False)
+        written = bench.shared_bytes(name) if size.shared and (_is_store(name) or name == "LlamaDiskCache") else 0
+        turn_s = bench.turn_s(name) if size.turns and name not in (_SESSION, _SERVED) else 0.0
+        turns = list(zip(alone[_PLAIN], alone[name], strict=True)) if name in alone else []
+        yield LlamaRow(
+            model=model.name,
+            contender=name,
+            restart_ttft_s=median(each[0] for each in answers),
+            restart_vs_session_file=median(theirs[0] / its[0] for theirs, its in pairs) if name in restarts else 0.0,
+            is_plain_answer={said for _, said in answers} == {plain},
+            shared_bytes_written=written,
+            alone_tokens_s=3 * size.alone / median(its_s for _, its_s in turns) if turns else 0.0,
+            alone_vs_plain=median(plain_s / its_s for plain_s, its_s in turns) if turns else 0.0,
+            turn_ttft_s=turn_s,
+        )
+
+
+def _is_store(name: str) -> bool:
+    return name in _CODECS and name != _SERVED
