@@ -78,6 +78,27 @@ def test_blocks_are_whole_pages() -> None:
         ConnectorSettings.parse({"store": "memory://", "block_tokens": 24}).block_tokens_for(16)
 
 
+@pytest.mark.parametrize(
+    ("options", "page", "is_possible", "tokens"),
+    [
+        ({}, 128, True, 16),
+        ({}, 128, False, 0),
+        ({}, 16, True, 0),
+        ({}, 72, True, 0),
+        ({"tail_tokens": 0}, 128, True, 0),
+        ({"tail_tokens": 32}, 128, True, 32),
+        ({"start_within_s": 1.0}, 128, True, 0),
+        ({"store": "http://h:1"}, 128, True, 0),
+        ({"store": "http://h:1", "tail_tokens": 8}, 128, True, 8),
+    ],
+)
+def test_tails_are_stored_on_this_machine_unless_one_says_otherwise(
+    options: dict[str, object], page: int, is_possible: bool, tokens: int
+) -> None:
+    settings = ConnectorSettings.parse({"store": "disk:///s", **options})
+    assert settings.tail_tokens_for(page, is_possible) == tokens
+
+
 def test_users_profiles_come_before_installed_ones(tmp_path: Path) -> None:
     profile = fitted(BlockLayout(layers=2, tokens=64, kv_heads=2, head_dim=16, dtype=KVDtype.BFLOAT16))
     file = tmp_path / "mine.kvprofile"

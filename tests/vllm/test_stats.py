@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import Gauge, Histogra
 from kvtide.clock import ManualClock
 from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, counted
 from kvtide.outcomes import Choice, Decided, Why
+from kvtide.types import TierStats
 
 
 class Counting:
@@ -22,6 +23,7 @@ class Counting:
         self.stored, self.may_answer = 0, threading.Event()
         self.may_answer.set()
         self.tiers = SimpleNamespace(tier_names=["memory", "http"])
+        self.found: list[TierStats] = []
         self.decisions = SimpleNamespace(counts=lambda: {Decided(Choice.LOAD, Why.IN_TIME): 128})
 
     def guarded(self, verb: str, action: Any, fallback: Any) -> Any:
@@ -30,7 +32,7 @@ class Counting:
 
     def stats(self, names: list[str]) -> Any:
         self.asked.append(names)
-        counts = {"blocks_stored": self.stored, "misses": {"corrupt": 1}, "tiers": []}
+        counts = {"blocks_stored": self.stored, "misses": {"corrupt": 1}, "tiers": self.found}
         zeros = "bytes_stored blocks_dropped blocks_damaged blocks_unencodable hints_heard hints_ignored"
         return SimpleNamespace(**dict.fromkeys(zeros.split(), 0), **counts)
 
@@ -59,6 +61,16 @@ def test_counts_are_added_once_and_no_server_is_asked(cache: Counting) -> None:
     clock.advance(2.0)
     assert _taken(counts) == {"stored_blocks": 2}
     assert cache.asked == [["memory"]] * 2
+    counts.close()
+
+
+@pytest.mark.parametrize(("used", "has_room"), [(75, False), (74, True)])
+def test_slowest_tier_of_this_machine_says_whether_there_is_room(cache: Counting, used: int, has_room: bool) -> None:
+    zeros = [0] * 4
+    cache.found = [TierStats("memory", 9, 99, 99, *zeros), TierStats("disk", 1, used, 100, *zeros)]
+    counts = CacheCounts(cache, ManualClock(), has_blocks=True)  # type: ignore[arg-type]
+    _taken(counts)
+    assert counts.has_room == has_room
     counts.close()
 
 

@@ -140,11 +140,11 @@ ANSWER_TOKENS_MIN = 8
 # Without a store; with pages for everything and no restart; with a store outside of the engine.
 PLAIN, BOUND, MOONCAKE = "plain", "bound", "mooncake"
 TIDE = "kvtide tide"
-# kvtide's options: what a prompt has behind its last page is stored in pieces of so many tokens by exact codecs.
+# kvtide's options. Exact codecs store what a prompt has behind its last page too, unless they are told not to.
 KVTIDES: dict[str, dict[str, Any]] = {
-    "kvtide": {"tail_tokens": 16},
+    "kvtide": {},
     "kvtide whole blocks": {"tail_tokens": 0},
-    "kvtide lossless": {"codec": "lossless", "tail_tokens": 16},
+    "kvtide lossless": {"codec": "lossless"},
     "kvtide lossless whole blocks": {"codec": "lossless", "tail_tokens": 0},
     TIDE: {"codec": "tide:5e-3"},
 }

@@ -57,6 +57,8 @@ _REQUEST_TYPES: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+# Of a piece of a prompt's tail, where nobody says another number.
+TAIL_TOKENS = 16
 # Options of who fills the engine's pages.
 _OF_PAGES = {"device_kernels", "load", "start_within_s", "tail_tokens", "profiles", "force_latest", "follow_s"}
 
@@ -84,8 +86,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     codec: str = ""
     # 0 to choose.
     block_tokens: _Count = 0
-    # What a prompt has behind its last full block is stored too, in pieces of so many tokens. 0: it is computed again.
-    tail_tokens: _Count = 0
+    # What a prompt has behind its last full block is stored too, in pieces of so many tokens, while the store has room
+    # for more than blocks. 0: it is computed again. None: 16 for a store on this machine where parts of pages can be.
+    tail_tokens: _Count | None = None
     # Layers that keep states: one is kept after so many tokens at the most, where a step of the engine ends with it.
     # 0: every 4,096 tokens, or rarer, so that states take no more room than the rows between them.
     state_every_tokens: _Count = 0
@@ -198,6 +201,13 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def kept_bytes_max(self) -> int:
         """The share of the memory for blocks as the engine's pages hold them; the rest is the memory tier's."""
         return self.memory_bytes_max // 2
+
+    def tail_tokens_for(self, page_tokens: int, is_possible: bool) -> int:
+        """Return the tokens of a piece. is_possible: parts of this model's pages can be stored."""
+        if self.tail_tokens is not None:
+            return self.tail_tokens
+        is_usual = is_possible and self.is_local and self.start_within_s is None
+        return TAIL_TOKENS if is_usual and page_tokens > TAIL_TOKENS and page_tokens % TAIL_TOKENS == 0 else 0
 
     def block_tokens_for(self, page_tokens: int) -> int:
         """Return the tokens of a block. ValueError if the user's number is not a multiple of the engine's page."""

@@ -150,7 +150,8 @@ class ToyEngine:
         # A busy machine is no slow store.
         self.scheduler = SchedulerHalf(cache, names, BLOCK, PAGE_TOKENS, clock, 20.0, **options)
         self.pool, self.layers = host_pages(ORDER, pages=PAGES)
-        self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", clock, kept_bytes_max, states, tail_tokens)
+        self.has_room, kept = True, (kept_bytes_max, states, tail_tokens, False, lambda: self.has_room)
+        self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", clock, *kept)
         self._free = iter(range(1, PAGES))
         # Whether the last load failed its request.
         self.has_failed = False

@@ -95,6 +95,19 @@ def test_without_the_option_whole_blocks_alone_are_restored(tails: Tails) -> Non
     assert second.load("b", TOKENS)[0] == 16
 
 
+def test_pieces_take_no_room_from_blocks(tails: Tails) -> None:
+    first = tails()
+    first.has_room = False
+    first.compute("a", TOKENS[:22])
+    second = tails()
+    assert second.load("b", TOKENS)[::2] == (16, set())
+    # What was not stored is no longer promised: once there is room it is stored.
+    first.scheduler.heard(first.worker.report(0))
+    first.has_room = True
+    first.compute("c", TOKENS[:22])
+    assert tails().load("d", TOKENS)[::2] == (22, set())
+
+
 def test_tail_ends_where_another_prompt_differs(tails: Tails) -> None:
     tails().compute("a", TOKENS[:22])
     second = tails()

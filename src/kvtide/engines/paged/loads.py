@@ -78,7 +78,10 @@ class KeptBlocks:
 
 
 class PageLoad:
-    """One load. Its sinks may be called too late: then they write nothing."""
+    """One load, of blocks and the pieces behind them, which have the positions after theirs.
+
+    Its sinks may be called too late: then they write nothing.
+    """
 
     def __init__(
         self, order: LoadOrder, ids: Sequence[ObjectId], pool: PagePool, kept: KeptBlocks, started_s: float
@@ -87,7 +90,7 @@ class PageLoad:
         self.started_s = started_s
         # Where the blocks came, and the states after them did not.
         self.missed_states: ObjectId | None = None
-        # Pieces of the tail that came.
+        # Pieces of the tail that came, where all blocks did.
         self.pieces = 0
         self._ids = ids
         self._pool = pool
@@ -122,14 +125,26 @@ class PageLoad:
     def sink(self, position: int, bits: BlockBits, is_kept: bool = True) -> None:
         """Write a block into its pages; a BlockSink. What is not to be kept may be rough."""
         with self._gate.enter() as is_in:
-            if is_in:
+            if is_in and position >= len(self._ids):
+                self._write_piece(position, 0, bits)
+            elif is_in:
                 self._pool.scatter(bits, *self._room(position))
                 self._note_layers()
                 if is_kept:
                     self._keep(position)
 
+    def _write_piece(self, position: int, first: int, layers: BlockBits | Sequence[BlockBits]) -> None:
+        """Write layers of a piece of the tail, from layer `first` on, into its part of a page."""
+        assert isinstance(self._pool, HostPages)
+        piece = self.order.tail[position - len(self._ids)]
+        page, token = divmod(piece.start - self._start, self._pool.page_tokens)
+        self._pool.scatter_tokens(layers, self.order.pages[page], token, first)
+        self._note_layers(first, first + len(layers))
+
     def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
         """Let the pool decode a block into its pages. False if it does not."""
+        if position >= len(self._ids):
+            return False
         with self._gate.enter() as is_in:
             if is_in:
                 if not self._pool.decode(codec, meta, sections, *self._room(position)):
@@ -142,7 +157,9 @@ class PageLoad:
         """Write layers of a block, from layer `first` on, into HostPages."""
         assert isinstance(self._pool, HostPages)
         with self._gate.enter() as is_in:
-            if is_in:
+            if is_in and position >= len(self._ids):
+                self._write_piece(position, first, layers)
+            elif is_in:
                 stop = first + len(layers)
                 self._pool.scatter_layers(first, layers, *self._room(position))
                 self._note_layers(first, stop)
@@ -154,15 +171,6 @@ class PageLoad:
         with self._gate.enter() as is_in:
             if is_in:
                 pool.scatter(bits, self.order.pages[-1:], 0)
-
-    def take_piece(self, position: int, bits: BlockBits) -> None:
-        """Write a piece of the tail into its part of a page; a BlockSink."""
-        assert isinstance(self._pool, HostPages)
-        page, token = divmod(self.order.tail[position].start - self._start, self._pool.page_tokens)
-        with self._gate.enter() as is_in:
-            if is_in:
-                self._pool.scatter_tokens(bits, self.order.pages[page], token)
-                self._note_layers()
 
     def _keep(self, position: int) -> None:
         """Keep a block that was loaded before as the pages hold it."""

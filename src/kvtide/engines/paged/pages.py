@@ -183,9 +183,12 @@ class HostPages(PagePool):
         self.scatter_layers(0, layers, pages, skip_pages)
         return True
 
-    def scatter_tokens(self, bits: BlockBits, page: int, start: int) -> None:
-        """Write (layers, 2, tokens, kv_heads, head_dim) from token `start` of a page on; others stay as they are."""
-        for room, values in self._token_rooms(bits, page, start):
+    def scatter_tokens(self, layers: Iterable[BlockBits], page: int, start: int, first: int = 0) -> None:
+        """Write layers from `first` on, each (2, tokens, kv_heads, head_dim), from token `start` of a page on.
+
+        Others stay as they are.
+        """
+        for room, values in self._token_rooms(layers, page, start, first):
             room[...] = values.transpose(1, 0, 2)
 
     def capture_tokens(self, page: int, start: int, stop: int) -> BlockBits:
@@ -195,10 +198,12 @@ class HostPages(PagePool):
             values[...] = room.transpose(1, 0, 2)
         return bits
 
-    def _token_rooms(self, bits: BlockBits, page: int, start: int) -> Iterator[tuple[Cells, BlockBits]]:
-        """Return for keys and values of each layer where they lie in a page, and those of `bits`."""
+    def _token_rooms(
+        self, layers: Iterable[BlockBits], page: int, start: int, first: int = 0
+    ) -> Iterator[tuple[Cells, BlockBits]]:
+        """Return for keys and values of each layer where they lie in a page, and those given."""
         assert self._slots is None, "pages of several groups are taken whole"
-        for rooms, layer in zip(self._views, bits, strict=True):
+        for rooms, layer in zip(self._views[first:], layers, strict=False):
             for room, values in zip(rooms, layer, strict=True):
                 yield room[page, :, start : start + len(values)], values
 

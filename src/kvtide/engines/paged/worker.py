@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,8 @@ class LoadOutcome(NamedTuple):
 class WorkerHalf:
     """Carries out orders on one shard for the engine's thread; loads run in others. states: pages of layers' states.
 
-    is_refused: the pages are not to be used; every load fails at once, and nothing is stored.
+    is_refused: the pages are not to be used; every load fails at once, and nothing is stored. has_room: pieces of tails
+    would not take the place of blocks, or they are not stored.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class WorkerHalf:
         states: PagePool | None = None,
         tail_tokens: int = 0,
         is_refused: bool = False,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         assert not tail_tokens or isinstance(pool, HostPages)
         self.cache = cache
@@ -82,6 +84,7 @@ class WorkerHalf:
         self._tokens = pool.layout.tokens
         self._tail_tokens = tail_tokens
         self._is_refused = is_refused
+        self._has_room = has_room
         self._shard = shard
         self._label = label
         self._clock = clock
@@ -162,19 +165,20 @@ class WorkerHalf:
     def _bring(self, load: PageLoad) -> LoadReport:
         kept, blocks = load.restore_kept(self.cache.guarded), len(load.order.blocks)
         report = LoadReport(kept, 0, None)
-        if kept < blocks:
+        if kept < blocks or load.order.tail:
             # What was kept counts as loaded.
             stream = load.order.stream
             rest = self._load_whole(load, kept) if stream is None else self._stream(load, kept, stream)
             report = rest._replace(blocks=kept + rest.blocks)
         if self._states is not None and report.blocks == blocks:
             report = self._load_states(load, report, self._states)
-        if load.order.tail and report.blocks == blocks:
-            report = self._load_tail(load, report)
-        return report
+        load.pieces = max(0, report.blocks - blocks)
+        return report._replace(blocks=report.blocks - load.pieces)
 
     def _load_whole(self, load: PageLoad, kept: int) -> LoadReport:
-        metas = self._metas(load, kept)
+        """Load the blocks that were not kept, and the pieces behind them."""
+        metas, latest = self._metas(load, kept), load.order.is_latest
+        metas += [self._meta(piece, latest, self._tail_tokens) for piece in load.order.tail]
 
         def sink(position: int, bits: BlockBits) -> None:
             load.sink(kept + position, bits)
@@ -214,13 +218,6 @@ class WorkerHalf:
             return rows._replace(stored_bytes=rows.stored_bytes + found.stored_bytes)
         load.missed_states = meta.id
         return LoadReport(0, rows.stored_bytes, found.reason)
-
-    def _load_tail(self, load: PageLoad, rows: LoadReport) -> LoadReport:
-        """Load the pieces after the blocks; a page of which some are missing is computed."""
-        metas = [self._meta(piece, load.order.is_latest, self._tail_tokens) for piece in load.order.tail]
-        found = self.cache.load(metas, Whole(load.take_piece), self._left_s(load))
-        load.pieces = found.blocks
-        return rows._replace(stored_bytes=rows.stored_bytes + found.stored_bytes, reason=found.reason)
 
     def _finish(self, load: PageLoad, report: LoadReport) -> None:
         load.close()
@@ -296,6 +293,7 @@ class WorkerHalf:
             # What was computed on top of pages that were never filled is no cache of anything, and nothing after a gap
             # could be matched.
             is_wanted = order.request not in self._failed_requests and order.request not in gaps
+            is_wanted = is_wanted and (not order.is_tail or self._has_room())
             if not (is_wanted and not self._is_refused and self.cache.store([self._pending(order)])):
                 gaps.add(order.request)
                 # The scheduler half takes it for stored.

@@ -128,7 +128,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             settings.match_s_max,
             state_every_tokens,
             self._model.is_drafted,
-            settings.tail_tokens,
+            self._model.tail_tokens,
         )
 
     @property
@@ -260,7 +260,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         cache.open()
         if isinstance(codec, AwaitingCodec):
             self._seek_profile(cache, codec)
-        self._cache_counts = CacheCounts(cache, self._clock, has_blocks=True)
+        self._cache_counts = counts = CacheCounts(cache, self._clock, has_blocks=True)
         self._worker = WorkerHalf(
             cache,
             pool,
@@ -269,8 +269,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._clock,
             kept_bytes_max,
             found.states,
-            settings.tail_tokens,
+            model.tail_tokens,
             bool(found.refused),
+            # Of servers nobody asks what they hold.
+            lambda: counts.has_room or not settings.is_local,
         )
         self._proof_counts = dict(found.counts)
         if not found.refused:

@@ -75,6 +75,7 @@ class ServedModel(NamedTuple):
     counts: tuple[int, ...]
     states: ServedStates | None
     is_drafted: bool
+    tail_tokens: int
 
 
 def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, is_exact: bool) -> ServedModel:
@@ -92,7 +93,8 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     opaque = " and ".join(sorted({_opaque_order(vllm_config, each, not is_uniform) for each in layers.specs}))
     if opaque and not is_exact:
         raise UnsupportedModel(f"pages of {opaque} are kept as they are: the codec must be lossless or raw")
-    if settings.tail_tokens and (opaque or not is_exact or layers.slots is not None or is_drafted):
+    has_parts = not opaque and is_exact and layers.slots is None and not is_drafted
+    if settings.tail_tokens and not has_parts:
         raise UnsupportedModel(
             "tail_tokens stores parts of pages: it takes keys and values of full attention, an exact codec, no drafts"
         )
@@ -118,6 +120,7 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
         layers.counts,
         states,
         is_drafted,
+        settings.tail_tokens_for(layers.page_tokens, has_parts and vllm_config.device_config.device_type == "cpu"),
     )
 
 

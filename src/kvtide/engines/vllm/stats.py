@@ -20,6 +20,8 @@ from kvtide.store import Cache
 
 # A cache is asked for its counters at most so often.
 COUNTS_EVERY_S = 1.0
+# Of a tier's bytes: what is stored beyond it soon takes the place of something else.
+ROOM_SHARE = 0.75
 # Tiers of this machine, whose counters are at hand.
 LOCAL_TIERS = ("memory", "disk", "device")
 # Between a name and the values of its labels, in a key of the counts that travel.
@@ -81,6 +83,8 @@ class CacheCounts:
         self._cache, self._clock, self._has_blocks = cache, clock, has_blocks
         # Servers and buckets would be asked what they hold.
         self._tiers = [name for name in cache.tiers.tier_names if name.partition("-")[0] in LOCAL_TIERS]
+        # When it was counted last: the slowest tier of this machine has room for more than blocks.
+        self.has_room = True
         self._before: dict[str, float] = {}
         self._asked_s = -COUNTS_EVERY_S
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-counts")
@@ -112,6 +116,8 @@ class CacheCounts:
             found["dropped_blocks"], found["damaged_blocks"] = stats.blocks_dropped, stats.blocks_damaged
             found["hints_heard"], found["hints_ignored"] = stats.hints_heard, stats.hints_ignored
             found |= {counted("missed_blocks", reason): count for reason, count in stats.misses.items()}
+            for slowest in stats.tiers[-1:]:
+                self.has_room = slowest.used_bytes < ROOM_SHARE * slowest.bytes_max
             for tier in stats.tiers:
                 for what in ("hits", "misses", "evictions", "faults"):
                     found[counted(f"tier_{what}", tier.name)] = getattr(tier, what)

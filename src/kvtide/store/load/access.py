@@ -5,12 +5,12 @@ Invariant: what is handed out has passed every check of the object format and be
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
@@ -37,6 +37,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 # Blocks that are decoded at a time while those before them are taken.
 AHEAD_THREADS = 2
+# Buffers are kept of so many shapes of blocks: engines have one for each group of layers, and one for tails.
+_LAYOUTS_MAX = 8
 # Curves are float32, and headers round up.
 QUALITY_SLACK = 2e-3
 
@@ -113,7 +115,7 @@ class LoadWorkers:
         self._threads = threads
         self.far: ThreadPoolExecutor | None = None
         self.near: ThreadPoolExecutor | None = None
-        self._scratch: list[LoadBuffers] = []
+        self._scratch: dict[BlockLayout, list[LoadBuffers]] = {}
 
     def open(self) -> None:
         """Start the threads."""
@@ -129,21 +131,22 @@ class LoadWorkers:
 
     def check(self) -> None:
         """AssertionError if a buffer is lost. Call it while nothing is loaded."""
-        assert len(self._scratch) <= 2 * self._threads, f"{len(self._scratch)} buffers"
+        assert all(len(each) <= 2 * self._threads for each in self._scratch.values())
 
     def take(self, layout: BlockLayout) -> LoadBuffers:
         """Return buffers for a block, to be given back."""
-        while self._scratch:  # at most one for each loading thread; list operations are atomic
-            scratch = self._scratch.pop()
-            if scratch.layout == layout:
-                return scratch
+        # At most one for each loading thread; each operation is atomic.
+        with contextlib.suppress(KeyError, IndexError):
+            return self._scratch[layout].pop()
         # One byte more than an object may have, so that one that is too long shows; aligned for direct reads.
         stored = aligned_buffer(object_bytes_max(layout) + 1)
         return LoadBuffers(layout, stored, np.empty(layout.shape, layout.bits_dtype))
 
     def give_back(self, scratch: LoadBuffers) -> None:
         """Let the next block use them."""
-        self._scratch.append(scratch)
+        if len(self._scratch) >= _LAYOUTS_MAX and scratch.layout not in self._scratch:
+            self._scratch.clear()
+        self._scratch.setdefault(scratch.layout, []).append(scratch)
 
 
 @dataclass(slots=True)
@@ -185,7 +188,7 @@ class LoadAccess:
         self.workers.check()
         self.backfill.check()
 
-    @contextmanager
+    @contextlib.contextmanager
     def pinned(self, metas: Sequence[BlockMeta]) -> Iterator[None]:
         """Keep blocks from being evicted meanwhile."""
         keys = [meta.id.key for meta in metas]
