@@ -1,10 +1,8 @@
 // The native module. Binding files alone know Python: they check arguments, release the GIL and call the core.
-#include "binding.hpp"
-
-#include <nanobind/stl/string.h>
-
 #include <string>
 
+#include "binding_streams.hpp"
+#include "lossless.hpp"
 #include "split.hpp"
 
 namespace nb = nanobind;
@@ -26,9 +24,10 @@ void split(const ConstBytes& elements, const std::string& format_name, const Byt
   want(unlocked([&] { return split_planes(span_of(elements), format, span_of(planes)); }), wrong_sizes);
 }
 
-void join(const ConstBytes& planes, const std::string& format_name, const Bytes& elements) {
+std::string decode_layer(const std::string& path_name, const ConstBytes& section, const std::string& format_name, const Bytes& layer) {
+  const RansPath& path = path_named(path_name);
   const SplitFormat format = format_named(format_name);
-  want(unlocked([&] { return join_planes(span_of(planes), format, span_of(elements)); }), wrong_sizes);
+  return unlocked([&] { return lossless_decode(path, span_of(section), format, span_of(layer)); });
 }
 
 }  // namespace
@@ -41,7 +40,8 @@ NB_MODULE(_native, module) {
   kvtide::bind_quantise(module);
   kvtide::bind_rope(module);
   module.def("split_planes", &kvtide::split, nb::arg("elements").noconvert(), nb::arg("dtype"), nb::arg("planes").noconvert());
-  module.def("join_planes", &kvtide::join, nb::arg("planes").noconvert(), nb::arg("dtype"), nb::arg("elements").noconvert());
+  module.def("lossless_decode", &kvtide::decode_layer, nb::arg("path"), nb::arg("section").noconvert(), nb::arg("dtype"),
+             nb::arg("layer").noconvert());
   kvtide::bind_rans(module);
   kvtide::bind_prefix(module);
   kvtide::bind_tide(module);

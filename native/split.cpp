@@ -1,6 +1,5 @@
 #include "split.hpp"
 
-#include <array>
 #include <bit>
 #include <cstring>
 
@@ -9,14 +8,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the stored formats are little-endian");
 
-// Bits of each plane, exponent first.
-template <SplitFormat format>
-constexpr auto plane_bits = [] {
-  if constexpr (format == SplitFormat::bfloat16) return std::array{8, 8};
-  else if constexpr (format == SplitFormat::float16) return std::array{5, 3, 8};
-  else return std::array{8, 8, 8, 8};
-}();
-
 template <SplitFormat format, class Word>
 void split_words(const std::uint8_t* __restrict elements, std::size_t count, std::uint8_t* __restrict planes) {
   for (std::size_t i = 0; i < count; ++i) {
@@ -24,19 +15,21 @@ void split_words(const std::uint8_t* __restrict elements, std::size_t count, std
     std::memcpy(&word, elements + i * sizeof(Word), sizeof(Word));
     word = std::rotl(word, 1);
     int shift = 8 * sizeof(Word);
-    for (std::size_t plane = 0; plane < plane_bits<format>.size(); ++plane) {
-      shift -= plane_bits<format>[plane];
-      planes[plane * count + i] = static_cast<std::uint8_t>(word >> shift & ((1 << plane_bits<format>[plane]) - 1));
+    for (std::size_t plane = 0; plane < plane_count(format); ++plane) {
+      shift -= plane_bits(format, plane);
+      planes[plane * count + i] = static_cast<std::uint8_t>(word >> shift & ((1 << plane_bits(format, plane)) - 1));
     }
   }
 }
 
 template <SplitFormat format, class Word>
-void join_words(const std::uint8_t* __restrict planes, std::size_t count, std::uint8_t* __restrict elements) {
+void join_words(const PlaneBytes& planes, std::size_t count, std::uint8_t* __restrict elements) {
+  const std::uint8_t* __restrict from[plane_count(format)];
+  for (std::size_t plane = 0; plane < plane_count(format); ++plane) from[plane] = planes[plane];
   for (std::size_t i = 0; i < count; ++i) {
     Word word = 0;
-    for (std::size_t plane = 0; plane < plane_bits<format>.size(); ++plane) {
-      word = static_cast<Word>(static_cast<Word>(word << plane_bits<format>[plane]) | planes[plane * count + i]);
+    for (std::size_t plane = 0; plane < plane_count(format); ++plane) {
+      word = static_cast<Word>(static_cast<Word>(word << plane_bits(format, plane)) | from[plane][i]);
     }
     word = std::rotr(word, 1);
     std::memcpy(elements + i * sizeof(Word), &word, sizeof(Word));
@@ -60,14 +53,12 @@ bool split_planes(std::span<const std::uint8_t> elements, SplitFormat format, st
   return true;
 }
 
-bool join_planes(std::span<const std::uint8_t> planes, SplitFormat format, std::span<std::uint8_t> elements) {
-  if (!are_sizes_valid(elements.size(), planes.size(), format)) return false;
+void join_planes(const PlaneBytes& planes, SplitFormat format, std::span<std::uint8_t> elements) {
   const std::size_t count = elements.size() / item_bytes(format);
   std::uint8_t* const to = elements.data();
-  if (format == SplitFormat::bfloat16) join_words<SplitFormat::bfloat16, std::uint16_t>(planes.data(), count, to);
-  if (format == SplitFormat::float16) join_words<SplitFormat::float16, std::uint16_t>(planes.data(), count, to);
-  if (format == SplitFormat::float32) join_words<SplitFormat::float32, std::uint32_t>(planes.data(), count, to);
-  return true;
+  if (format == SplitFormat::bfloat16) join_words<SplitFormat::bfloat16, std::uint16_t>(planes, count, to);
+  if (format == SplitFormat::float16) join_words<SplitFormat::float16, std::uint16_t>(planes, count, to);
+  if (format == SplitFormat::float32) join_words<SplitFormat::float32, std::uint32_t>(planes, count, to);
 }
 
 }  // namespace kvtide

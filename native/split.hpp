@@ -5,6 +5,7 @@
 // come whole bytes, down to the lowest. The map is a bijection on bit patterns: NaN payloads survive.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -18,8 +19,17 @@ constexpr std::size_t plane_count(SplitFormat format) {
   return format == SplitFormat::bfloat16 ? 2 : format == SplitFormat::float16 ? 3 : 4;
 }
 
-// Both return false, touching nothing, unless the spans hold whole items and the planes of exactly as many.
+// Bits of a plane, exponent first.
+constexpr int plane_bits(SplitFormat format, std::size_t plane) {
+  if (format != SplitFormat::float16) return 8;
+  return std::array{5, 3, 8}[plane];
+}
+
+// Returns false, touching nothing, unless the spans hold whole items and the planes of exactly as many.
 bool split_planes(std::span<const std::uint8_t> elements, SplitFormat format, std::span<std::uint8_t> planes);
-bool join_planes(std::span<const std::uint8_t> planes, SplitFormat format, std::span<std::uint8_t> elements);
+
+// Where each plane's bytes are, as many as there are whole items in `elements`.
+using PlaneBytes = std::array<const std::uint8_t*, 4>;
+void join_planes(const PlaneBytes& planes, SplitFormat format, std::span<std::uint8_t> elements);
 
 }  // namespace kvtide

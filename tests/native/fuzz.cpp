@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "fuzz_tide.hpp"
+#include "lossless.hpp"
 #include "prefix.hpp"
 #include "rans_cases.hpp"
 
@@ -160,12 +161,51 @@ void fuzz_rans_tables(Rng& rng) {
   }
 }
 
+void put_word(Bytes& bytes, std::size_t word) {
+  for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<std::uint8_t>(word >> shift));
+}
+
+// A layer whose planes are stored, constant or coded, by chance.
+void fuzz_lossless(Rng& rng) {
+  constexpr std::array formats = {kvtide::SplitFormat::bfloat16, kvtide::SplitFormat::float16, kvtide::SplitFormat::float32};
+  const kvtide::SplitFormat format = formats[rng() % formats.size()];
+  const std::size_t half = 1 + rng() % 200;
+  Bytes section, bodies;
+  for (std::size_t plane = 0; plane < kvtide::plane_count(format); ++plane) {
+    const std::size_t method = rng() % 3, start = bodies.size();
+    if (method == 0) bodies.resize(start + 2 * half, static_cast<std::uint8_t>(rng() % 4));
+    if (method == 1) bodies.push_back(static_cast<std::uint8_t>(rng() % 16));
+    if (method == 2) {
+      const RansCase made = random_case(rng, half, half);
+      const std::vector<std::uint16_t> row(made.frequencies[made.run_tables[0]].begin(), made.frequencies[made.run_tables[0]].end());
+      std::vector<std::uint16_t> rows(row);
+      rows.insert(rows.end(), row.begin(), row.end());
+      const Bytes tables = kvtide::rans_write_tables(rows), stream = encode_case(made, kvtide::rans_paths().back());
+      const auto escapes = static_cast<std::size_t>(std::count(made.symbols.begin(), made.symbols.end(), kvtide::rans_escape));
+      bodies.insert(bodies.end(), {static_cast<std::uint8_t>(rng() % 2), 0, 0, 0});
+      for (const std::size_t word : {tables.size(), escapes, escapes, stream.size(), stream.size()}) put_word(bodies, word);
+      bodies.insert(bodies.end(), tables.begin(), tables.end());
+      for (int each = 0; each < 2; ++each) bodies.insert(bodies.end(), stream.begin(), stream.end());
+      bodies.resize(bodies.size() + 2 * escapes);
+    }
+    section.insert(section.end(), {static_cast<std::uint8_t>(method), 0, 0, 0});
+    put_word(section, bodies.size() - start);
+  }
+  section.insert(section.end(), bodies.begin(), bodies.end());
+  const std::size_t size = 2 * half * kvtide::item_bytes(format);
+  const std::unique_ptr<std::uint8_t[]> out(new std::uint8_t[size]);
+  const Exact data(rng() % 4 == 0 ? section : mutate(rng, section));
+  for (const kvtide::RansPath& path : kvtide::rans_paths()) {
+    if (path.is_supported()) kvtide::lossless_decode(path, data.span(), format, {out.get(), size});
+  }
+}
+
 struct Target {
   const char* name;
   void (*run)(Rng&);
 };
 constexpr Target targets[] = {{"rans", fuzz_rans}, {"rans_tables", fuzz_rans_tables}, {"prefix", fuzz_prefix},
-    {"prefix_tables", fuzz_prefix_tables}, {"tide", fuzz_tide::run}};
+    {"prefix_tables", fuzz_prefix_tables}, {"lossless", fuzz_lossless}, {"tide", fuzz_tide::run}};
 
 }  // namespace
 

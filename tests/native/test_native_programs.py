@@ -20,9 +20,9 @@ HERE = Path(__file__).parent
 # The environment is read by this test alone; CI asks for more, of all decoders at once.
 FUZZ_S = float(os.environ.get("KVTIDE_FUZZ_S", "3"))
 SEED = 20251121
-DECODERS = ("rans", "rans_tables", "prefix", "prefix_tables", "tide")
+DECODERS = ("rans", "rans_tables", "prefix", "prefix_tables", "lossless", "tide")
 CORE = ["rans.cpp", "rans_table.cpp", "rans_format.cpp", "rans_dispatch.cpp", "rans_portable.cpp"]
-CORE += ["prefix.cpp", "prefix_table.cpp"]
+CORE += ["prefix.cpp", "prefix_table.cpp", "split.cpp", "lossless.cpp"]
 TIDE = ["tide.cpp", "tide_portable.cpp", "tide_avx2.cpp", "tide_avx512.cpp"]
 # Never emulated: its row asks the processor, and is left out where the compiler knows no AMX.
 AMX = ["tide_amx.cpp"]

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
-from kvtide.codec.base import ByteReader, layer_section_ids, layer_views, sections_by_layer
-from kvtide.codec.entropy import ESCAPE, SYMBOLS, Escapes, RansTables, Runs, Streams, count_values
+from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
+from kvtide.codec.entropy import ESCAPE, SYMBOLS, Escapes, RansTables, Runs, count_values, rans_paths
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
 
@@ -108,13 +108,6 @@ def _code(plane: NDArray[np.uint8], width: int) -> bytes:
     return b"".join((header, written, streams.data, escapes.elements.data))
 
 
-def _values(bases: tuple[int, int]) -> NDArray[np.uint8]:
-    """Return the values that the 32 symbols stand for: from `bases` on, K and V apart."""
-    base = np.array(bases, dtype=np.uint8)[:, None]
-    values: NDArray[np.uint8] = np.add(base, np.arange(SYMBOLS, dtype=np.uint8), dtype=np.uint8)
-    return values
-
-
 def _symbols(plane: NDArray[np.uint8], runs: Runs, bases: tuple[int, int]) -> tuple[NDArray[np.uint8], Escapes]:
     """Return symbols, and escapes for values that have none."""
     distances = np.arange(256, dtype=np.uint8) - np.array(bases, dtype=np.uint8)[:, None]
@@ -138,40 +131,8 @@ def _runs(count: int) -> Runs:
 
 
 def _decode_layer(layout: BlockLayout, section: Section, out: NDArray[np.uint8]) -> None:
-    dtype, reader = layout.dtype, ByteReader(memoryview(section.data).cast("B"))
-    planes = np.empty((len(_PLANE_BITS[dtype]), 2, layout.layer_bytes // dtype.item_bytes // 2), dtype=np.uint8)
-    headers = list(_PLANE.iter_unpack(reader.take(len(planes) * _PLANE.size)))
-    for index, (plane, width) in enumerate(zip(planes, _PLANE_BITS[dtype], strict=True)):
-        method, zero, zeros, size = headers[index]
-        body = reader.take(size)
-        if zero or zeros:
-            raise CorruptPayload(f"plane {index} has fields that are not zero")
-        if method == _STORED and size == plane.size:
-            plane[:] = np.frombuffer(body, dtype=np.uint8).reshape(plane.shape)
-        elif method == _CONSTANT and size == 1:
-            plane[:] = body[0]
-        elif method == _RANS:
-            _decode_coded(body, width, plane)
-        else:
-            raise CorruptPayload(f"plane {index}: method {method} with {size} bytes for {plane.size} elements")
-        if width < 8 and method != _RANS and int(plane.max()) >> width:
-            raise CorruptPayload(f"plane {index} holds a value of more than {width} bits")
-    if reader.left:
-        raise CorruptPayload(f"a lossless section has {len(reader.left)} bytes too many")
-    _native.join_planes(planes.reshape(-1), dtype.value, out)
-
-
-def _decode_coded(body: memoryview, width: int, plane: NDArray[np.uint8]) -> None:
-    reader = ByteReader(body)
-    k_base, v_base, zero, tables_bytes, *escape_counts, k_bytes, v_bytes = _CODED.unpack(reader.take(_CODED.size))
-    tables, has_escapes = RansTables.parse(reader.take(tables_bytes), 2), width == 8
-    streams = Streams(reader.take(k_bytes + v_bytes), (k_bytes, v_bytes))
-    if zero or sum(escape_counts) != len(reader.left):
-        raise CorruptPayload(f"a coded plane's parts do not fill its {len(body)} bytes")
-    if not has_escapes and any((k_base, v_base, *escape_counts)):
-        raise CorruptPayload(f"a plane of {width} bits has no bases and no escapes")
-    if tables.rows[:, 1 << min(width, 5) :].any():
-        raise CorruptPayload(f"a plane of {width} bits has a table of wider values")
-    elements = np.frombuffer(reader.left, dtype=np.uint8)
-    escapes = Escapes(elements, np.array(escape_counts, dtype=np.uint64)) if has_escapes else None
-    tables.decode(streams, _runs(plane.shape[1]), _values((k_base, v_base)), plane, escapes)
+    # In one call, since threads that decode side by side wait for each other between two.
+    data = np.frombuffer(section.data, dtype=np.uint8)
+    wrong = _native.lossless_decode(rans_paths()[0], data, layout.dtype.value, out)
+    if wrong:
+        raise CorruptPayload(f"{wrong}, in {len(data)} bytes of a layer of {layout.layer_bytes}")
