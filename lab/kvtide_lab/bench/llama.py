@@ -170,7 +170,7 @@ class _Bench:
         # After a restart memory is empty.
         names = [name for name in self.names if name not in (_PLAIN, _RAM)]
         for number, name in enumerate(names):
-            show(f"{self._model.stem[:12]}, {name}", number, len(names))
+            show(f"{self._model.stem[:12]}, {name}", number, len(self.names))
             self.fill(name)
         found = {name: list[tuple[float, str]]() for name in names}
         for _, name in product(range(self._size.rounds), names):
