@@ -77,7 +77,6 @@ class Manifest:
         self._sequence = self._records = 0
         # What `next` has returned last.
         self._taken: tuple[ObjectId, int] | None = None
-        self.dropped = 0
 
     def open(self) -> None:
         """Read what waits, and write it again without what is done. OSError if that can't be done."""
@@ -99,11 +98,9 @@ class Manifest:
         self._sequence = max(self._sequence, sequence)
         if is_done:
             self._pending.pop(object_id, None)
+        # A fault may have taken its name, by which alone the centre could get it.
         elif object_id.namespace in self._names:
             self._pending[object_id] = sequence
-        else:
-            # A fault took its name, by which alone the centre could get it.
-            self.dropped += 1
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -131,7 +128,6 @@ class Manifest:
                 oldest, sequence = self._pending.popitem(last=False)
                 self._uses.pop(oldest, None)
                 self._write(sequence, oldest, _DONE)
-                self.dropped += 1
 
     def note_use(self, object_id: ObjectId) -> None:
         """Count a read: what is read often is sent first."""

@@ -87,13 +87,12 @@ class Background:
 
 
 class Demoter:
-    """Sends what a tier evicts to a slower one instead of losing it. What finds no room is dropped and counted."""
+    """Sends what a tier evicts to a slower one instead of losing it. What finds no room is dropped."""
 
     def __init__(self, put: Callable[[ObjectId, bytearray], None], bytes_max: int = DEMOTE_BYTES_MAX) -> None:
         self._put = put
         self._queue = Background(1, "kvtide-demote", bytes_max)
         self.open, self.flush, self.check = self._queue.open, self._queue.wait, self._queue.check
-        self.demoted = self.dropped = 0
 
     def close(self, timeout_s: float) -> None:
         """Send what waits, for at most `timeout_s`, and drop the rest. Idempotent."""
@@ -103,17 +102,12 @@ class Demoter:
     def offer(self, object_id: ObjectId, size: int, fill: Fill) -> None:
         """Take an object that is about to be evicted, if there is room for it. Under the lock of the tier."""
         if not self._queue.reserve(size):
-            self.dropped += 1
             return
         data = bytearray(size)
         if fill(memoryview(data)):
-            self._queue.submit(partial(self._send, object_id, data), size)
+            self._queue.submit(partial(self._put, object_id, data), size)
         else:
             self._queue.release(size)
-
-    def _send(self, object_id: ObjectId, data: bytearray) -> None:
-        self._put(object_id, data)
-        self.demoted += 1
 
 
 class Repeater:

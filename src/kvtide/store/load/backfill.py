@@ -43,14 +43,6 @@ class PartialLoad(NamedTuple):
         return sum(receiver.stored.object_bytes for receiver in self.receivers)
 
 
-class BackfillStats(NamedTuple):
-    """Objects kept and not, and the bytes that were fetched for it."""
-
-    kept: int
-    dropped: int
-    received_bytes: int
-
-
 class Backfill:
     """Owns a thread from the first offer until `close`. Safe to use from several threads.
 
@@ -67,13 +59,11 @@ class Backfill:
         self._loads = 0
         self._is_closing = False
         self._thread: threading.Thread | None = None
-        self._kept = self._dropped = self._received_bytes = 0
 
     def offer(self, left: PartialLoad) -> bool:
         """Complete a load's objects later; the receivers are the keeper's from now on. False if there is no room."""
         with self._changed:
             if self._is_closing or sum(each.object_bytes for each in [*self._waiting, left]) > self._bytes_max:
-                self._dropped += len(left.blocks)
                 return False
             self._waiting.append(left)
             if self._thread is None:
@@ -107,11 +97,6 @@ class Backfill:
         if self._thread is not None:
             self._thread.join(CLOSE_S_MAX)
 
-    def stats(self) -> BackfillStats:
-        """Return the counters."""
-        with self._changed:
-            return BackfillStats(self._kept, self._dropped, self._received_bytes)
-
     def _keep_until_closed(self) -> None:
         while True:
             with self._changed:
@@ -120,24 +105,17 @@ class Backfill:
                     return
                 left = self._waiting[0]
             for block in left.blocks:
-                is_kept = self._keep(left, block)
-                with self._changed:
-                    self._kept += is_kept
-                    self._dropped += not is_kept
+                self._keep(left.receivers[block])
             with self._changed:
                 self._waiting.popleft()
                 self._changed.notify_all()
 
-    def _keep(self, left: PartialLoad, block: int) -> bool:
-        receiver = left.receivers[block]
-        name = receiver.stored.meta.id
-        for start, stop in receiver.missing_ranges():
-            if not self._bring(receiver, start, stop):
-                return False
-        data = receiver.whole()
-        if data is None:
-            _log.debug("%s came damaged and is not kept", name)
-        return data is not None and self._put(name, data)
+    def _keep(self, receiver: Receiver) -> None:
+        if all(self._bring(receiver, *missing) for missing in receiver.missing_ranges()):
+            if (data := receiver.whole()) is not None:
+                self._put(receiver.stored.meta.id, data)
+            else:
+                _log.debug("%s came damaged and is not kept", receiver.stored.meta.id)
 
     def _bring(self, receiver: Receiver, start: int, stop: int) -> bool:
         """Fetch a range, from where it stopped as long as a read brings anything."""
@@ -152,24 +130,19 @@ class Backfill:
             return not (self._loads or self._is_closing)
 
         while position < stop and has_moved:
-            if not self._may_go_on():
-                return False
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing or not self._loads)
+                if self._is_closing:
+                    return False
             before = position
             try:
                 with until(self._clock.monotonic_s() + READ_S_MAX):
                     self._source.read_range(receiver.stored.meta.id, position, stop, take)
             except TierUnavailable as error:
                 _log.debug("%s", error)
-            with self._changed:
-                self._received_bytes += position - before
-                # Who was stopped for a load is asked again.
-                has_moved = position > before or bool(self._loads)
+            # Who was stopped for a load is asked again.
+            has_moved = position > before or bool(self._loads)
         return position == stop
-
-    def _may_go_on(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or not self._loads)
-            return not self._is_closing
 
     def check(self) -> None:
         """AssertionError if more waits than may."""

@@ -57,7 +57,6 @@ class Invalidations:
         self._asked = threading.Event()
         self._asking = Repeater(self._ask, "kvtide-invalidations")
         self._fault = LastingFault(_log, "can't learn what was invalidated, own tiers stay as they are")
-        self.removed = 0
 
     def open(self, tiers: Sequence[Tier]) -> None:
         """Begin to ask, for those of the own tiers that are open; return after the first answer, or _FIRST_S_MAX."""
@@ -121,7 +120,6 @@ class Invalidations:
             removed = sum(tier.delete(object_id, _REASON) for object_id in here)
             if removed:
                 _log.info("removed %d objects of invalidated namespaces from %s", removed, tier.name)
-            self.removed += removed
         self.generations.adopt(gone)
         self._known |= raised
         if self._path is not None:
