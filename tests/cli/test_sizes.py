@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import kvtide
 import kvtide.cli.app
 import kvtide_lab.cli.app
-from kvtide.cli import trace
+from kvtide.cli import size
 from kvtide.cli.app import app
 
 GQA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -120,8 +120,8 @@ def test_folder_of_texts_is_read_in_order_of_time(tmp_path: Path) -> None:
 def test_trace_that_is_none_or_too_large_is_refused_with_its_line(
     content: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace, "BLOCKS_MAX", 9)
-    monkeypatch.setattr(trace, "LINE_BYTES_MAX", 4096 if b"input" in content else trace.LINE_BYTES_MAX)
+    monkeypatch.setattr(size, "BLOCKS_MAX", 9)
+    monkeypatch.setattr(size, "LINE_BYTES_MAX", 4096 if b"input" in content else size.LINE_BYTES_MAX)
     _write(tmp_path, [])
     (tmp_path / "logs" / "a.jsonl").write_bytes(content)
     error = _sized(tmp_path).exception

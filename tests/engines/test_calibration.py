@@ -18,8 +18,15 @@ from kvtide.engines.calibrate import calibration as module
 from kvtide.engines.calibrate import split_texts
 from kvtide.engines.calibrate import texts as corpus
 from kvtide.engines.calibrate.calibration import TideCalibration
-from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes, own_losses
-from kvtide.engines.calibrate.sensitivity import LossShares, cache_sensitivity, finer_weights, loss_shares
+from kvtide.engines.calibrate.judge import (
+    LossShares,
+    WholeJudge,
+    cache_sensitivity,
+    coded_prefixes,
+    finer_weights,
+    loss_shares,
+    own_losses,
+)
 from kvtide.engines.transformers import ModelContexts
 from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.judge.quality import QualityJudge

@@ -17,7 +17,7 @@ from kvtide.engines import installed_profiles, untested_vllm
 from kvtide.engines.chunks import chunk_layout
 from kvtide.engines.gate import WriteGate
 from kvtide.engines.paged import identity
-from kvtide.engines.paged.loads import KeptBlocks
+from kvtide.engines.paged.worker import KeptBlocks
 from kvtide.engines.plugin import TESTED_VLLM, register_names
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.types import BlockKey, Namespace, ObjectId

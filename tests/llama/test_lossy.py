@@ -10,7 +10,7 @@ import pytest
 from tests.llama.conftest import ask
 
 from kvtide.block import BlockLayout
-from kvtide.cli.gguf import llama_losses, with_noise
+from kvtide.cli.profile import llama_losses, with_noise
 from kvtide.codec import Profile
 from kvtide.engines import installed_profiles
 from kvtide.engines.llamacpp import attach

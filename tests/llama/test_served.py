@@ -11,7 +11,7 @@ from tests.llama.conftest import ask
 from tests.llama.tiny import write_adapter, write_mamba
 from tests.servers import server_process
 
-from kvtide.cli.gguf import check_lossy
+from kvtide.cli.profile import check_lossy
 from kvtide.engines.llamacpp import attach
 from kvtide.errors import UnsupportedModel
 

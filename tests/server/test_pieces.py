@@ -15,9 +15,9 @@ from tests.suites.tier_suite import object_id
 from kvtide.clock import ManualClock
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Grant, Scope, token_digest
+from kvtide.server.objects import Uploads
 from kvtide.server.quotas import Quota
 from kvtide.server.settings import ServerLimits
-from kvtide.server.uploads import Uploads
 
 TOKENS = {name: f"{name}-{'0' * 32}" for name in ("search", "chat", "reader")}
 GRANTS = tuple(

@@ -23,8 +23,8 @@ from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull, TierUnavailable
+from kvtide.server.objects import Uploads
 from kvtide.server.settings import ServerLimits
-from kvtide.server.uploads import Uploads
 from kvtide.tier import Tier
 from kvtide.tier.base import Buffer
 from kvtide.tier.breaker import until

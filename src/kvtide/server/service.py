@@ -18,13 +18,12 @@ from kvtide.server.health import Health
 from kvtide.server.http import Acceptor, BodyBuffers, Reception, Resources, Sender, Workers, bound, listener_on
 from kvtide.server.logs import AccessLog
 from kvtide.server.metrics import Metrics, SourceCollector
-from kvtide.server.objects import ObjectRequests
+from kvtide.server.objects import ObjectRequests, Uploads
 from kvtide.server.quotas import OTHERS, Quotas
 from kvtide.server.records import RecordRequests
 from kvtide.server.regions import Backing
 from kvtide.server.scheduler import Scheduler
 from kvtide.server.settings import ListenAddress, Live, ServerSettings, parse_address, records_path
-from kvtide.server.uploads import Uploads
 from kvtide.tier.pool import Member
 
 _log = logging.getLogger(__name__)

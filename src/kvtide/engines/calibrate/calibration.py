@@ -31,16 +31,18 @@ from kvtide.codec.tide import (
     joint_power,
     joint_stages,
 )
-from kvtide.engines.calibrate.judge import WholeJudge, coded_prefixes, own_losses
-from kvtide.engines.calibrate.sensitivity import (
+from kvtide.engines.calibrate.judge import (
     SHARE_TOKENS,
     SHARE_UNITS,
     SHARED_TEXTS,
     LossShares,
+    WholeJudge,
     cache_sensitivity,
+    coded_prefixes,
     context_tokens,
     finer_weights,
     loss_shares,
+    own_losses,
 )
 from kvtide.engines.calibrate.texts import TextSplit
 from kvtide.engines.transformers import ModelContexts
