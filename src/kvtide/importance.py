@@ -142,7 +142,6 @@ class NeighboursAgree(Guard):
 
 
 def _difference(values: Floats, apart: int) -> Floats:
-    """Return how much values that far apart differ, in the mean of each row."""
     found: Floats = np.abs(values[:, apart:] - values[:, :-apart]).mean(axis=1)
     return found
 

@@ -243,7 +243,7 @@ def lost(server: RunningServer) -> None:
     records = server.records
     for kept in (records._records, records._generations, records._counts):
         kept.clear()
-    records._version, records.epoch = 0, "another"
+    records.version, records.epoch = 0, "another"
 
 
 def test_knowledge_is_not_younger_because_a_clock_was_set_back(world: World) -> None:

@@ -66,7 +66,7 @@ def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world
         assert ask(one, "PUT", 1, content)[0].status == 201
         wait_until(lambda c=content: ask(world.centre, "GET", 1)[1] == c, "the centre to have it")  # type: ignore[misc]
     assert ask(one, "PUT", 1, coarse)[0].status == 200
-    wait_until(lambda: sent.waiting == 0, "all to be sent")
+    wait_until(lambda: not len(sent.manifest), "all to be sent")
     assert ask(world.centre, "GET", 1)[1] == fine
     assert sent.sent_objects == 2
     assert counted(one, "kvtide_region_as_of_seconds") > 0

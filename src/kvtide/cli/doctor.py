@@ -333,7 +333,6 @@ def _cpu() -> DoctorFinding:
 
 
 def _gpu() -> DoctorFinding:
-    """Tell who copies an engine's pages on this machine."""
     if not _has_gpu():
         return DoctorFinding("gpu", "off", "no CUDA device here")
     if importlib.util.find_spec("kvtide_gpu"):

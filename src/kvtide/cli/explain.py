@@ -178,7 +178,6 @@ def _tokenized(path: Path | None, model: str | None) -> list[int]:
 
 
 def _groups_of(model: str | None, block_tokens: int) -> Sequence[tuple[LayerGroup, Namespace]]:
-    """A model's groups of layers, each with its namespace."""
     from kvtide.engines.transformers import attach, converted_folder, load_model
 
     return attach(load_model(model or converted_folder()), "memory://", block_tokens=block_tokens).groups

@@ -374,7 +374,6 @@ def _telling(bars: _Progress, seconds: float) -> _Progress:
 
 
 def _partial(output: Path | None, folder: Path, codec: str) -> Path:
-    """The file in which an unfinished fitting is kept."""
     if output is not None:
         return output.with_name(f"{output.name}.partial")
     name = hashlib.sha256(f"{folder.resolve()} {codec}".encode()).hexdigest()

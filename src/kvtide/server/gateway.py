@@ -194,7 +194,6 @@ class Gateway:
             await exchange.reply_json(await self._walked(exchange, self._listing.tenant(exchange.caller)))
 
     async def _asked(self, exchange: Exchange) -> protocol.ExistsQuestion:
-        """Return the keys in the request's body."""
         size, most = exchange.head.content_length, protocol.EXISTS_BYTES_MAX
         if size is None or size > most:
             raise RequestRefused(411 if size is None else 413, f"expected at most {most} bytes of JSON")

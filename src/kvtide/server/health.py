@@ -58,7 +58,6 @@ class Health:
         self._prober.shutdown(wait=False, cancel_futures=True)
 
     async def _parts(self) -> dict[str, bool]:
-        """Conditions of a server that is ready, by name, and whether they hold as far as is known in time."""
         parts = {f"tier {name}": is_up for name, is_up in (await self._tiers_up()).items()}
         if self._backing.central is not None:
             parts["centre"] = self._backing.as_of_s() is not None

@@ -396,7 +396,6 @@ class ObjectRequests:
         return True
 
     async def _post(self, exchange: Exchange, object_id: ObjectId) -> None:
-        """Take pieces of an object, and store it once it is whole."""
         size, tenant = self._body_bytes(exchange), exchange.caller.tenant
         stored = await self._stored(exchange, object_id, 409)
         body, give_back = await receive(exchange, self._shared, size)
@@ -513,7 +512,6 @@ class Uploads:
         return upload
 
     def _begun(self, object_id: ObjectId, owner: str, stored: StoredObject) -> Upload:
-        """Return the upload of an object, a new one if there is none."""
         self.drop_idle()
         new = Upload(object_id, owner, stored, self._monotonic_s())
         with self._lock:

@@ -113,7 +113,8 @@ class Records:
         self._generations: dict[tuple[str, Namespace], int] = {}
         # How many a tenant has, of generations and of others.
         self._counts: Counter[tuple[str, bool]] = Counter()
-        self._version = 0
+        # The largest that a record here ever had.
+        self.version = 0
         # Another one after each start, so that regions compare what they know.
         self.epoch = secrets.token_hex(8)
         # All is here that was ever written: not with a new or damaged file, or none, until somebody says so.
@@ -194,7 +195,7 @@ class Records:
         return record
 
     def _next_version(self) -> int:
-        return max(self._version + 1, int(self._clock.wall_s() * 1e6))
+        return max(self.version + 1, int(self._clock.wall_s() * 1e6))
 
     def _require_room(self, tenant: str, kind: RecordKind) -> None:
         is_generation = kind is RecordKind.GENERATION
@@ -230,17 +231,12 @@ class Records:
                 self._write(_summed(_COMPLETE) + b"\n")
                 self.is_complete = True
 
-    @property
-    def version(self) -> int:
-        """The largest version that a record here ever had."""
-        return self._version
-
     def begin_anew(self) -> None:
         """Count all that is here as older than what the centre, which lost its records, writes from now on."""
         with self._lock:
             for place, record in self._records.items():
                 self._records[place] = msgspec.structs.replace(record, version=0)
-            self._version = 0
+            self.version = 0
             if self._path is not None:
                 with _answering():
                     self._rewrite()
@@ -254,7 +250,7 @@ class Records:
         """Return the records of these tenants that were written after a version, the oldest first."""
         with self._lock:
             found = [each for each in self._records.values() if each.version > after and is_shown(each.tenant)]
-            version = self._version
+            version = self.version
         found.sort(key=lambda record: record.version)
         return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX, version, self.epoch)
 
@@ -268,7 +264,7 @@ class Records:
         place, is_generation = _place(record), record.kind is RecordKind.GENERATION
         self._counts[record.tenant, is_generation] += bool(record.value) - (self._present(*place) is not None)
         self._records[place] = record
-        self._version = max(self._version, record.version)
+        self.version = max(self.version, record.version)
         if is_generation:
             self._generations[record.tenant, _of(record)] = int(record.value)
         elif not record.value:
@@ -347,7 +343,6 @@ def _place(record: Record) -> tuple[str, RecordName]:
 
 
 def _of(named: Record | RecordName) -> Namespace:
-    """Namespace of a generation."""
     return Namespace(bytes.fromhex(named.name))
 
 

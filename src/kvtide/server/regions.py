@@ -309,11 +309,6 @@ class Synchroniser:
         self._tries: Counter[ObjectId] = Counter()
         self.sent_objects = self.sent_bytes = self.given_up = 0
 
-    @property
-    def waiting(self) -> int:
-        """The number of objects that the centre has not got yet."""
-        return len(self.manifest)
-
     def open(self) -> None:
         """Read the manifest and start."""
         self.manifest.open()

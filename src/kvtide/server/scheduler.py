@@ -370,7 +370,6 @@ class Scheduler:
         return self._link_free_s - self._link_s(self.settings.slice_bytes)
 
     def _link_s(self, size: int) -> float:
-        """Return how long the link takes for so many bytes."""
         return 8 * size / self.settings.link_bits_s if self.settings.link_bits_s else 0.0
 
     def finish(self, part: Slice, sent_bytes: int, now_s: float) -> None:

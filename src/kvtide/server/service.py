@@ -69,18 +69,15 @@ class Service:
         self.metrics.registry.register(self._sources)
         if (sync := backing.synchroniser) is not None:
             watch = self.metrics.watch
-            watch("kvtide_region_waiting_objects", "Objects that the centre has not got yet", lambda: sync.waiting)
+            watch(
+                "kvtide_region_waiting_objects", "Objects that the centre has not got yet", lambda: len(sync.manifest)
+            )
             watch("kvtide_region_given_up_objects", "Objects that the centre did not take", lambda: sync.given_up)
             heard = "Unix time until which all that the centre wrote is known"
             watch("kvtide_region_as_of_seconds", heard, lambda: backing.as_of_s() or 0.0)
         for tenant in tenants_named(settings.grants):
             # Before names that anybody may make up.
             self.metrics.label(tenant)
-
-    @property
-    def connections(self) -> int:
-        """Number of open connections."""
-        return self.acceptor.connections
 
     async def run(self, stop: asyncio.Event, on_listening: Callable[[ListenAddress], None]) -> None:
         """Serve until `stop` is set, then drain. OSError if the address can't be had; `on_listening` gets it."""

@@ -279,7 +279,6 @@ class S3Tier(CountingTier):
         return found
 
     def _require_store(self) -> None:
-        """TierUnavailable while the store is left alone."""
         if not self._breaker.allows():
             raise TierUnavailable(f"{self._shown} failed {FAULTS_MAX} times in a row; left alone for {OPEN_S} s")
 

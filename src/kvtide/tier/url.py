@@ -156,7 +156,6 @@ def _check_folder(path: Path) -> None:
 
 
 def _takes_files(folder: Path) -> bool:
-    """Tell whether a file can be made in a folder, by one without a name."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC))
     except OSError:

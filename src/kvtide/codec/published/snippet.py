@@ -109,7 +109,6 @@ def _halves(meta: BlockMeta) -> tuple[BlockMeta, BlockMeta | None]:
 
 
 def _of_group(firsts: NDArray[np.float32], layout: BlockLayout) -> NDArray[np.float32]:
-    """Return the value of each token's anchor."""
     return np.repeat(firsts, STRIDE, axis=2)[:, :, : layout.tokens]
 
 

@@ -171,7 +171,6 @@ class _Trial:
         return mixed
 
     def _block(self, data: Bytes) -> BlockBits:
-        """Return the block of pages that hold `data`."""
         found: list[Bytes] = []
         for layer, pages in zip(self._layers, self._parts(data), strict=True):
             page = layer.pages[0]

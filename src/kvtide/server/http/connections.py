@@ -601,7 +601,6 @@ class Acceptor:
 
 
 def _turn_away(sock: socket.socket) -> None:
-    """Tell a client that there is no room for it, and close."""
     with sock:
         try:
             sock.send(_BUSY, socket.MSG_DONTWAIT)

@@ -115,7 +115,6 @@ class Shares:
 
 
 def _buffer_bytes(size: int) -> int:
-    """Size of the buffer that a body of `size` bytes gets."""
     if size <= _SIZE_MIN:
         return _SIZE_MIN
     step = 1 << max((size - 1).bit_length() - _STEPS.bit_length(), 0)
@@ -133,12 +132,7 @@ class BodyBuffers:
         self._lock = threading.Lock()
         self._free: dict[int, list[memoryview]] = {}
         self._free_bytes = 0
-        self._lent_bytes = 0
-
-    @property
-    def lent_bytes(self) -> int:
-        """Return the bytes that are lent now."""
-        return self._lent_bytes
+        self.lent_bytes = 0
 
     def take(self, size: int, tenant: str = "", returning_bytes: int = 0) -> memoryview | None:
         """Return a buffer of at least `size` bytes with any content; None if there is none for it.
@@ -149,7 +143,7 @@ class BodyBuffers:
         wanted = _buffer_bytes(size)
         with self._lock:
             held = self._tenants.get(tenant, 0) - returning_bytes
-            share = min(self._tenant_bytes_max, self._bytes_max - self._lent_bytes - wanted + returning_bytes)
+            share = min(self._tenant_bytes_max, self._bytes_max - self.lent_bytes - wanted + returning_bytes)
             if tenant and held + wanted > share:
                 if not held:
                     return None
@@ -159,28 +153,28 @@ class BodyBuffers:
                 self._free_bytes -= wanted
                 self._lend(wanted, tenant)
                 return free.pop()
-            if self._lent_bytes + wanted > self._bytes_max:
+            if self.lent_bytes + wanted > self._bytes_max:
                 return None
             self._make_room(wanted)
             self._lend(wanted, tenant)
         return aligned_buffer(wanted)
 
     def _lend(self, size: int, tenant: str) -> None:
-        self._lent_bytes += size
+        self.lent_bytes += size
         if tenant:
             self._tenants[tenant] = self._tenants.get(tenant, 0) + size
 
     def _make_room(self, wanted: int) -> None:
         """Let go of free buffers until `wanted` more bytes fit."""
         for size in sorted(self._free, reverse=True):
-            while self._free[size] and self._lent_bytes + self._free_bytes + wanted > self._bytes_max:
+            while self._free[size] and self.lent_bytes + self._free_bytes + wanted > self._bytes_max:
                 self._free[size].pop()
                 self._free_bytes -= size
 
     def give_back(self, buffer: memoryview, tenant: str = "") -> None:
         """Take a buffer back, as `take` returned it to this tenant."""
         with self._lock:
-            self._lent_bytes -= len(buffer)
+            self.lent_bytes -= len(buffer)
             if tenant:
                 self._tenants[tenant] -= len(buffer)
                 if not self._tenants[tenant]:
@@ -193,9 +187,9 @@ class BodyBuffers:
         with self._lock:
             assert self._free_bytes == sum(size * len(buffers) for size, buffers in self._free.items())
             assert all(len(buffer) == size for size, buffers in self._free.items() for buffer in buffers)
-            assert self._lent_bytes >= sum(self._tenants.values())
+            assert self.lent_bytes >= sum(self._tenants.values())
             assert all(0 < held <= self._bytes_max for held in self._tenants.values())
-            assert self._free_bytes + self._lent_bytes <= self._bytes_max
+            assert self._free_bytes + self.lent_bytes <= self._bytes_max
 
 
 class Turns:

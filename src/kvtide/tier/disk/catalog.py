@@ -32,14 +32,10 @@ class Catalog:
         self._lock = threading.Lock()
         self._by_id: dict[ObjectId, list[CatalogEntry]] = {}
         self._by_segment: dict[int, dict[int, CatalogEntry]] = {}
-        self._used_bytes = 0
+        # Of all objects, without older copies.
+        self.used_bytes = 0
         # Whether a checkpoint would say something new; whoever loads or saves one clears it.
         self.is_changed = False
-
-    @property
-    def used_bytes(self) -> int:
-        """Return the bytes of all objects."""
-        return self._used_bytes
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -59,7 +55,7 @@ class Catalog:
             if self._order is not None and not copies:
                 parent = header.label.parent if header.label.start else header.id.namespace
                 self._order.enter(header.id, BlockKey(parent), header.size)
-            self._used_bytes += header.size - (copies[-1].header.size if copies else 0)
+            self.used_bytes += header.size - (copies[-1].header.size if copies else 0)
             copies.append(entry)
             self.is_changed = True
 
@@ -97,10 +93,10 @@ class Catalog:
         if not places:
             del self._by_segment[header.segment]
         copies = self._by_id[header.id]
-        self._used_bytes -= copies[-1].header.size
+        self.used_bytes -= copies[-1].header.size
         copies.remove(entry)
         if copies:
-            self._used_bytes += copies[-1].header.size
+            self.used_bytes += copies[-1].header.size
         else:
             del self._by_id[header.id]
             if self._order is not None:
@@ -132,7 +128,7 @@ class Catalog:
             by_segment = [entry for places in self._by_segment.values() for entry in places.values()]
             assert {id(entry) for entry in by_id} == {id(entry) for entry in by_segment}
             assert len(by_id) == len(by_segment)
-            assert self._used_bytes == sum(copies[-1].header.size for copies in self._by_id.values())
+            assert self.used_bytes == sum(copies[-1].header.size for copies in self._by_id.values())
             assert all(self._by_segment.values()) and all(self._by_id.values())
 
 

@@ -390,5 +390,4 @@ class SegmentLog:
 
 
 def _bytes_of(entries: list[CatalogEntry]) -> int:
-    """Return the bytes that entries take with their headers."""
     return sum(record_bytes(entry.header.size) for entry in entries)

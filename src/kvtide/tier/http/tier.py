@@ -354,7 +354,6 @@ def _ranges_in(answer: HttpAnswer, body: memoryview, asked: Sequence[ByteRange])
 
 
 def _refusal(method: str, answer: HttpAnswer) -> TierUnavailable:
-    """Return an answer as an error."""
     if answer.status == 307:
         return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
     text = answer.body[:200].decode(errors="replace").strip()
