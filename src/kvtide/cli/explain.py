@@ -12,17 +12,15 @@ import msgspec
 import typer
 
 from kvtide.cli.report import JsonOption, say
-from kvtide.cli.store import DEFAULT_STORE, StoreOption, below_seal, looking_at, read_header, read_object
+from kvtide.cli.store import DEFAULT_STORE, StoreOption, looking_at, read_header, read_object
 from kvtide.codec import CodecRegistry
 from kvtide.engines import installed_profiles, read_profile
 from kvtide.errors import CorruptPayload
 from kvtide.group import LayerGroup, hit_of, part_keys
 from kvtide.keys import TokenIds, block_keys, tokens_array
-from kvtide.outcomes import Decided
 from kvtide.store.load import QUALITY_SLACK
 from kvtide.store.profiles import ProfileStore
 from kvtide.tier import Tier
-from kvtide.tier.disk import DiskTier
 from kvtide.tier.seal import SEALED_CODEC
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import StoredObject
@@ -109,19 +107,13 @@ def explain(
         while registry.unknown and (profile_found := stored.read(registry.unknown.pop())) is not None:
             registry.add(profile_found)
             found = look()
-        # What a disk's journal says; servers have it in their metrics.
-        disk = below_seal(tier)
-        decided = sorted(disk.decisions().items()) if isinstance(disk, DiskTier) else []
-    past = [f"decided before: {kind.choice} {count} tokens, {kind.why.meaning}" for kind, count in decided]
     loading_s = 8e-6 * found.hit_bytes / link if link else 0.0
     saved_s = found.hit_tokens / prefill - loading_s if prefill else None
     gain = [] if saved_s is None else [f"{'saves' if saved_s >= 0 else 'loses'} {abs(saved_s):.3g} s against computing"]
-    say({**_result(url, digest, found, decided), "saved_s": saved_s}, as_json, *_lines(found), *gain, *past)
+    say({**_result(url, digest, found), "saved_s": saved_s}, as_json, *_lines(found), *gain)
 
 
-def _result(
-    url: str, digest: Namespace, found: Explanation, decided: Sequence[tuple[Decided, int]]
-) -> dict[str, object]:
+def _result(url: str, digest: Namespace, found: Explanation) -> dict[str, object]:
     kept = ("prompt_tokens", "full_blocks", "hit_blocks", "hit_tokens", "hit_bytes", "reason", "ended_by", "needs")
     return {
         "store": url,
@@ -129,10 +121,6 @@ def _result(
         **{name: getattr(found, name) for name in kept},
         "first_missing_key": found.first_missing.hex() if found.first_missing else None,
         "elsewhere": [other.hex() for other in found.elsewhere],
-        "decided": [
-            {"decision": kind.choice, "reason": kind.why, "meaning": kind.why.meaning, "tokens": count}
-            for kind, count in decided
-        ],
     }
 
 

@@ -5,14 +5,12 @@ Invariant: segments are made, shortened and removed under the directory's lock o
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import struct
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +20,6 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvtide.errors import TierUnavailable
-from kvtide.outcomes import Decided, decisions_text, parse_decisions
 from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk.catalog import Catalog
 from kvtide.tier.disk.segment import (
@@ -105,10 +102,7 @@ def _entry(segment: int, fields: tuple[Any, ...]) -> CatalogEntry:
 
 
 class RemovalJournal:
-    """Appends lines; the older half goes before the file passes its bound. Losing a line does no harm.
-
-    A removal is time, reason, namespace and key; a decision time, the word `decided` and counts (kvtide.outcomes).
-    """
+    """Appends lines: time, reason, namespace and key. The older half goes before the file passes its bound."""
 
     def __init__(self, path: Path, bytes_max: int = JOURNAL_BYTES_MAX) -> None:
         self._path = path
@@ -118,25 +112,8 @@ class RemovalJournal:
     def append(self, object_ids: Iterable[ObjectId], reason: str, wall_s: float) -> None:
         """Note removals, the last ones if all don't fit. OSError if the file can't be written."""
         lines = [f"{wall_s:.0f} {reason} {item.namespace.hex()} {item.key.hex()}\n".encode() for item in object_ids]
-        if lines:
-            self._append(lines)
-
-    def note_decisions(self, counts: Mapping[Decided, int], wall_s: float) -> None:
-        """Note how many tokens engines decided about. OSError if the file can't be written."""
-        if counts:
-            self._append([f"{wall_s:.0f} decided {decisions_text(counts)}\n".encode()])
-
-    def decisions(self) -> dict[Decided, int]:
-        """Return what was decided, as far back as there are lines; lines that are no counts are passed over."""
-        counts: Counter[Decided] = Counter()
-        for line in self._lines():
-            fields = line.split(" ")
-            if len(fields) == 3 and fields[1] == "decided":
-                with contextlib.suppress(ValueError):
-                    counts.update(parse_decisions(fields[2]))
-        return dict(counts)
-
-    def _append(self, lines: Sequence[bytes]) -> None:
+        if not lines:
+            return
         # Half of the bound at once, so that the file with them stays under it after it has been halved.
         data = b"".join(lines[-max(1, self._bytes_max // 2 // len(lines[0])) :])
         if self._files.length(self._path) + len(data) > self._bytes_max:
@@ -151,17 +128,16 @@ class RemovalJournal:
     def reason(self, object_id: ObjectId) -> str | None:
         """Return the last noted reason for this object, or None."""
         key, reason = object_id.key.hex(), None
-        for line in self._lines():
+        try:
+            lines = self._files.content(self._path, self._bytes_max).decode("ascii", errors="replace").splitlines()
+        except OSError:
+            return None
+        for line in lines:
+            # Older versions wrote lines of other kinds too.
             fields = line.split(" ")
             if len(fields) == 4 and fields[3] == key:
                 reason = fields[1]
         return reason
-
-    def _lines(self) -> list[str]:
-        try:
-            return self._files.content(self._path, self._bytes_max).decode("ascii", errors="replace").splitlines()
-        except OSError:
-            return []
 
 
 _log = logging.getLogger(__name__)

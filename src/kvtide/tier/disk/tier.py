@@ -7,20 +7,19 @@ the consumer's to check, so that no byte is hashed twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict import EvictionOrder, Hint, States
-from kvtide.outcomes import Decided
 from kvtide.tier.base import Buffer, CountingTier, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved
 from kvtide.tier.disk.directory import JOURNAL_BYTES_MAX, RemovalJournal, side_file_bytes_max
 from kvtide.tier.disk.log import SegmentLog
 from kvtide.tier.disk.segment import CatalogEntry, RecordState, stamp_ms
 from kvtide.tier.files import Files
-from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
+from kvtide.types import BlockKey, ObjectId, TierStats
 from kvtide.wire import ObjectLabel
 
 _log = logging.getLogger(__name__)
@@ -172,17 +171,6 @@ class DiskTier(CountingTier):
             self._journal.append(object_ids, reason, self._clock.wall_s())
         except OSError as error:
             _log.debug("removal not noted: %s", error)
-
-    def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
-        """Add to the journal, which all processes on this directory share; where it can't be written they are lost."""
-        try:
-            self._journal.note_decisions(counts, self._clock.wall_s())
-        except OSError as error:
-            _log.debug("decisions not noted in %s: %s", self.root, error)
-
-    def decisions(self) -> dict[Decided, int]:
-        """Return what was decided about tokens beside this store, as far back as the journal goes."""
-        return self._journal.decisions()
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return the reason in the journal, which all processes on this directory share."""
