@@ -33,8 +33,8 @@ from kvtide.tier.base import WrappedTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import ObjectId
 from kvtide.wire import pack_object, parse_object
+from kvtide_lab.judge.importance_judge import ComparedPrefix, GroupHeads, KnownScores, Recency
 from kvtide_lab.judge.quality import block_metas, capture_blocks
-from kvtide_lab.judge.selectors import ComparedPrefix, GroupHeads, KnownScores, Recency
 
 # As the fixture's.
 PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))

@@ -15,7 +15,7 @@ from kvtide.importance import (
     random_jaccard,
     top_tokens,
 )
-from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Random, Recency
+from kvtide_lab.judge.importance_judge import GroupHeads, KnownScores, Random, Recency
 
 SHORT = 64
 

@@ -21,8 +21,15 @@ from kvtide.importance import AllHeads, FirstHeads
 from kvtide_lab.bench.importance_prompts import NeedleRow, make_tasks, needle_rows, tokenized
 from kvtide_lab.bench.services import server_behind
 from kvtide_lab.bench.shaped import ShapedProxy, as_fast_as_the_machine
-from kvtide_lab.judge.importance_judge import ImportanceJudge, Judged, JudgedPrefix
-from kvtide_lab.judge.selectors import GroupHeads, KnownScores, Random, Recency
+from kvtide_lab.judge.importance_judge import (
+    GroupHeads,
+    ImportanceJudge,
+    Judged,
+    JudgedPrefix,
+    KnownScores,
+    Random,
+    Recency,
+)
 from kvtide_lab.measuring import Show
 
 HEADLINE_RATIO = 0.25

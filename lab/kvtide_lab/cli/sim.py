@@ -13,14 +13,13 @@ import typer
 from kvtide.cli.report import JsonOption
 from kvtide_lab.cli.options import QuickOption, tell
 from kvtide_lab.sim.fairness import FAIRNESS_MIX, ClientMix, FairnessSetup, run_fairness
-from kvtide_lab.sim.hints import HINTS
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
 from kvtide_lab.sim.made import HELD_OUT, MADE, MADE_PREFIX, made_trace
 from kvtide_lab.sim.policies import POLICIES
 from kvtide_lab.sim.pool import KEYS, KEYS_QUICK, SERVERS, SERVERS_MANY, run_pool
 from kvtide_lab.sim.prompts import PROBABILITIES, PromptReport, PromptSetup, run_prompts
 from kvtide_lab.sim.regions import REQUESTS, REQUESTS_QUICK, run_regions
-from kvtide_lab.sim.replay import compare, standing, standing_report, trace_report
+from kvtide_lab.sim.replay import HINTS, compare, standing, standing_report, trace_report
 from kvtide_lab.sim.stream import STREAM_POLICIES, StreamSetup, stream_report, sweep
 from kvtide_lab.sim.workload import Trace, WekaReplay, joined, read_trace
 

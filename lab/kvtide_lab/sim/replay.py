@@ -1,17 +1,19 @@
-"""Replays a trace through the real index and a real policy, on a clock that only the trace moves; beside the bound."""
+"""Replays a trace, advised or not, through the real index and a real policy, on the trace's clock; beside the bound."""
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
+from bisect import insort
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import msgspec
 
 from kvtide.clock import ManualClock
+from kvtide.evict import Hint
 from kvtide.evict.policies.advised import AdvisedPolicy
 from kvtide.index import RadixIndex
-from kvtide_lab.sim.belady import belady_hits
-from kvtide_lab.sim.hints import hints_of
+from kvtide.types import BlockKey
 from kvtide_lab.sim.policies import policy_named
 from kvtide_lab.sim.workload import Trace, tenant_namespace
 
@@ -169,3 +171,101 @@ def standing_report(policy: str, standings: Sequence[PolicyStanding]) -> Standin
     gaps = [closed for closed, gap in rates if closed is not None and gap >= GAP_MIN]
     mean = sum(gaps) / len(gaps) if gaps else None
     return StandingReport(policy, max((each.regret for each in standings), default=0.0), mean, list(standings))
+
+
+_NEVER = 1 << 60
+
+
+def belady_hits(trace: Trace, blocks_max: int) -> int:
+    """Return the number of blocks, leading ones of their requests, that a cache which knows the future would hit.
+
+    Belady's rule on blocks of one size: evict what is used again latest. A request uses all blocks before any that it
+    uses, so that a block's next use is never later than that of one after it; with ties evicted deepest first the rule
+    never breaks a prefix, and no policy, prefix-closed or not, hits more. Blocks of a request that are used again later
+    than all that is held are not kept at all: the bound covers admission too.
+    """
+    next_uses = _next_uses(trace)
+    held: dict[BlockKey, tuple[int, int]] = {}
+    latest: list[tuple[int, int, BlockKey]] = []
+    hits = 0
+    for request, uses in zip(trace.requests, next_uses, strict=True):
+        keys = request.keys
+        hits += next((position for position, key in enumerate(keys) if key not in held), len(keys))
+        for position, (key, use) in enumerate(zip(keys, uses, strict=True)):
+            held[key] = (-use, -position)
+            heapq.heappush(latest, (-use, -position, key))
+        while len(held) > blocks_max:
+            use, position, key = heapq.heappop(latest)
+            if held.get(key) == (use, position):
+                del held[key]
+    return hits
+
+
+def _next_uses(trace: Trace) -> list[list[int]]:
+    next_use: dict[BlockKey, int] = {}
+    uses = []
+    for number in range(len(trace.requests) - 1, -1, -1):
+        keys = trace.requests[number].keys
+        uses.append([next_use.get(key, _NEVER) for key in keys])
+        next_use.update(dict.fromkeys(keys, number))
+    uses.reverse()
+    return uses
+
+
+# Advice that clients could add to requests. `ends`: each says which request is its session's last; it knows its own
+# plans, so that this looks ahead in the trace. `retain`: the time within which nine of ten sessions of that turn have
+# gone on so far; the past alone. `lies`: `ends` turned round. `turncoat`: true in the first half, then turned round.
+HINTS = ("ends", "retain", "lies", "turncoat")
+_GAPS_MIN = 10
+_RETAINED_SHARE = 0.9
+
+
+def hints_of(trace: Trace, kind: str) -> list[Hint]:
+    """Return each request's advice. ValueError for an unknown kind."""
+    if kind not in HINTS:
+        raise ValueError(f"unknown kind of hints {kind!r}, expected one of {', '.join(HINTS)}")
+    before = _turns_before(trace)
+    if kind == "retain":
+        return _retained(trace, before)
+    goes_on = {at for at in before if at is not None}
+    half = len(before) // 2
+    turned = [kind == "lies" or (kind == "turncoat" and at >= half) for at in range(len(before))]
+    return [Hint(is_last=(at in goes_on) == turned[at]) for at in range(len(before))]
+
+
+def _turns_before(trace: Trace) -> list[int | None]:
+    """Return, for each request, the number of the request that it goes on from.
+
+    A session's next turn is the first later request of its tenant that has all of its blocks but perhaps the last, and
+    is longer.
+    """
+    ends: dict[BlockKey, int] = {}
+    before: list[int | None] = []
+    for number, request in enumerate(trace.requests):
+        before.append(_taken(ends, request.keys))
+        # The next turn may lack the last block, which this one may have filled in part.
+        ends[request.keys[max(0, len(request.keys) - 2)]] = number
+    return before
+
+
+def _taken(ends: dict[BlockKey, int], keys: Sequence[BlockKey]) -> int | None:
+    for key in reversed(keys[:-2]):
+        if key in ends:
+            return ends.pop(key)
+    return None
+
+
+def _retained(trace: Trace, before: Sequence[int | None]) -> list[Hint]:
+    gaps_s: defaultdict[int, list[float]] = defaultdict(list)
+    turns: list[int] = []
+    hints = []
+    for number, earlier in enumerate(before):
+        turn = 0
+        if earlier is not None:
+            turn = turns[earlier] + 1
+            insort(gaps_s[turn], trace.requests[number].at_s - trace.requests[earlier].at_s)
+        turns.append(turn)
+        known = gaps_s[turn + 1]
+        retain_s = known[int(_RETAINED_SHARE * len(known))] if len(known) >= _GAPS_MIN else None
+        hints.append(Hint(retain_s=retain_s))
+    return hints

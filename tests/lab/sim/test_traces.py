@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.types import BlockKey
-from kvtide_lab.sim.belady import belady_hits
-from kvtide_lab.sim.hints import HINTS, hints_of
 from kvtide_lab.sim.made import MADE, made_trace
 from kvtide_lab.sim.policies import POLICIES
-from kvtide_lab.sim.replay import BELADY, compare, replay, standing
+from kvtide_lab.sim.replay import BELADY, HINTS, belady_hits, compare, hints_of, replay, standing
 from kvtide_lab.sim.workload import Trace, TraceSource, WekaReplay, build_trace, read_trace
 
 
