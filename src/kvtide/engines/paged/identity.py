@@ -14,7 +14,6 @@ import xxhash
 from kvtide.config import cache_home
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-READ_BYTES = 16 << 20
 _SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
@@ -58,17 +57,10 @@ def file_digest(file: Path) -> str:
     try:
         return note.read_text(encoding="ascii")
     except OSError:
-        found = _read_digest(file)
+        with file.open("rb") as source:
+            found = hashlib.file_digest(source, xxhash.xxh3_128).hexdigest()
     note.parent.mkdir(parents=True, exist_ok=True)
     aside = note.with_name(f"{note.name}.{os.getpid()}")
     aside.write_text(found, encoding="ascii")
     aside.rename(note)
     return found
-
-
-def _read_digest(file: Path) -> str:
-    hasher, buffer = xxhash.xxh3_128(), bytearray(READ_BYTES)
-    with file.open("rb", buffering=0) as source:
-        while size := source.readinto(buffer):
-            hasher.update(memoryview(buffer)[:size])
-    return hasher.hexdigest()
