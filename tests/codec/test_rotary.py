@@ -1,8 +1,9 @@
 """Keys of small random models of each family, taken back to before RoPE: the models' own code is the truth."""
 
 import contextlib
-import json
 import math
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvtide import _native
 from kvtide.block import KVDtype
-from kvtide.codec.rotary import FAMILIES, ROPE_TYPES, UNROTATED_FAMILIES, Frequencies, Pairs, Rotary, RotaryTables
-from kvtide.errors import CorruptPayload
-
-PLAIN = {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 256}
+from kvtide.codec.rotary import Frequencies, Pairs, Rotary, RotaryTables
+from kvtide.engines.transformers import contexts
+from kvtide.engines.transformers.contexts import FAMILIES, UNROTATED_FAMILIES
+from kvtide.errors import CorruptPayload, UnsupportedModel
 
 
 def turned(keys: Keys, rotary: Rotary, tables: RotaryTables) -> Keys:
@@ -35,10 +36,15 @@ def turned(keys: Keys, rotary: Rotary, tables: RotaryTables) -> Keys:
     return out
 
 
-def rotary_of(config: Any) -> Rotary:
-    found = Rotary.from_config(json.loads(json.dumps(config.to_dict(), default=str)))
+def rotary_of(config: Any, layers: Sequence[int] = ()) -> Rotary:
+    found = contexts.rotary_of(random_model(config), layers)
     assert found is not None
     return found
+
+
+def named(config: Any) -> Any:
+    """A model of which nothing but its config is there."""
+    return SimpleNamespace(config=config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,27 +80,25 @@ def test_unrotated_keys_are_what_the_projection_gave(family: str, hooked: str) -
 
 @pytest.mark.parametrize("family", sorted(UNROTATED_FAMILIES))
 def test_models_without_rope_leave_the_step_out(family: str) -> None:
-    assert Rotary.from_config(AutoConfig.for_model(family).to_dict()) is None
+    assert contexts.rotary_of(named(AutoConfig.for_model(family))) is None
 
 
 def test_layers_of_a_group_turn_by_their_own_heads_and_speeds() -> None:
-    stated = config_of("gemma4_text", global_head_dim=64).to_dict()
-    with pytest.raises(ValueError, match="heads of different sizes"):
-        Rotary.from_config(stated)
-    window, full = (Rotary.from_config(stated, [layer]) for layer in (0, 1))
-    assert window is not None and full is not None
+    config = config_of("gemma4_text", global_head_dim=64)
+    with pytest.raises(ValueError, match="different numbers of dims"):
+        rotary_of(config)
+    window, full = (rotary_of(config, [layer]) for layer in (0, 1))
     assert (window.dim_stop, full.dim_stop) == (32, 64)
     assert np.count_nonzero(full.frequencies(0).values) == 8 and all(window.frequencies(0).values)
-    still = Rotary.from_config(config_of("llama4_text").to_dict(), [1])
-    assert still is not None and not any(still.frequencies(0).values)
+    assert not any(rotary_of(config_of("llama4_text"), [1]).frequencies(0).values)
 
 
 def test_hybrid_granite_turns_keys_where_its_config_says_so() -> None:
-    assert Rotary.from_config(config_of("granitemoehybrid", position_embedding_type=None).to_dict()) is None
+    assert contexts.rotary_of(named(config_of("granitemoehybrid", position_embedding_type=None))) is None
 
 
 def test_alibi_is_no_rope() -> None:
-    assert Rotary.from_config(config_of("falcon", alibi=True).to_dict()) is None
+    assert contexts.rotary_of(named(config_of("falcon", alibi=True))) is None
 
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -137,85 +141,9 @@ def test_frequencies_are_those_of_the_reference(rope_type: str, more: dict[str, 
     assert math.isclose(rotary.kinds[0].scale, scale, rel_tol=1e-6)
 
 
-@given(
-    rope_type=st.sampled_from(["linear", "llama3", "yarn", "longrope"]),
-    factor=st.floats(1.0, 64.0),
-    theta=st.floats(1e3, 5e6),
-    trained=st.integers(64, 16384),
-    half_dim=st.integers(2, 64),
-)
-@settings(max_examples=100, deadline=None)
-def test_scaled_frequencies_are_those_of_the_reference_for_any_parameters(
-    rope_type: str, factor: float, theta: float, trained: int, half_dim: int
-) -> None:
-    parameters = {**SCALINGS[rope_type], "factor": factor, "rope_type": rope_type, "rope_theta": theta}
-    parameters["original_max_position_embeddings"] = trained
-    if rope_type == "longrope":
-        parameters |= {"short_factor": [1.5] * half_dim, "long_factor": [2.0] * half_dim}
-    config = config_of("llama", head_dim=2 * half_dim, max_position_embeddings=32768, rope_parameters=parameters)
-    values, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-    found = rotary_of(config).kinds[0]
-    # The reference rounds to float32 at each step; where it weighs two ends against each other that shows.
-    assert np.allclose(found.values, values.numpy(), rtol=2e-5, atol=1e-9)
-    assert math.isclose(found.scale, scale, rel_tol=1e-6)
-
-
-def test_every_rope_type_of_the_reference_is_known() -> None:
-    assert set(ROPE_TYPES) >= set(ROPE_INIT_FUNCTIONS)
-
-
-def test_length_dependent_types_say_how_far_they_hold() -> None:
-    config = {**PLAIN, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    assert Rotary.from_config(config).kinds[0].steady_tokens == 256
-
-
-def test_older_configs_say_the_same() -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    new = {**PLAIN, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
-    old = {**PLAIN, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
-    assert Rotary.from_config(new) == Rotary.from_config(old)
-    neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4, "rotary_pct": 0.5}
-    found = Rotary.from_config({**neox, "rotary_emb_base": 1000})
-    assert found is not None and (found.dim_stop, found.kinds[0].values[1]) == (8, np.float32(1000**-0.25))
-
-
-def test_older_gemma3_configs_have_local_and_global_bases() -> None:
-    old = {"model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 7, "rope_local_base_freq": 100.0}
-    found = Rotary.from_config({**old, "rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
-    assert found is not None and len(found.layer_kinds) == 7
-    local, full = found.frequencies(0), found.frequencies(5)
-    assert (local.values[0], full.values[0]) == (1.0, 0.125)
-    assert local == found.frequencies(6) and np.isclose(local.values[4], 0.1)
-
-
-# Scaling is no default of ours: configs of gpt_oss state theirs.
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gpt_oss"}))
-def test_what_a_config_leaves_unsaid_is_its_class_default(family: str) -> None:
-    stated = config_of(family).to_dict()
-    bare = {key: value for key, value in stated.items() if not key.startswith(("rope_param", "partial_rotary"))}
-    assert Rotary.from_config(bare) == Rotary.from_config(stated)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({}, "not known how"),
-        ({"model_type": "qwen2_vl"}, "not known how"),
-        ({**PLAIN, "rope_scaling": {"type": "magic"}}, "magic"),
-        ({**PLAIN, "rope_scaling": {"mrope_section": [1, 2]}}, "mrope"),
-        ({**PLAIN, "rope_scaling": {"type": "linear"}}, "needs 'factor'"),
-        ({**PLAIN, "rope_scaling": {"type": "linear", "factor": float("nan")}}, "finite"),
-        ({**PLAIN, "rope_theta": -1.0}, "rope_theta"),
-        ({**PLAIN, "head_dim": 15}, "even"),
-        ({**PLAIN, "partial_rotary_factor": 2.0}, "from 2 to 16"),
-        ({**PLAIN, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "8 positive"),
-        ({"model_type": "llama"}, "neither"),
-        ({"model_type": "gptj", "n_embd": 64, "n_head": 4, "rotary_dim": None}, "rotated dims"),
-    ],
-)
-def test_what_is_not_supported_is_refused_with_its_reason(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Rotary.from_config(config)
+def test_what_is_not_known_is_refused_by_its_name() -> None:
+    with pytest.raises(UnsupportedModel, match="not known how models of type 'qwen2_vl_text' rotate"):
+        contexts.rotary_of(named(AutoConfig.for_model("qwen2_vl")))
 
 
 def test_tables_of_part_of_the_positions_are_part_of_the_tables() -> None:

@@ -10,7 +10,7 @@ from tests.suites import block_meta, smooth_bits
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
-from kvtide.codec.rotary import Rotary
+from kvtide.codec.rotary import Frequencies, Pairs, Rotary
 from kvtide.codec.tide import fit
 from kvtide.codec.tide.counts import TideCounts, finished_profile
 from kvtide.codec.tide.fit import COSTS, Moments, draft_profile
@@ -25,8 +25,13 @@ def rotary_of(layout: BlockLayout) -> Rotary | None:
     """Rotary parameters for even heads."""
     if layout.head_dim % 2:
         return None
-    config = {"model_type": "llama", "rope_theta": 10000.0, "num_attention_heads": layout.kv_heads}
-    return Rotary.from_config(config | {"head_dim": layout.head_dim, "hidden_size": layout.kv_heads * layout.head_dim})
+    return rotary_by(10_000.0, layout.head_dim)
+
+
+def rotary_by(theta: float, dims: int) -> Rotary:
+    """Rotary parameters of whole heads by a base, as Llama has them."""
+    values = (theta ** (-np.arange(0, dims, 2) / dims)).astype(np.float32).tolist()
+    return Rotary(Pairs.HALVES, 0, dims, (Frequencies(tuple(values), 1.0, 0),))
 
 
 @cache
@@ -82,6 +87,7 @@ def in_line(layout: BlockLayout, cost: str = "layer") -> Profile:
 def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
     """A profile of what a tiny model makes of a prompt's tokens in many orders."""
     # Others need no torch.
+    from kvtide.engines.transformers import contexts
     from kvtide_lab.judge.quality import block_metas, capture_blocks
 
     rng, ids = np.random.default_rng(1), prompt[0].numpy()
@@ -89,7 +95,7 @@ def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
     for _ in range(24):
         mixed = rng.permutation(ids).tolist()
         pairs += zip(block_metas(mixed, layout), capture_blocks(model, mixed, layout), strict=True)
-    return fitted_to(layout, "layer", Rotary.from_config(model.config.to_dict()), pairs)
+    return fitted_to(layout, "layer", contexts.rotary_of(model), pairs)
 
 
 def fitted_to(

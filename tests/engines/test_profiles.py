@@ -23,13 +23,14 @@ from typer.testing import CliRunner
 
 from kvtide.cli.app import app
 from kvtide.codec import Profile
-from kvtide.codec.rotary import FAMILIES, Rotary
+from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import UNITS
 from kvtide.engines import calibrate_command, option_bytes, read_profile
 from kvtide.engines.calibrate import TideCalibration, split_texts
 from kvtide.engines.calibrate.calibration import JUDGED_TOKENS
 from kvtide.engines.calibrate.texts import calibration_texts, evaluation_texts
 from kvtide.engines.transformers import CachedModel, ModelContexts, attach, model_layout
+from kvtide.engines.transformers.contexts import FAMILIES
 from kvtide.errors import UnsupportedModel
 from kvtide.group import ALL_ROWS
 from kvtide.store.profiles import ProfileStore, profile_name

@@ -1,11 +1,12 @@
 """Tide for models with windows: a profile for each of their caches, judged by llama.cpp's answers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.codec.tide_profiles import CURVE, fitted_to
+from tests.codec.tide_profiles import CURVE, fitted_to, rotary_by
 from tests.llama.conftest import ask
 from tests.suites import block_meta
 
@@ -15,11 +16,10 @@ from kvtide.codec.rotary import Rotary
 from kvtide.engines.llamacpp import CachedLlama, attach
 from kvtide.engines.llamacpp.state import LlamaContext
 
-CONFIG: dict[str, Any] = {
-    **{"model_type": "gemma3_text", "head_dim": 32, "num_attention_heads": 4, "num_hidden_layers": 7},
-    "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
-    "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
-}
+
+def rotary_of(layers: Sequence[int]) -> Rotary:
+    """How layers turn: the sixth sees everything, the others a window."""
+    return rotary_by(1e6 if layers[0] == 5 else 1e4, 32)
 
 
 def blocks_after(cached: CachedLlama, prompt: list[int]) -> list[list[Any]]:
@@ -43,7 +43,7 @@ def fitted(cached: CachedLlama) -> list[Profile]:
     found, profiles = [blocks_after(cached, prompt) for prompt in prompts(1, 10)], list[Profile]()
     curve = CURVE * np.array([1, 1, 5], np.float32)
     for number, shape in enumerate(cached.served.profile_shapes):
-        rotary = Rotary.from_config(CONFIG, cached.served.groups[number].group.layers)
+        rotary = rotary_of(cached.served.groups[number].group.layers)
         made = fitted_to(shape.layout, "layer", rotary, [pair for own in found for pair in own[number]])
         name = np.frombuffer(shape.group.encode(), dtype=np.uint8)
         profiles.append(made.with_arrays({"group": name, "curve": curve, "trellis_curve": curve}))
@@ -81,8 +81,7 @@ def test_each_cache_has_the_layers_and_the_rotation_of_its_profile(opened: Any) 
     for layers, (*_, (meta, bits)) in zip(groups, blocks, strict=True):
         turned = np.ptp(bits[0, 0].view(np.float16).astype(np.float32), axis=0).max()
         for asked in groups:
-            rotary = Rotary.from_config(CONFIG, asked[:1])
-            assert rotary is not None
+            rotary = rotary_of(asked)
             back = rotary.load(bits[0, 0], meta.layout.dtype, rotary.inverse_tables(meta.start, meta.layout.tokens))
             assert (np.ptp(back, axis=0).max() < turned / 20) == (asked is layers)
 

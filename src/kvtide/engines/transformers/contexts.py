@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import ProfileShape
-from kvtide.codec.rotary import Rotary
+from kvtide.codec.rotary import Frequencies, Pairs, Rotary
 from kvtide.codec.tide import AllRows
 from kvtide.engines.transformers.groups import (
     ModelGroup,
@@ -57,8 +57,7 @@ class ModelContexts:
 
     def rotaries(self) -> list[Rotary | None]:
         """Return how the keys of each group of rows turn. UnsupportedModel where that is unknown."""
-        config = self.model.config.to_dict()
-        return [_rotary(each, config) for each in self._rows]
+        return [_rotary(each, self.model) for each in self._rows]
 
     def all_rows(self) -> AllRows | None:
         """Return the rows of all groups as blocks of all layers have them; None for a plain model or many shapes."""
@@ -70,7 +69,7 @@ class ModelContexts:
         places = tuple(tuple(map(numbers.index, each.layers)) for each in groups)
         layout = groups[0].layout
         whole = BlockLayout(len(numbers), layout.tokens, layout.kv_heads, layout.head_dim, layout.dtype)
-        return AllRows(whole, places, _rotary_of(self.model.config.to_dict(), numbers))
+        return AllRows(whole, places, rotary_of(self.model, numbers))
 
     def capture(self, ids: Sequence[int]) -> Context:
         """Prefill token ids, whole blocks of them, and return what is kept."""
@@ -128,8 +127,8 @@ def _metas(ids: Sequence[int], group: ModelGroup) -> list[BlockMeta]:
     ]
 
 
-def _rotary(group: ModelGroup, config: dict[str, Any]) -> Rotary | None:
-    found = _rotary_of(config, group.group.layers)
+def _rotary(group: ModelGroup, model: Any) -> Rotary | None:
+    found = rotary_of(model, group.group.layers)
     if found is None or group.group.kind is GroupKind.KV:
         return found
     rows, dims = group.rows, found.dim_stop - found.dim_start
@@ -139,8 +138,68 @@ def _rotary(group: ModelGroup, config: dict[str, Any]) -> Rotary | None:
     return Rotary(found.pairs, 0, dims, found.kinds, found.layer_kinds)
 
 
-def _rotary_of(config: dict[str, Any], layers: Sequence[int]) -> Rotary | None:
+# By `model_type`; tests hold each one against the family's own code.
+_HALVES = (
+    *("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "gemma", "gemma2", "gemma3_text"),
+    *("gemma4_text", "phi", "phi3", "olmo", "olmo2", "olmo3", "granite", "granitemoehybrid", "starcoder2", "falcon"),
+    *("falcon_h1", "mixtral", "smollm3", "gpt_oss", "gpt_neox", "stablelm", "persimmon", "nemotron", "lfm2"),
+    # DeepSeek's third version puts neighbours into halves before it keeps them.
+    "deepseek_v3",
+)
+_NEIGHBOURS = "gptj", "codegen", "cohere", "cohere2", "glm", "glm4", "helium", "ernie4_5", "deepseek_v2", "llama4_text"
+FAMILIES = dict.fromkeys(_HALVES, Pairs.HALVES) | dict.fromkeys(_NEIGHBOURS, Pairs.NEIGHBOURS)
+# Learned positions, ALiBi or none: nothing is done to keys.
+UNROTATED_FAMILIES = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt", "kimi_linear", "nemotron_h"})
+
+
+def rotary_of(model: Any, layers: Sequence[int] = ()) -> Rotary | None:
+    """Return how a model turns the keys that it caches, None if it does not. UnsupportedModel where that is unknown.
+
+    layers: those that count, in this order, numbered from 0 in what is returned; none for all. Of a model with parts
+    its text part counts. Of latent attention the cached row is the latent, then the rotated part.
+    """
+    config = model.config.get_text_config()
+    name = config.model_type
+    is_rotated = getattr(config, "position_embedding_type", "rope") == "rope" or name != "granitemoehybrid"
+    if name in UNROTATED_FAMILIES or getattr(config, "alibi", False) or not is_rotated:
+        return None
+    if name not in FAMILIES:
+        raise UnsupportedModel(
+            f"keys can't be turned back: not known how models of type {name!r} rotate, only of {sorted(FAMILIES)}"
+        )
+    # What says how fast keys turn, by type of layer if that differs; None for layers that leave them as they are.
+    embedding = next((each for each in model.get_decoder().modules() if hasattr(each, "rope_type")), None)
+    which = [_speeds_name(embedding, config, layer) for layer in layers or range(config.num_hidden_layers)]
+    kinds = {each: _frequencies(embedding, config, each) for each in dict.fromkeys(which) if each is not None}
+    pairs = {len(each.values) for each in kinds.values()} or {len(_frequencies(embedding, config, "").values)}
+    if len(pairs) > 1:
+        raise UnsupportedModel("keys can't be turned back: layers rotate different numbers of dims")
+    dims = 2 * pairs.pop()
+    order: list[str | None] = [*kinds, None] if None in which else [*kinds]
+    still = [Frequencies((0.0,) * (dims // 2), 1.0, 0)] * (None in which)
+    layer_kinds = tuple(map(order.index, which)) if len(order) > 1 else ()
+    start = getattr(config, "kv_lora_rank", None) or 0
     try:
-        return Rotary.from_config(config, layers)
+        return Rotary(FAMILIES[name], start, start + dims, (*kinds.values(), *still), layer_kinds)
     except ValueError as error:
         raise UnsupportedModel(f"keys can't be turned back: {error}") from error
+
+
+def _speeds_name(embedding: Any, config: Any, layer: int) -> str | None:
+    """Return what the attributes of a layer's frequencies begin with, None for a layer whose keys stay."""
+    of_type = (getattr(config, "layer_types", None) or [""] * (layer + 1))[layer]
+    if config.model_type in {"smollm3", "llama4_text"}:
+        return "" if config.no_rope_layers[layer] else None
+    if config.model_type == "cohere2":
+        return "" if of_type == "sliding_attention" else None
+    return f"{of_type}_" if hasattr(embedding, f"{of_type}_inv_freq") else ""
+
+
+def _frequencies(embedding: Any, config: Any, name: str) -> Frequencies:
+    if embedding is None:
+        # GPT-J and CodeGen, which have tables instead.
+        values = 10_000.0 ** (-np.arange(0, config.rotary_dim, 2) / config.rotary_dim)
+        return Frequencies(tuple(values.astype(np.float32).tolist()), 1.0, 0)
+    # They hold for prompts of any length: `groups_of` refuses models of which they don't.
+    values, scale = getattr(embedding, f"{name}inv_freq").float(), getattr(embedding, f"{name}attention_scaling")
+    return Frequencies(tuple(values.tolist()), float(np.float32(scale)), 0)
