@@ -92,14 +92,6 @@ class _Kind(NamedTuple):
             raise ValueError(f"codec {self.spec}, got {':'.join(arguments)!r}: {error}") from error
 
 
-def _raw(_profile: Profile | None) -> Codec:
-    return RawCodec()
-
-
-def _lossless(_profile: Profile | None) -> Codec:
-    return LosslessCodec()
-
-
 def _cachegen(profile: Profile | None, levels: str = "3", coder: str = "rans") -> Codec:
     from kvtide.codec.published import CachegenCodec, coder_named
 
@@ -148,8 +140,8 @@ def _impress(_profile: Profile | None, *numbers: str) -> Codec:
 
 # Codecs by the name that a user gives. Each is imported when it is first made.
 _KINDS = {
-    "raw": _Kind(RawCodec.codec_id, None, "raw", _raw),
-    "lossless": _Kind(LosslessCodec.codec_id, None, "lossless", _lossless),
+    "raw": _Kind(RawCodec.codec_id, None, "raw", lambda profile: RawCodec()),
+    "lossless": _Kind(LosslessCodec.codec_id, None, "lossless", lambda profile: LosslessCodec()),
     "cachegen": _Kind("cachegen-2", "cachegen", "cachegen[:level[-level][:coder]]", _cachegen),
     "cachegen-snippet": _Kind("snippet-1", None, "cachegen-snippet", _snippet),
     "chunkwise": _Kind("chunkwise-1", "chunkwise", "chunkwise[:level[:coder]]", _chunkwise),

@@ -214,7 +214,8 @@ class CachegenRule(StreamPolicy):
     """
 
     def plan(self, request: Request, progress: Progress) -> Plan:
-        _check_levels(request)
+        if request.is_layered:
+            raise ValueError("expected a context stored in levels, got a layered one")
         chunk = _next_chunk(progress)
         if chunk is None:
             return Plan((), (), Reason.COMPLETE)
@@ -225,11 +226,6 @@ class CachegenRule(StreamPolicy):
             return Plan((), tuple(range(chunk, len(request.chunks))), Reason.TEXT)
         level, reason = _best_level(request, chunk, left_s, progress.bytes_per_s)
         return Plan((Fetch(chunk, level),), (), reason)
-
-
-def _check_levels(request: Request) -> None:
-    if request.is_layered:
-        raise ValueError("expected a context stored in levels, got a layered one")
 
 
 def _next_chunk(progress: Progress) -> int | None:

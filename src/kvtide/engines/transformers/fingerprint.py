@@ -258,7 +258,8 @@ class ModelWatch:
     def _take(self) -> None:
         # Views of the modules' own dicts, which show what is in them at any time.
         self._views = [view for module in self._model.modules() for view in _views_of(module)]
-        self._views += [vars(config).values() for config in _configs(self._model)]
+        config = self._model.config
+        self._views += [vars(config).values(), vars(config.get_text_config(decoder=True)).values()]
         self._views += [torch_module._global_forward_hooks.values(), torch_module._global_forward_pre_hooks.values()]
         self._types = tuple({type(module): None for module in self._model.modules()})
         # Kept alive, so that no other object takes the place of one of them.
@@ -293,10 +294,6 @@ class ModelWatch:
 def _views_of(module: torch.nn.Module) -> list[ValuesView[Any]]:
     held = (module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)
     return [vars(module).values(), *[each.values() for each in held]]
-
-
-def _configs(model: Any) -> list[Any]:
-    return [model.config, model.config.get_text_config(decoder=True)]
 
 
 def _write_count(tensor: torch.Tensor) -> int:

@@ -125,7 +125,7 @@ class HttpConnection:
         for part in (memoryview(head), memoryview(body)):
             rest = part
             while rest:
-                rest = rest[self._when_ready(patience, _send_some, rest) :]
+                rest = rest[self._when_ready(patience, lambda sock, part: sock.send(part), rest) :]
         answer = parse_response_head(self._read_head(patience))
         while answer.status == 100:
             answer = parse_response_head(self._read_head(patience))
@@ -185,10 +185,6 @@ class HttpConnection:
                 continue
             patience.note_progress()
             return moved
-
-
-def _send_some(sock: socket.socket, part: memoryview) -> int:
-    return sock.send(part)
 
 
 def _receive_some(sock: socket.socket, part: memoryview) -> int:
