@@ -81,14 +81,11 @@ def texts(paths: list[Path] | None, quick: bool) -> list[Text]:
     """
     bodies = (read_texts(paths) if paths else texts_at(_BODIES))[: 1 if quick else None]
     beginnings = BEGINNINGS[:: 16 if quick else 1]
+    within = [(run, body, body.content[:_LATER] + run) for run in RUNS[: 1 if quick else None] for body in bodies]
     return [
         *(_named(each, body, each + body.content) for each in beginnings for body in bodies),
-        *(_named(run, body, _with_run(body.content, run)) for run in RUNS[: 1 if quick else None] for body in bodies),
+        *(_named(run, body, front + body.content[_LATER:]) for run, body, front in within),
     ]
-
-
-def _with_run(content: str, run: str) -> str:
-    return content[:_LATER] + run + content[_LATER:]
 
 
 def _named(what: str, body: Text, content: str) -> Text:

@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,10 +101,6 @@ def further(name: str, python: Path, codec: str, url: str) -> Contender:
     return Contender(name, python, kvtide_transfer(url, codec=codec, memory_bytes_max=MEMORY_BYTES))
 
 
-def _behind(name: str, python: Path, codec: str, url: str, prefix: Sequence[str]) -> Contender:
-    return further(name, python, codec, url)._replace(prefix=tuple(prefix), is_brief=True)
-
-
 @contextmanager
 def link_contenders(python: Path, mbit_s: float, work: Path) -> Iterator[list[Contender]]:
     """Run a server behind a link of that rate and yield kvtide with each of LINK_CODECS there; none for a rate of 0.
@@ -118,8 +114,9 @@ def link_contenders(python: Path, mbit_s: float, work: Path) -> Iterator[list[Co
         return
     tiers = f'tiers = ["disk://{work / "server"}"]\n'
     with open_link(mbit_s * 1e6) as prefix, kvtide_server(tiers, prefix) as (address, _):
-        port = address.rpartition(":")[2]
-        yield [_behind(link_name(codec), python, codec, f"http://127.0.0.1:{port}", prefix) for codec in LINK_CODECS]
+        url = f"http://127.0.0.1:{address.rpartition(':')[2]}"
+        found = [further(link_name(codec), python, codec, url) for codec in LINK_CODECS]
+        yield [each._replace(prefix=tuple(prefix), is_brief=True) for each in found]
 
 
 def link_name(codec: str) -> str:

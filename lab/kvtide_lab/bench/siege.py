@@ -110,8 +110,9 @@ def _uploads(ground: _Ground) -> list[bytes]:
     return [ground.head("PUT", _path(100 + n), who, 32 * MIB) + b"x" for n, who in enumerate(_TENANTS[1:])]
 
 
-def _absent(ground: _Ground) -> list[bytes]:
-    return [ground.head("GET", _path(1000 + number), "attacker") for number in range(24)]
+def _stalled(ground: _Ground) -> Attack:
+    requests = [ground.head("GET", _path(10 + number), "attacker") for number in range(8)]
+    return Attack(requests=requests, connections=8, is_reading=False)
 
 
 _Attacks = dict[str, Callable[[_Ground], Attack]]
@@ -119,14 +120,12 @@ ATTACKS: _Attacks = {
     "pipelined-401": lambda g: Attack(requests=[g.head("GET", "/v1")], connections=2, under_way=128),
     "silent-connections": lambda g: Attack(requests=[], connections=4096),
     "silent-uploads": lambda g: Attack(requests=_uploads(g), connections=32, connects_s_max=200),
-    "stalled-readers": lambda g: Attack(
-        requests=[g.head("GET", _path(10 + n), "attacker") for n in range(8)], connections=8, is_reading=False
-    ),
-    "stalled-readers-behind": lambda g: Attack(
-        requests=[g.head("GET", _path(10 + n), "attacker") for n in range(8)], connections=8, is_reading=False
-    ),
+    "stalled-readers": _stalled,
+    "stalled-readers-behind": _stalled,
     "slow-tier": lambda g: Attack(requests=[_exists(g, "attacker")], connections=8, under_way=1),
-    "frozen-centre": lambda g: Attack(requests=_absent(g), connections=24, under_way=1),
+    "frozen-centre": lambda g: Attack(
+        requests=[g.head("GET", _path(1000 + number), "attacker") for number in range(24)], connections=24, under_way=1
+    ),
     "exists-flood": lambda g: Attack(requests=[_exists(g, "attacker")], connections=8, under_way=1),
     "head-flood": lambda g: Attack(requests=[g.head("HEAD", _path(10), "attacker")], connections=32, under_way=1),
 }

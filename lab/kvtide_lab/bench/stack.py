@@ -90,7 +90,7 @@ def run(
     policies: dict[str, Callable[[], Ranking]] = {
         "lru": RecencyRanking,
         "lfu": Ranking,
-        "score": lambda: ScoreRanking(lambda each: tokens.get(_number(each), float(_TOKENS))),
+        "score": lambda: ScoreRanking(lambda each: tokens.get(int.from_bytes(each.key, "big"), float(_TOKENS))),
     }
     rows = [_replay(name, make(), trace, tokens, device, memory, clock) for name, make in policies.items()]
     shares = {row.policy: row.fast_important_ratio for row in rows}
@@ -142,7 +142,7 @@ def _replay(
     stack.open()
     for request in trace:
         for block in request:
-            object_id = _object_id(block)
+            object_id = ObjectId(_NAMESPACE, BlockKey(block.to_bytes(32, "big")))
             before = [tier.bytes["get"] for tier in tiers]
             if stack.get_into(object_id, buffer) is None:
                 stack.put_from(object_id, content)
@@ -175,14 +175,6 @@ class _Admitting(WrappedTier):
 
     def would_admit(self, object_id: ObjectId, size: int) -> bool:
         return self._place.would_admit(object_id, size)
-
-
-def _object_id(block: int) -> ObjectId:
-    return ObjectId(_NAMESPACE, BlockKey(block.to_bytes(32, "big")))
-
-
-def _number(object_id: ObjectId) -> int:
-    return int.from_bytes(object_id.key, "big")
 
 
 def _drawn_importance(blocks: Iterable[int]) -> dict[int, float]:

@@ -109,7 +109,7 @@ class ChatJudge:
             if not cached.cache.flush(FLUSH_S_MAX):
                 raise RuntimeError(f"{codec} did not store a turn within {FLUSH_S_MAX:g} s")
         is_top1 = (exact.argmax(-1) == said.argmax(-1)).tolist()
-        return TurnVerdict(_kl(exact, said).tolist(), is_top1, hits)
+        return TurnVerdict((exact.exp() * (exact - said)).sum(-1).tolist(), is_top1, hits)
 
     def _say(self, past: DynamicCache, whole: torch.Tensor) -> torch.Tensor:
         """Run what is after a cache; return what the model says of the turn's tokens: (tokens, vocabulary), log."""
@@ -140,10 +140,6 @@ class ChatJudge:
                 layer.lazy_initialization(whole.keys, whole.values)
                 layer.keys, layer.values = whole.keys[..., :tokens, :], whole.values[..., :tokens, :]
         return cut
-
-
-def _kl(exact: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
-    return (exact.exp() * (exact - said)).sum(-1)
 
 
 # The first turn restores nothing: what adds up begins with the second.
@@ -267,6 +263,7 @@ def run(
         show("texts", len(subject.ids), len(subject.ids))
     rows = [_row(codec, turn, said) for codec in size.codecs for turn in range(size.chat.turns)]
     exact = [kl for turns in said for turn in turns for kl in turn["lossless"].kl]
+    restored = [turns[FIRST_RESTORED:] for turns in said]
     return TurnsBench(
         model=subject.name,
         kv_dtype="float32",
@@ -276,7 +273,9 @@ def run(
         answer_tokens=size.chat.answer_tokens,
         block_tokens=size.chat.block_tokens,
         kl_turn_10={row.codec: row.kl for row in rows if row.turn == size.chat.turns},
-        trend={codec: trend_of([_kls(turns, codec) for turns in said]) for codec in size.codecs},
+        trend={
+            codec: trend_of([[fmean(turn[codec].kl) for turn in turns] for turns in restored]) for codec in size.codecs
+        },
         exact_kl_max=max(map(abs, exact)),
         rows=rows,
     )
@@ -297,10 +296,6 @@ def _row(codec: str, turn: int, said: Sequence[Sequence[Said]]) -> TurnRow:
     kls = [kl for verdict in verdicts for kl in verdict.kl]
     top1 = fmean(same for verdict in verdicts for same in verdict.is_top1)
     return TurnRow(codec, turn + 1, fmean(kls), float(np.quantile(kls, 0.9)), top1, verdicts[0].hit_tokens)
-
-
-def _kls(turns: Sequence[Said], codec: str) -> list[float]:
-    return [fmean(turn[codec].kl) for turn in turns[FIRST_RESTORED:]]
 
 
 def trend_of(kls: Sequence[Sequence[float]]) -> Trend:

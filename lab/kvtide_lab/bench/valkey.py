@@ -105,11 +105,11 @@ class _RedisPy:
         self._client.close()
 
 
-def _tier(port: int) -> TierClient:
-    return TierClient(f"valkey://127.0.0.1:{port}", _VALUE_BYTES)
-
-
-_CLIENTS: dict[str, Callable[[int], StoreClient]] = {"raw": _Raw, "kvtide": _tier, "redis-py": _RedisPy}
+_CLIENTS: dict[str, Callable[[int], StoreClient]] = {
+    "raw": _Raw,
+    "kvtide": lambda port: TierClient(f"valkey://127.0.0.1:{port}", _VALUE_BYTES),
+    "redis-py": _RedisPy,
+}
 
 
 # Figures by verb, client and threads.

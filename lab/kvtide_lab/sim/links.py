@@ -76,10 +76,6 @@ def _from_rates(name: str, interval_s: NDArray[Any], bytes_per_s: NDArray[Any]) 
     return Link(name, times.tolist(), sent.tolist())
 
 
-def _constant(rng: np.random.Generator, mean: float) -> Link:
-    return _from_rates("constant", np.array([_MODEL_S]), np.array([mean]))
-
-
 def _uniform(rng: np.random.Generator, mean: float) -> Link:
     # CacheGen, section 7: a rate for each chunk. One of 1,500 tokens takes about 0.1 s at the mean of this range.
     intervals = np.full(round(_MODEL_S / 0.1), 0.1)
@@ -146,7 +142,7 @@ def _wifi(rng: np.random.Generator, mean: float) -> Link:
 # The two that the literature states as a range, 0.1 to 10 Gbit/s, keep it whatever the mean asked for.
 LINK_MODELS: Mapping[str, Callable[[np.random.Generator, float], Link]] = MappingProxyType(
     {
-        "constant": _constant,
+        "constant": lambda rng, mean: _from_rates("constant", np.array([_MODEL_S]), np.array([mean])),
         "uniform": _uniform,
         "log-uniform": _log_uniform,
         "ar1": _ar1,

@@ -5,7 +5,7 @@ The placement is the one that clients and servers run; keys and requests are mad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -153,11 +153,8 @@ def moved_share(before: Placement, after: Placement, heads: Words) -> float:
     """Return which share of the copies of these keys lies, after a change, on servers that did not have it before."""
     names = [server.name for server in before.map.servers]
     numbers = {name: number for number, name in enumerate(names)}
-    renamed = _renumbered(after.map.servers, numbers)[after.owners_of(heads).astype(np.intp)]
+    renumbered = np.array([numbers.get(server.name, -1) for server in after.map.servers], np.int64)
+    renamed = renumbered[after.owners_of(heads).astype(np.intp)]
     old = before.owners_of(heads).astype(np.int64)
     kept = (renamed[:, :, None] == old[:, None, :]).any(axis=2)
     return 1.0 - float(kept.mean())
-
-
-def _renumbered(servers: Sequence[PoolServer], numbers: Mapping[str, int]) -> NDArray[np.int64]:
-    return np.array([numbers.get(server.name, -1) for server in servers], np.int64)

@@ -175,7 +175,7 @@ class _Player:
             self.progress = self.progress.asking(fetch)
 
     def _start_computing(self) -> None:
-        if self._engine_stop_s is None and self._given and self._has_all_before(self._given[0]):
+        if self._engine_stop_s is None and self._given and all(map(self.progress.is_usable, range(self._given[0]))):
             self._pass = leading_pass(self._request, self._given)
             for _ in self._pass:
                 self._given.popleft()
@@ -193,9 +193,6 @@ class _Player:
             for chunk in range(self._front, stop)
             if self.progress.here[chunk] and chunk not in self.progress.computed
         )
-
-    def _has_all_before(self, chunk: int) -> bool:
-        return all(self.progress.is_usable(before) for before in range(chunk))
 
     def _arrive(self) -> None:
         assert self._flight is not None
