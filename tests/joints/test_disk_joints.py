@@ -176,14 +176,6 @@ def test_what_others_take_of_a_full_disk_does_not_empty_the_cache(tmp_path: Path
     assert tier.put_from(object_id(100), object_bytes(100, 60_000)) and found(tier, range(100, 101)) == [100]
 
 
-def test_real_small_disk_keeps_the_newest(small_disk: Callable[[str], Path]) -> None:
-    tier = opened(small_disk("size=4m,nr_inodes=40") / "store", 1 << 30)
-    for number in range(100):
-        assert tier.put_from(object_id(number), object_bytes(number, 60_000))
-    assert len(found(tier, range(100))) > 20 and found(tier, range(99, 100)) == [99]
-    tier.close()
-
-
 def restored(cache: Cache, metas: list[BlockMeta]) -> int:
     """Ask as an engine does, then store what was not restored; how many blocks came."""
     matched = cache.match(ids(metas))

@@ -1,9 +1,8 @@
-import random
 from collections.abc import Iterator
 
 import pytest
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from tests.wrapped import Faulty, Slow
+from tests.wrapped import Slow
 
 from kvtide.clock import ManualClock
 from kvtide.tier import Tier
@@ -18,7 +17,7 @@ def memory() -> MemoryTier:
 class TestThatDoNothing(TierSuite):
     @pytest.fixture
     def tier(self, clock: ManualClock) -> Iterator[Tier]:
-        tier = Counting(Faulty(Slow(memory(), clock.advance, latency_s=0.01), random.Random(1)))
+        tier = Counting(Slow(memory(), clock.advance, latency_s=0.01))
         tier.open()
         yield tier
         tier.close()

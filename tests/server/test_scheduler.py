@@ -42,15 +42,6 @@ def test_bytes_follow_the_weights() -> None:
     assert max(served) - min(served) <= 4 * SLICE_BYTES
 
 
-def test_large_body_does_not_block_a_small_one() -> None:
-    scheduler = scheduler_for("vtc")
-    scheduler.enqueue("a", "a1", 32 * SLICE_BYTES, 0.0)
-    (first,) = scheduler.grant(0.0)
-    small = scheduler.enqueue("b", "b1", SLICE_BYTES, 0.0)
-    scheduler.finish(first, first.size, 0.0)
-    assert small in [part.send for part in drain(scheduler, 2)]
-
-
 def test_who_comes_back_gets_its_share_and_no_more() -> None:
     scheduler = scheduler_for("vtc")
     scheduler.enqueue("late", "l", 100, 0.0)

@@ -83,12 +83,6 @@ def test_stored_blocks_are_matched_and_loaded(tmp_path: Path, layout: BlockLayou
     cache.index.check()
 
 
-def test_new_cache_on_same_store_is_warm(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    metas = metas_of(layout, 3)
-    fill(open_cache(tmp_path), metas)
-    assert open_cache(tmp_path).match(ids(metas)) == 3
-
-
 def test_blocks_stored_by_another_process_later_are_found(
     tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
 ) -> None:
@@ -248,12 +242,6 @@ def test_object_of_a_codec_that_is_not_here_is_a_miss(
     assert len(stored_records(tmp_path)) == 1
 
 
-def test_other_tenant_with_same_tokens_never_hits(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    cache = open_cache(tmp_path)
-    fill(cache, metas_of(layout, 2, namespace(salt=b"one")))
-    assert cache.match(ids(metas_of(layout, 2, namespace(salt=b"two")))) == 0
-
-
 def test_load_is_given_up_at_its_deadline(
     tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,14 +334,6 @@ def test_close_stores_what_is_queued_and_may_be_called_twice(
     cache.close()
     cache.close()
     assert len(stored_records(tmp_path)) == 3
-
-
-def test_limits_bound_scratch_memory(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    cache, metas = open_cache(tmp_path), metas_of(layout, 20)
-    fill(cache, metas)
-    for _ in range(5):
-        assert cache.load(metas, Whole(Collector())).blocks == 20
-    cache.check()
 
 
 def test_leak_fails_the_check(tmp_path: Path, open_cache: OpenCache) -> None:

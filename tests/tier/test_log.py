@@ -63,6 +63,14 @@ class CachedFiles(Files):
         return super().pwritev(descriptor, parts, offset)  # type: ignore[arg-type]
 
 
+class Counted(Files):
+    reads = 0
+
+    def preadv(self, descriptor: int, parts: object, offset: int) -> int:
+        self.reads += 1
+        return super().preadv(descriptor, parts, offset)  # type: ignore[arg-type]
+
+
 def open_tier(store: Path, bytes_max: int = TIER_BYTES, files: Files | None = None) -> DiskTier:
     tier = DiskTier(store, bytes_max, ManualClock(1000.0), lambda key: False, files)
     tier.open()
@@ -105,13 +113,6 @@ def test_any_range_of_any_size_is_read_into_any_buffer(size: int, tmp_path: Path
 
 
 def test_checkpoint_saves_the_scan_and_a_lost_one_does_no_harm(tmp_path: Path) -> None:
-    class Counted(Files):
-        reads = 0
-
-        def preadv(self, descriptor: int, parts: object, offset: int) -> int:
-            self.reads += 1
-            return super().preadv(descriptor, parts, offset)  # type: ignore[arg-type]
-
     writer = open_tier(tmp_path, 64 << 20)
     for number in range(50):
         writer.put_from(object_id(number), object_bytes(number))
@@ -214,17 +215,6 @@ def test_reserved_space_is_given_back_at_close_and_after_a_kill(tmp_path: Path) 
     assert disk_bytes(tmp_path / "killed") < 100_000
 
 
-def test_store_removed_under_a_writer_is_made_anew(tmp_path: Path) -> None:
-    import shutil
-
-    tier = open_tier(tmp_path / "store")
-    tier.put_from(object_id(1), object_bytes(1))
-    shutil.rmtree(tmp_path / "store")
-    assert read_all(tier, 1) is None
-    assert tier.put_from(object_id(2), object_bytes(2))
-    assert read_all(open_tier(tmp_path / "store"), 2) == object_bytes(2)
-
-
 def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
@@ -270,13 +260,6 @@ def test_segment_of_another_version_is_given_up_without_a_search(tmp_path: Path)
 
 
 def test_body_before_its_header_is_not_searched_where_the_log_is_followed(tmp_path: Path) -> None:
-    class Counted(Files):
-        reads = 0
-
-        def preadv(self, descriptor: int, parts: object, offset: int) -> int:
-            self.reads += 1
-            return super().preadv(descriptor, parts, offset)  # type: ignore[arg-type]
-
     segment, record = golden_pages()[:2]
     path, body, files = tmp_path / segment_name(7), b"body" * 65536, Counted()
     path.write_bytes(segment + bytes(2 * ALIGN_BYTES) + body)

@@ -8,21 +8,15 @@ from typing import Any
 import pytest
 from tests.servers import hints_heard, running_server
 from tests.store.load.test_whole import BIG, Layers, load
-from tests.store.test_cache import Collector, fill, metas_of
+from tests.store.test_cache import fill, metas_of
 from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from tests.wrapped import Faulty
 
-from kvtide.block import BlockLayout
 from kvtide.clock import ManualClock, SystemClock
-from kvtide.codec import CodecRegistry
 from kvtide.config import Limits
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict import Hint
-from kvtide.index import LruPolicy, RadixIndex
 from kvtide.server.settings import ServerLimits
-from kvtide.store import Cache
-from kvtide.store.load import Whole
 from kvtide.tier import Tier, open_tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
@@ -315,21 +309,6 @@ def test_swapped_objects_and_pieces_are_refused(ring: Keyring) -> None:
         expected = bytearray(object_bytes(1, size))
         expected[zeros.start : zeros.stop] = bytes(len(zeros))
         assert read_all(tier, 1, size + 1) == expected
-
-
-def test_faults_and_flips_below_are_misses_of_a_cache(tmp_path: Path, layout: BlockLayout, ring: Keyring) -> None:
-    below = Faulty(DiskTier(tmp_path / "s", 1 << 24, SystemClock(), lambda key: False), random.Random(3))
-    clock, registry, metas = SystemClock(), CodecRegistry(), metas_of(layout, 12)
-    index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 1 << 16)
-    with Cache(TierStack([SealedTier(below, ring)]), index, registry.make("raw"), registry, clock, Limits()) as cache:
-        blocks = fill(cache, metas)
-        below._fault_share, below._flip_share = 0.1, 0.2
-        for _ in range(20):
-            came = Collector()
-            cache.load(metas, Whole(came))
-            # Blocks behind one that is missing may still come.
-            assert all((bits == blocks[position]).all() for position, bits in list(came.blocks.items()))
-        assert below.flips and below.faults
 
 
 # Keys

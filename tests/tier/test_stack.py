@@ -5,7 +5,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -119,16 +119,6 @@ def test_object_that_is_worth_less_than_the_least_in_memory_is_not_admitted() ->
     for _ in range(4):
         read_all(stack, 2)
     assert in_memory(memory) == [1, 2]
-
-
-@pytest.mark.parametrize(("ranking", "kept"), [(RecencyRanking, [2, 3]), (Ranking, [0, 1])])
-def test_policies_keep_what_their_names_say(ranking: Callable[[], Ranking], kept: list[int]) -> None:
-    stack, memory, _ = stack_of_two(ranking())
-    for number in range(4):
-        stack.put_from(object_id(number), object_bytes(number))
-        for _ in range(5 if number < 2 else 2):
-            read_all(stack, number)
-    assert in_memory(memory) == kept
 
 
 @pytest.mark.parametrize(("half_life", "first_is_ahead"), [(None, True), (1000.0, True), (1.0, False)])
@@ -410,29 +400,6 @@ def test_engine_keeps_locally_and_demotes_to_servers(scheme: str, tmp_path: Path
         assert server.store.contains(object_id(0))
         assert read(stack, 0, 50_000) == object_bytes(0, 50_000)
         stack.close()
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://",
-        "http://host",
-        "http://host:0",
-        "http://host:99999",
-        "http://host:1/path",
-        "http://user@host:1",
-        "http://host:1?x=1",
-        "http://host:1?write=some",
-        "pool://host:1?write=some",
-        "http://host:1?token_file=/absent",
-        "https://host:1?ca_file=/absent",
-        "http+unix://host/path",
-        "http://a:1,b",
-    ],
-)
-def test_bad_remote_url_is_refused(url: str, clock: ManualClock) -> None:
-    with pytest.raises(ValueError, match=r"store|write|token|unix"):
-        stack_of(url, Limits(), clock, nothing_pinned)
 
 
 # Segments kept open for reading: few, closed once, and never those of a store that is gone.

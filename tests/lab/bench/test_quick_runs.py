@@ -11,25 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtide.clock import SystemClock
-from kvtide.codec.entropy import RansTables
-from kvtide.codec.published.integers import PrefixTables
 from kvtide_lab.bench import codec_speed, disk, fairness, index, server, services, siege, stack, valkey
 from kvtide_lab.cli.bench import app
 from kvtide_lab.sim.fairness import ClientMix, FairnessRow, FairnessSetup
 from kvtide_lab.sim.workload import read_trace
-
-
-def test_rows_carry_sizes_that_are_true() -> None:
-    work = codec_speed.make_workload(2)
-    rows: list[codec_speed.PathSpeed] = []
-    for coder in (RansTables, PrefixTables):
-        tables = coder.build(work.counts, "portable")
-        rows.append(codec_speed.measure_path(coder.name, "portable", tables, work, 10.0, 0.01, rows))
-    rans, prefix = rows
-    assert 0 < rans.size_over_entropy <= 0.007
-    assert 0 < prefix.size_over_rans <= 0.04
-    assert rans.decode_vs_memcpy == pytest.approx(rans.decode_gsym_s / 10, abs=1e-3)
-    assert rans.decode_spread[0] <= rans.decode_gsym_s <= rans.decode_spread[1]
 
 
 def test_entropy_of_equal_shares_is_their_logarithm() -> None:

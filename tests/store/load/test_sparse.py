@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.servers import running_server
 from tests.store.load.sources import (
-    KL,
     STEP_BYTES,
     AnyOf,
     IdleEngine,
@@ -300,29 +298,6 @@ def load(
     return report, receivers
 
 
-def test_all_steps_of_all_chunks_come_if_there_is_time() -> None:
-    report, receivers = load(made_job(OBJECTS, deadline_s=20.0), Layered(), MadeSource(OBJECTS))
-    assert report.progress.here == (3,) * 6
-    assert (report.kl, report.received_bytes, report.faults) == (pytest.approx(KL[-1]), ALL_BYTES, 0)
-    stored = parsed(OBJECTS)
-    assert [receivers[block].sections() == stored[block].sections() for block in range(6)] == [True] * 6
-
-
-def test_engine_starts_at_the_deadline_with_what_is_there() -> None:
-    # 18,000 bytes of bases by 0.7 s, then some of the refinements.
-    report, _ = load(made_job(OBJECTS, deadline_s=2.0), Layered(), MadeSource(OBJECTS, bytes_per_s=2.5e4))
-    assert 2.0 <= report.ready_s < 20
-    assert KL[-1] < report.kl <= KL[0]
-    assert min(report.progress.here) >= 1
-
-
-def test_engine_starts_early_once_the_goal_is_reached() -> None:
-    job = made_job(OBJECTS, deadline_s=20.0, goal=0.12)
-    report, _ = load(job, Layered(), MadeSource(OBJECTS, bytes_per_s=2e4))
-    assert report.ready_s < 20.0
-    assert KL[2] < report.kl <= 0.12
-
-
 def test_both_ends_work_and_meet() -> None:
     # The engine has a block every 50 ms, the link a base every 60 ms.
     engine = MadeEngine(tokens_per_s=200)
@@ -390,37 +365,6 @@ def test_reads_that_break_off_go_on_where_they_stopped() -> None:
     assert report.received_bytes == sum(source.served_bytes for source in sources) == ALL_BYTES
 
 
-def test_server_that_dies_is_replaced_without_a_byte_twice() -> None:
-    dying, spare = MadeSource(OBJECTS, bytes_per_s=2e5), MadeSource(OBJECTS, bytes_per_s=2e5)
-
-    def kill() -> None:
-        wait_until(lambda: dying.served_bytes > 5000, "it to serve")
-        dying.is_down = True
-
-    with ThreadPoolExecutor(1) as threads:
-        killed = threads.submit(kill)
-        report, _ = load(made_job(OBJECTS, deadline_s=20.0), Layered(), dying, spare)
-        killed.result()
-    assert report.progress.here == (3,) * 6
-    assert dying.served_bytes + spare.served_bytes == ALL_BYTES
-    assert (dying.served_bytes > 0, spare.served_bytes > 0) == (True, True)
-
-
-def test_link_that_is_cut_for_a_while_is_tried_again() -> None:
-    source = MadeSource(OBJECTS, bytes_per_s=2e5)
-
-    def cut() -> None:
-        for is_down in (True, False):
-            time.sleep(0.1)
-            source.is_down = is_down
-
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(cut)
-        report, _ = load(made_job(OBJECTS, deadline_s=20.0), Layered(), source)
-    assert report.progress.here == (3,) * 6
-    assert source.served_twice == 0
-
-
 def test_damaged_base_is_computed() -> None:
     damaged = dict(OBJECTS)
     object_id = list(OBJECTS)[4]
@@ -486,14 +430,6 @@ def test_object_that_no_source_has_ends_its_fetch_at_once() -> None:
     report, _ = load(made_job(OBJECTS, deadline_s=30.0), Layered(), MadeSource(partly), MadeSource(partly))
     assert report.progress.here == (3, 3, 0, 3, 3, 3)
     assert report.ready_s < 20.0
-
-
-def test_cachegen_has_the_engine_compute_text() -> None:
-    job = level_job([parsed(OBJECTS)], [(0, 30), (30, 60)], (0.3,), LoadRequest(PrefillSpeed(1000.0), 5.0))
-    engine = MadeEngine(1000.0)
-    report, _ = load(job, CachegenRule(), MadeSource(OBJECTS), engine=engine)
-    assert engine.spans == [(0, 60)]
-    assert (report.kl, report.reasons) == (0.0, {Reason.TEXT: 2})
 
 
 def test_errors_of_the_engine_reach_the_caller_and_end_the_load() -> None:

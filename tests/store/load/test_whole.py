@@ -124,10 +124,6 @@ def test_codec_that_joins_layers_delivers_whole_blocks(tmp_path: Path) -> None:
     assert not layers.found
 
 
-def test_no_blocks_is_no_work(tmp_path: Path, open_cache: OpenCache) -> None:
-    assert load(open_cache(tmp_path), [], Layers()) == LoadReport(0, 0, None)
-
-
 @pytest.mark.parametrize("damage", ["header", "first layer", "last layer", "cut", "empty", "other block"])
 def test_damage_ends_the_run_and_removes_the_object(
     damage: str, step: int, tmp_path: Path, open_cache: OpenCache
@@ -218,14 +214,6 @@ def test_section_that_is_no_layer_is_refused(codec: str) -> None:
     for data in (b"", b"x", bytes(BIG.layer_bytes - 4), bytes(2 * BIG.layer_bytes)):
         with pytest.raises(CorruptPayload):
             made.decode_layer(BIG, Section(SectionId(SectionKind.DATA, 0, 0, 1), data))
-
-
-def test_unknown_codec_is_a_miss(tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    metas, reader = filled(tmp_path, open_cache, 1)
-    monkeypatch.setattr(CodecRegistry, "get", lambda *arguments: None)
-    report = load(reader, metas, Layers())
-    assert (report.blocks, report.reason) == (0, MissReason.UNKNOWN_CODEC)
-    assert len(stored_records(tmp_path)) == 1
 
 
 def test_object_of_another_place_is_refused(tmp_path: Path, open_cache: OpenCache) -> None:
