@@ -162,16 +162,18 @@ def test_a_late_reader_is_not_cut_off_for_others_of_its_tenant(monkeypatch: pyte
         assert came.endswith(data) and other.result()[1] == data
 
 
-@pytest.mark.parametrize("value", [b"x" * 10, bytes(400), b"\xff" * 400, object_bytes(3)[:900]])
-def test_damaged_value_behind_a_server_is_removed_and_a_miss(value: bytes) -> None:
-    with valkey_server() as behind, running_server(tiers=(url_of(behind),)) as server:
-        assert ask(server, "PUT", OBJECT, "", object_bytes(1))[0].status == 201
-        with redis.Redis(port=behind.port, protocol=2) as client:
+def test_damaged_value_behind_a_server_is_removed_and_a_miss() -> None:
+    with (
+        valkey_server() as behind,
+        running_server(tiers=(url_of(behind),)) as server,
+        redis.Redis(port=behind.port, protocol=2) as client,
+    ):
+        for value in (b"x" * 10, bytes(400), b"\xff" * 400, object_bytes(3)[:900]):
+            assert ask(server, "PUT", OBJECT, "", object_bytes(1))[0].status == 201
+            assert ask(server, "GET", OBJECT, "")[1] == object_bytes(1)
             name = next(key for key in client.scan_iter() if object_id(1).key.hex().encode() in key)
             client.set(name, value)
-        assert ask(server, "GET", OBJECT, "")[0].status == 404
-        assert ask(server, "PUT", OBJECT, "", object_bytes(1))[0].status == 201
-        assert ask(server, "GET", OBJECT, "")[1] == object_bytes(1)
+            assert ask(server, "GET", OBJECT, "")[0].status == 404
 
 
 # Slow tiers and floods of one tenant: threads and look-ups are shared, and a deadline holds wherever one waits.

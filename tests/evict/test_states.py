@@ -6,6 +6,7 @@ from contextlib import closing
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.evict.test_order import key, prompt
 from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
@@ -18,15 +19,6 @@ from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import policy_named
 
 NS, OF_STATES = Namespace(b"r" * 32), Namespace(b"s" * 32)
-
-
-def key(*path: int) -> BlockKey:
-    return BlockKey(bytes(path).ljust(32, b"\xff"))
-
-
-def prompt(*branch: int) -> list[BlockKey]:
-    """Return a key for each block of a prompt; prompts share the blocks that their numbers begin with."""
-    return [key(*branch[: i + 1]) for i in range(len(branch))]
 
 
 def state(*path: int) -> ObjectId:

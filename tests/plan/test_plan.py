@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -69,12 +72,6 @@ def test_contexts_that_can_not_be_are_refused(chunks: tuple[Chunk, ...], message
         Request(chunks, True, SPEED, 1.0)
 
 
-@pytest.mark.parametrize(("deadline_s", "goal"), [(-1.0, 0.0), (math.nan, 0.0), (1.0, -0.1), (math.inf, 0.0)])
-def test_deadlines_and_goals_that_can_not_be_are_refused(deadline_s: float, goal: float) -> None:
-    with pytest.raises(ValueError, match=r"deadline|KL goal"):
-        Request(CHUNKS, True, SPEED, deadline_s, goal)
-
-
 def test_prefill_slows_down_with_position() -> None:
     speed = PrefillSpeed(1000, double_at=2000)
     assert speed.seconds(0, 1000) == pytest.approx(1.25)
@@ -86,12 +83,6 @@ def test_prefill_slows_down_with_position() -> None:
 def test_reach_undoes_seconds(rate: float, double_at: float, start: int, tokens: int) -> None:
     speed = PrefillSpeed(rate, double_at)
     assert speed.reach(start, speed.seconds(start, start + tokens)) == pytest.approx(start + tokens, rel=1e-6)
-
-
-@pytest.mark.parametrize(("rate", "double_at"), [(0, 1), (-1, 1), (math.inf, 1), (1, 0), (math.nan, 1), (1, math.nan)])
-def test_prefill_speeds_that_can_not_be_are_refused(rate: float, double_at: float) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        PrefillSpeed(rate, double_at)
 
 
 # 600 bytes of bases, 4 s of recomputing.
@@ -136,17 +127,6 @@ def test_cutting_covers_every_token_once() -> None:
     assert chunks == [(0, 400), (400, 800), (800, 1000), (1000, 1200), (1200, 1600), (1600, 2000)]
 
 
-@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(0, 1), (1, 0)])
-def test_cuts_that_can_not_be_are_refused(tokens: int, chunk_tokens: int) -> None:
-    with pytest.raises(ValueError, match="at least one token"):
-        cut(tokens, chunk_tokens)
-
-
-def test_block_longer_than_a_chunk_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 to 100 tokens"):
-        cut_for_meeting(1000, 200, SPEED, 1.0, chunk_tokens=100)
-
-
 def test_meter_learns_speed_and_growth_and_follows_changes() -> None:
     meter, true = PrefillMeter(), PrefillSpeed(1000, 4000)
     assert meter.speed() is None
@@ -162,12 +142,6 @@ def test_meter_learns_speed_and_growth_and_follows_changes() -> None:
     slower = meter.speed()
     assert slower is not None
     assert slower.tokens_per_s == pytest.approx(500, rel=0.01)
-
-
-@pytest.mark.parametrize("sample", [(0, 0, 1.0), (5, 3, 1.0), (-1, 3, 1.0), (0, 5, 0.0), (0, 5, float("nan"))])
-def test_meter_refuses_what_is_no_pass(sample: tuple[int, int, float]) -> None:
-    with pytest.raises(ValueError, match="takes time for some tokens"):
-        PrefillMeter().note(*sample)
 
 
 def fed(estimator: HarmonicRate, *transfers: tuple[int, float, float]) -> float | None:
@@ -258,7 +232,27 @@ def test_decoding_counts_where_it_is_slower_than_the_link() -> None:
     assert slow.load_s == pytest.approx(quick.load_s + 10.0)
 
 
-@pytest.mark.parametrize("bad", [{"bytes_per_s": -1.0}, {"latency_s": float("nan")}, {"tokens_per_s": float("inf")}])
-def test_record_with_figures_that_can_not_be_is_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="finite and not negative"):
-        JudgeRecord(**bad)  # type: ignore[arg-type]
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (partial(Request, CHUNKS, True, SPEED), [(-1.0, 0.0), (NAN, 0.0), (1.0, -0.1), (INF, 0.0)], "deadline|KL goal"),
+        (PrefillSpeed, [(0, 1), (-1, 1), (INF, 1), (1, 0), (NAN, 1), (1, NAN)], "must be positive"),
+        (cut, [(0, 1), (1, 0)], "at least one token"),
+        (cut_for_meeting, [(1000, 200, SPEED, 1.0, 100)], "1 to 100 tokens"),
+        (
+            PrefillMeter().note,
+            [(0, 0, 1.0), (5, 3, 1.0), (-1, 3, 1.0), (0, 5, 0.0), (0, 5, NAN)],
+            "takes time",
+        ),
+        (JudgeRecord, [(-1.0,), (1.0, NAN), (1.0, 1.0, INF)], "finite and not negative"),
+    ],
+)
+def test_figures_that_can_not_be_are_refused(
+    make: Callable[..., object], arguments: list[tuple[Any, ...]], message: str
+) -> None:
+    for given_ in arguments:
+        with pytest.raises(ValueError, match=message):
+            make(*given_)

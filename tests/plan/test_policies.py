@@ -23,13 +23,7 @@ from kvtide.plan.base import (
     is_ready,
     leading_pass,
 )
-from kvtide.plan.policies import (
-    AnchorFirst,
-    CachegenRule,
-    DeltasFirstWhenSlow,
-    Layered,
-    TwoEnded,
-)
+from kvtide.plan.policies import AnchorFirst, CachegenRule, DeltasFirstWhenSlow, Layered, TwoEnded
 
 
 @st.composite
