@@ -1,8 +1,10 @@
-"""What CI allows: no skips but for hardware, and a second chance for a few tests of real time."""
+"""What CI allows: no skips but for hardware, a second chance for a few tests of real time, and what is quick."""
 
 from pathlib import Path
 
 import pytest
+
+from tests.lanes import is_quick
 
 CONFTEST = Path(__file__).parent / "conftest.py"
 TESTS = """
@@ -106,3 +108,20 @@ def test_few_tests_have_a_second_chance() -> None:
     # One of them is in the text above.
     texts = [path.read_text(encoding="utf-8") for path in CONFTEST.parent.rglob("test_*.py")]
     assert 0 < sum(text.count("\n@pytest.mark.real_time\n") for text in texts) <= SECOND_CHANCES_MAX
+
+
+# The quick lane has what needs no torch and starts nothing, whichever module of ours it would come through.
+@pytest.mark.parametrize(
+    ("module", "quick"),
+    [
+        ("test_tidy.py", True),
+        ("index/test_radix.py", True),
+        ("test_newcomer.py", False),
+        ("deploy/test_manifests.py", False),
+        ("e2e/test_demo.py", False),
+        ("../gpu/tests/test_swap.py", False),
+    ],
+)
+def test_lane_of_a_module_follows_what_it_imports(module: str, quick: bool) -> None:
+    assert (CONFTEST.parent / module).is_file()
+    assert is_quick(CONFTEST.parent / module) is quick

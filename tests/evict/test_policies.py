@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 
 import pytest
@@ -22,37 +22,6 @@ from kvtide_lab.sim.policies import POLICIES, policy_named
 @pytest.fixture(params=POLICIES)
 def policy_of(request: pytest.FixtureRequest) -> PolicyOf:
     return policy_named(request.param)
-
-
-def drive(index: RadixIndex, clock: ManualClock, rng: random.Random, requests: int) -> list[Sequence[BlockKey]]:
-    """Insert requests of up to 12 blocks that share prefixes; return them."""
-    done: list[Sequence[BlockKey]] = []
-    for _ in range(requests):
-        clock.advance(rng.expovariate(1 / 20))
-        keys = chain(rng.randrange(3), *(rng.randrange(4) for _ in range(rng.randrange(12))))
-        index.insert(namespace(), keys)
-        done.append(keys)
-    return done
-
-
-def test_evicts_deepest_block_of_a_prefix_first(policy_of: PolicyOf) -> None:
-    index = RadixIndex(ManualClock(), policy_of, 8)
-    keys = chain(*range(8))
-    index.insert(namespace(), keys)
-    assert index.victims(8) == keys[::-1]
-
-
-def test_never_evicts_a_pinned_prefix(policy_of: PolicyOf) -> None:
-    clock, rng = ManualClock(), random.Random(2)
-    index = RadixIndex(clock, policy_of, 12)
-    pinned = chain(9, 9, 9, 9)
-    index.pin(pinned)
-    index.insert(namespace(), pinned)
-    drive(index, clock, rng, 100)
-    assert index.match(pinned) == 4
-    index.unpin(pinned)
-    index.check()
-    assert set(pinned) <= set(index.victims(12))
 
 
 def test_holds_on_to_what_is_used_all_the_time(policy_of: PolicyOf) -> None:

@@ -43,30 +43,10 @@ def decode(tables: EntropyTables, streams: Streams, runs: Runs, like: NDArray[np
 
 
 @every_coder
-@pytest.mark.parametrize("count", [1, 31, 64, 200, 5000])
-def test_symbols_survive(coder: type[EntropyTables], count: int) -> None:
-    runs, symbols = bell_runs(5, count)
-    tables = coder.build(bell_counts())
-    assert np.array_equal(decode(tables, tables.encode(symbols, runs), runs, symbols), symbols)
-
-
-@every_coder
 def test_weights_make_the_same_tables(coder: type[EntropyTables]) -> None:
     rows = [row for row in COUNT_ROWS.values() if sum(row)]
     tables = coder.build(counts_of(rows))
     assert coder.build(tables.weights).to_bytes() == tables.to_bytes()
-
-
-@every_coder
-def test_nothing_takes_no_bytes(coder: type[EntropyTables]) -> None:
-    tables = coder.build(bell_counts())
-    runs = Runs(np.zeros((2, 0), np.uint16), 64)
-    nothing = np.zeros((2, 0), np.uint8)
-    streams = tables.encode(nothing, runs)
-    assert list(streams.sizes) == [0, 0]
-    decode(tables, streams, runs, nothing)
-    with pytest.raises(CorruptPayload):
-        decode(tables, Streams(b"\0", [0, 1]), runs, nothing)
 
 
 @every_coder

@@ -11,13 +11,7 @@ from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.groups import model_layout
-from kvtide_lab.bench.importance import (
-    QUICK,
-    RATES,
-    USES,
-    engine_rows,
-    run,
-)
+from kvtide_lab.bench.importance import QUICK, RATES, USES, engine_rows, run
 from kvtide_lab.bench.importance_prompts import DEPTHS, _tasks, make_task, make_tasks, needle_rows
 from kvtide_lab.judge.importance_judge import ImportanceJudge
 
