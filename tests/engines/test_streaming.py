@@ -112,15 +112,6 @@ def stored(tiny_model: Any, prompt: torch.Tensor) -> Stored:
     return Stored(tiny_model, prompt, LosslessCodec())
 
 
-def test_context_that_is_loaded_gives_the_plain_answer(stored: Stored) -> None:
-    engine, report, _access = stored.load(
-        MadeSource(stored.objects), LoadRequest(PrefillSpeed(16.0), 5.0), prefill=EndlessPrefill
-    )
-    assert (report.tokens, report.computed_tokens, report.kl) == (96, 0, 0.0)
-    assert report.received_bytes > 0
-    assert torch.equal(stored.answer(engine), stored.plain_answer())
-
-
 @pytest.mark.parametrize("bytes_per_s", [2e4, 1e5, 1e6])
 def test_both_ends_together_give_the_plain_answer(stored: Stored, bytes_per_s: float) -> None:
     source = MadeSource(stored.objects, bytes_per_s=bytes_per_s)
@@ -251,17 +242,6 @@ def test_generate_streams_what_is_not_here_which_is_here_for_the_next_call(
     assert decided[Decided(Choice.LOAD, Why.IN_TIME)] == 96
 
 
-def test_generate_computes_and_stores_what_is_nowhere(stored: Stored, attached: Callable[..., CachedModel]) -> None:
-    with attached(MadeSource({})) as cached:
-        first = cached.generate(torch.tensor([stored.ids]), **GREEDY)
-        assert cached.cache.flush(10)
-        second = cached.generate(torch.tensor([stored.ids]), **GREEDY)
-    assert torch.equal(first, stored.plain_answer())
-    assert torch.equal(second, first)
-    assert cached.last is not None and cached.last.streamed is None
-    assert cached.last.hit_tokens == 96
-
-
 def test_fault_of_streaming_never_fails_the_model(stored: Stored, attached: Callable[..., CachedModel]) -> None:
     class Broken(MadeSource):
         def read_range(self, *arguments: Any) -> bool:
@@ -286,20 +266,3 @@ def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
     assert engine.passes == [(0, 48), (48, 96)]
     assert (report.computed_tokens, engine.stopped_tokens) == (96, 0)
     assert torch.equal(stored.answer(engine), stored.plain_answer())
-
-
-def test_error_of_the_engine_ends_the_load_that_was_begun_beside_it(stored: Stored) -> None:
-    source = MadeSource(stored.objects, bytes_per_s=1e4)
-
-    class Broken(StreamedPrefill):
-        def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
-            while not source.served_bytes > 5000:
-                time.sleep(0.01)
-            raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        stored.load(source, LoadRequest(SPEED, 0.0), prefill=Broken)
-    time.sleep(0.3)
-    served = source.served_bytes
-    time.sleep(0.3)
-    assert source.served_bytes == served

@@ -452,26 +452,6 @@ def test_stale_pooled_connection_is_no_fault(tmp_path: Path) -> None:
     assert again.terminate() == 0
 
 
-def test_server_that_is_down_opens_the_breaker_and_is_found_again(tmp_path: Path) -> None:
-    first = ServerProcess("--tier", f"disk://{tmp_path}")
-    settings = PeerSettings(tries_max=1, faults_max=2, open_s=0.2)
-    peer = Peer(Endpoint("127.0.0.1", first.port), [], settings, SystemClock(), time.sleep)
-    tier = HttpTier([peer], SystemClock())
-    tier.open()
-    assert tier.put_from(object_id(1), object_bytes(1))
-    first.kill()
-    for _ in range(3):
-        with pytest.raises(TierUnavailable):
-            tier.contains(object_id(1))
-    assert peer.breaker.is_open
-    again = ServerProcess("--tier", f"disk://{tmp_path}", port=first.port)
-    time.sleep(0.25)
-    assert verified(tier, 1) == object_bytes(1)
-    assert not peer.breaker.is_open
-    tier.close()
-    again.terminate()
-
-
 # Stores that are read-only, full, missing or torn, and writers that are killed: always a miss, never an error.
 
 OpenCache = Callable[..., Cache]

@@ -19,7 +19,6 @@ from tests.engines.paged.pools import PROMPT, ToyEngine
 from tests.joints.changes import CHANGES, USES, make_model, use_cache
 from tests.joints.conftest import HoldBack, attached, attached_lossy, no_threads
 from tests.joints.operations import in_child
-from tests.servers import running_server
 from tests.store.test_cache import metas_of
 from tests.suites import smooth_bits
 from transformers import DynamicCache, GenerationConfig
@@ -526,15 +525,6 @@ def test_two_qualities_live_beside_each_other(tiny_model: Any, prompt: torch.Ten
             cached.generate(prompt, **TWO_TOKENS)
             assert cached.flush(20) and cached.last is not None
             assert cached.last.hit_tokens == expected
-
-
-@pytest.mark.parametrize("tier", ["memory://", "disk"])
-def test_servers_hold_the_finest(tier: str, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    with running_server(tiers=(tier if tier == "memory://" else f"disk://{tmp_path}",)) as server:
-        expected = {"cachegen:4": 0, "cachegen:1": 0, "tide:5e-2": 96}
-        assert {codec: hits(tiny_model, server.url, codec, prompt) for codec in expected} == expected
-        assert hits(tiny_model, server.url, "cachegen:4", prompt) == 96
-        assert hits(tiny_model, server.url, "cachegen:1", prompt) == 96
 
 
 def test_valkey_holds_the_finest(tiny_model: Any, prompt: torch.Tensor) -> None:

@@ -1,7 +1,6 @@
 """Mistakes are errors at the start, a tier that can't be had is left out, and commands that look only look."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -53,6 +52,16 @@ MISTAKES = {
     "http://u:secret@h:1": r"^((?!secret).)*$",
     "http://u:secret@h:1 ": r"^((?!secret).)*$",
     "http://[::1": "no store URL",
+    "http://h:1/path": "store",
+    "http://h:1?x=1": "store",
+    "http://h:1?write=some": "write",
+    "http://h:1?token_file=/absent": "token",
+    "https://h:1?ca_file=/absent": "store",
+    "http://a:1,b": "store",
+    "http://h:1?force_latest=yes": "force_latest is 0 or 1",
+    "http+unix://host/path": "unix",
+    "pool://h:1?write=some": "write",
+    "disk://": "store",
     "pool://a": "HOST:PORT",
     "disk:///proc/x": "no permission in /proc",
     "disk:///dev/null": "not a directory",
@@ -204,47 +213,6 @@ def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) 
     assert [(each.name, each.faults) for each in stack.tier_stats()] == [("memory", 0), ("http-1", 0), ("http-2", 1)]
     assert "can't read (http-2 tier), served as a miss: cut" in caplog.text
     stack.close()
-
-
-def kvtide(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvtide.cli", *map(str, arguments)]
-    env = {**os.environ, "COLUMNS": "200", **environment}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
-
-
-def in_one_line(run: subprocess.CompletedProcess[str], text: str) -> bool:
-    lines = run.stderr.splitlines()
-    return run.returncode == 2 and len(lines) == 1 and lines[0].startswith("kvtide: ") and text in lines[0]
-
-
-@pytest.mark.parametrize("command", [["stats"], ["ls"], ["explain", "--tokens", "t"], ["doctor"], ["rm", "--all"]])
-def test_command_on_a_folder_that_is_no_store_says_so_and_makes_nothing(command: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "passwd").write_text("root")
-    assert in_one_line(kvtide(*command, "--store", folder), "no store at")
-    assert list(folder.iterdir()) == [folder / "passwd"]
-
-
-@pytest.mark.parametrize("command", [["stats"], ["rm", "--all", "--yes"]])
-def test_command_on_a_store_that_does_not_answer_says_so(command: list[str]) -> None:
-    run = kvtide(*command, "--store", "valkey://127.0.0.1:1")
-    assert in_one_line(run, "valkey://127.0.0.1:1 was not reached yet")
-
-
-@pytest.mark.parametrize("command", [["stats", "--store"], ["serve", "--tier"]])
-def test_bare_word_is_refused_by_commands_too(command: list[str], tmp_path: Path) -> None:
-    assert in_one_line(kvtide(*command, "bogus"), "a path that begins with")
-
-
-def test_looking_changes_nothing(tmp_path: Path, layout: BlockLayout) -> None:
-    with cache_for(str(tmp_path / "store"), RawCodec()) as cache:
-        fill(cache, metas_of(layout, 2))
-    (tmp_path / "store" / "checkpoint").unlink()
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
-    run = kvtide("stats", "--json", "--store", tmp_path / "store")
-    assert run.returncode == 0 and '"objects": 2' in run.stdout
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before
 
 
 # Random interleavings of all that users do with caches, against the plain model (see `driver`).
