@@ -1,8 +1,9 @@
-"""Servers for tests: one in this process on a thread of its own, one as a process."""
+"""Servers for tests: one in this process on a thread of its own, one as a process, and made-up ones."""
 
 import asyncio
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -136,6 +137,20 @@ def server_process(*arguments: str, port: int = 0) -> Iterator[ServerProcess]:
     finally:
         if server.process.poll() is None:
             server.kill()
+
+
+@contextmanager
+def listening(handler: type[socketserver.BaseRequestHandler]) -> Iterator[int]:
+    """Let a handler answer whoever connects to a port of this machine."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def disk_arguments(store: Path) -> Sequence[str]:

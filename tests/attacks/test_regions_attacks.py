@@ -2,7 +2,6 @@
 
 import hashlib
 import socketserver
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.processes import frozen
 from tests.server.worlds import World, ask, put
-from tests.servers import RunningServer, ServerProcess, running_server, server_process
+from tests.servers import RunningServer, ServerProcess, listening, running_server, server_process
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
@@ -304,15 +303,8 @@ def answering(answer: bytes) -> Iterator[str]:
             while self.request.recv(65536):
                 self.request.sendall(answer)
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(Handler) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("kind", [RecordKind.PROFILE, RecordKind.GENERATION])
@@ -358,11 +350,6 @@ def test_removed_records_stay_removed_and_take_little_room(tmp_path: Path, monke
     assert [again.get("a", RecordName(RecordKind.PROFILE, str(number))) for number in range(10)] == [None] * 10
     again.check()
     again.close()
-
-
-def test_a_value_that_is_no_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="force_latest is 0 or 1"):
-        http_tier("http://h:1?force_latest=yes", SystemClock())
 
 
 def test_a_deadline_reaches_the_centre_and_does_not_count_against_it(

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from tests.processes import etcd_words, frozen
+from tests.servers import listening
 from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
@@ -106,15 +107,8 @@ def lying_valkey(info: bytes, replies: Mapping[bytes, bytes]) -> Iterator[int]:
             return b"$%d\r\n%s\r\n" % (len(info), info)
         return replies.get(command, b"+OK\r\n")
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(Handler) as port:
+        yield port
 
 
 def test_a_server_that_says_little_of_itself_opens() -> None:
@@ -162,16 +156,8 @@ def bucket(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
         def log_message(self, *words: object) -> None:
             """Say nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        options = "allow_http=true&skip_signature=true&region=nowhere"
-        try:
-            yield f"s3://bucket/prefix?endpoint=http://127.0.0.1:{server.server_address[1]}&{options}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(Handler) as port:
+        yield f"s3://bucket/prefix?endpoint=http://127.0.0.1:{port}&allow_http=true&skip_signature=true&region=nowhere"
 
 
 def test_a_hung_bucket_costs_a_bounded_wait_and_is_then_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,7 @@ def test_grant_expires_by_the_clock(clock: ManualClock) -> None:
         {"tenant": "a", "token_sha256": "12"},
         {"tenant": "a", "token_sha256": ""},
         {"tenant": "a", "common_name": "x"},
+        {"tenant": "a", "on_behalf_of": ["a/b"]},
     ],
 )
 def test_bad_grant_is_refused(fields: dict[str, Any]) -> None:

@@ -169,15 +169,6 @@ def test_slow_tier_does_not_hold_up_what_memory_has(
     slow.join()
 
 
-def test_run_ends_at_the_first_missing_block(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    cache, metas = open_cache(tmp_path), metas_of(layout, 4)
-    fill(cache, metas)
-    cache.tiers.delete(metas[1].id, "evicted")
-    report = cache.load(metas, Whole(Collector()))
-    assert (report.blocks, report.reason) == (1, MissReason.ABSENT)
-    assert cache.match(ids(metas)) == 1
-
-
 def test_no_blocks_is_no_work(tmp_path: Path, open_cache: OpenCache) -> None:
     cache = open_cache(tmp_path)
     assert cache.match([]) == 0
@@ -240,25 +231,6 @@ def test_object_of_a_codec_that_is_not_here_is_a_miss(
     report = reader.load(metas, Whole(Collector()))
     assert (report.blocks, report.reason) == (0, MissReason.UNKNOWN_CODEC)
     assert len(stored_records(tmp_path)) == 1
-
-
-def test_load_is_given_up_at_its_deadline(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, metas, release = open_cache(tmp_path), metas_of(layout, 2), threading.Event()
-    fill(cache, metas)
-    read = cache.tiers.get_into
-
-    def stuck(object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        if object_id == metas[1].id:
-            release.wait(10)
-        return read(object_id, buffer, offset)
-
-    monkeypatch.setattr(cache.tiers, "get_into", stuck)
-    report = cache.load(metas, Whole(Collector()), deadline_s=0.2)
-    release.set()
-    assert (report.blocks, report.reason) == (1, MissReason.DEADLINE)
-    assert not cache.index.is_pinned(metas[0].id.key)
 
 
 def test_queue_bound_drops_the_tail(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
@@ -324,16 +296,6 @@ def test_same_block_is_stored_once(tmp_path: Path, layout: BlockLayout, open_cac
     fill(cache, metas)
     fill(cache, metas)
     assert cache.stats().blocks_stored == 1
-
-
-def test_close_stores_what_is_queued_and_may_be_called_twice(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
-) -> None:
-    cache, metas = open_cache(tmp_path), metas_of(layout, 3)
-    cache.store([PendingBlock(meta, lambda: lambda: smooth_bits(layout, 1)) for meta in metas])
-    cache.close()
-    cache.close()
-    assert len(stored_records(tmp_path)) == 3
 
 
 def test_leak_fails_the_check(tmp_path: Path, open_cache: OpenCache) -> None:

@@ -314,27 +314,6 @@ def shaped(server: RunningServer, bytes_per_s: float, bytes_max: float = math.in
     return ShapedProxy(place, lambda seconds: min(bytes_max, bytes_per_s * seconds))
 
 
-def test_bytes_before_a_cut_count_and_none_is_lost_or_repeated(server: RunningServer) -> None:
-    with shaped(server, 4e5, 120_000) as proxy, opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source:
-        data = bytearray()
-
-        def take(part: memoryview) -> bool:
-            data.extend(part)
-            if len(data) > 50_000:
-                proxy.cut()
-            return True
-
-        with pytest.raises(TierUnavailable):
-            source.read_range(OBJECT_ID, 0, len(DATA), take)
-        assert 50_000 < len(data) < len(DATA)
-        with pytest.raises(TierUnavailable):
-            collected(source, len(data), len(DATA))
-        proxy.mend()
-        proxy.restart(lambda seconds: 4e5 * seconds)
-        rest, is_there = collected(source, len(data), len(DATA))
-        assert (bytes(data) + rest, is_there) == (DATA, True)
-
-
 def test_reading_ends_when_no_more_is_wanted(server: RunningServer) -> None:
     with shaped(server, 1e6, 100_000) as proxy, opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source:
         calls: list[int] = []

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
-from tests.processes import frozen
 from tests.stores import opened
 from tests.suites.tier_suite import TierSuite, object_bytes, object_id, read_all
 
@@ -15,7 +14,6 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.tier import Tier
-from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack
 from kvtide.tier.url import open_tier
 from kvtide_lab.bench.services import BenchService, s3_command, s3_server
@@ -129,20 +127,3 @@ def test_bad_url_is_refused_without_the_secret(rest: str) -> None:
     with pytest.raises(ValueError, match="s3://") as caught:
         s3.S3Tier(f"s3://{rest}", SystemClock())
     assert "hush" not in str(caught.value)
-
-
-@pytest.mark.real_time
-def test_frozen_store_keeps_nobody_beyond_the_deadline(server: BenchService) -> None:
-    clock, data = SystemClock(), object_bytes(1, 3 * s3.PART_BYTES)
-    with opened(s3.S3Tier(url_of(server, f"t{next(_PREFIXES)}"), clock)) as tier:
-        with until(clock.monotonic_s() + 60):
-            assert tier.put_from(object_id(1), data)
-        with until(clock.monotonic_s() + 20):
-            assert read_all(tier, 1, len(data) + 1) == data, "a deadline changes nothing else"
-        with frozen(server.pid):
-            began_s = clock.monotonic_s()
-            for call in (read_all, lambda tier, number: tier.put_from(object_id(2), data)):
-                with until(clock.monotonic_s() + 0.5), pytest.raises(TierUnavailable):
-                    call(tier, 1)
-            assert clock.monotonic_s() - began_s < s3.SILENCE_S_MAX + 2.0
-        assert read_all(tier, 1, len(data) + 1) == data, "a deadline says nothing of the store"

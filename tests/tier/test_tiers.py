@@ -2,7 +2,6 @@
 
 import socketserver
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import resident_bytes
+from tests.servers import listening
 from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 
@@ -94,26 +94,6 @@ def test_files_that_are_not_segments_are_passed_over(tmp_path: Path, clock: Manu
     for name in ("readme.seg", "000000000002.txt", "00000000000x.seg", "000000000009.seg"):
         (tmp_path / "segments" / name).write_text("hello")
     assert [info.id for info in tier.objects()] == [object_id(1)]
-
-
-def test_stack_serves_from_the_next_tier_when_one_fails(
-    tmp_path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Broken(MemoryTier):
-        name = "broken"
-
-        def get_into(self, *arguments: object) -> int | None:
-            raise TierUnavailable("cable cut")
-
-    stack = TierStack(
-        [Broken(TIER_BYTES, clock, nothing_pinned), DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)]
-    )
-    stack.open()
-    stack.put_from(object_id(1), object_bytes(1))
-    for _ in range(3):
-        assert read_all(stack, 1) == object_bytes(1)
-    assert len([record for record in caplog.records if "cable cut" in record.message]) == 1
-    assert stack.tier_stats()[0].faults == 3
 
 
 def test_stack_needs_a_tier() -> None:
@@ -412,12 +392,8 @@ def answering(answer: bytes) -> Iterator[str]:
                 continue
             self.wfile.write(answer)
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with listening(Handler) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 PART = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %s\r\nContent-Length: %d\r\n\r\n%s"

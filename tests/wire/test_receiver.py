@@ -155,18 +155,6 @@ def made_up(steps: list[tuple[SectionKind, int, int, int, bytes]], position: int
 NESTED = [(SectionKind.DATA, step, start, start + 1, bytes([step, start])) for step in range(4) for start in range(3)]
 
 
-def test_section_of_another_object_is_refused() -> None:
-    cachegen, lossless = run_of("cachegen"), run_of("lossless")
-    receiver = Receiver(cachegen.objects[0])
-    for frame in (lossless.frames[0], cachegen.frames[-1]):
-        with pytest.raises(CorruptPayload, match="of another object"):
-            receiver.offer(frame)
-    with pytest.raises(CorruptPayload, match="of another object"):
-        receiver.offer_bytes(0, lossless.packed[0])
-    receiver.check()
-    assert not receiver.sections()
-
-
 def test_entry_that_is_not_in_the_table_is_refused() -> None:
     stored, other = made_up(NESTED[:3]), made_up(NESTED)
     forged = replace(other, version_tag=stored.version_tag)
@@ -202,18 +190,6 @@ def test_what_is_handed_out_is_never_written_again() -> None:
     assert bytes(held.data) == before
     with pytest.raises(TypeError):
         held.data[0] = 1  # type: ignore[index]
-
-
-def test_damaged_section_may_come_again() -> None:
-    run = run_of("lossless")
-    first, receiver = run.objects[0].entries[0], Receiver(run.objects[0])
-    good = run.packed[0][first.offset : first.offset + first.size]
-    with pytest.raises(CorruptPayload, match="checksum"):
-        receiver.offer_bytes(first.offset, bytes(first.size))
-    assert not receiver.sections()
-    receiver.offer_bytes(first.offset, good)
-    assert [section.id for section in receiver.sections()] == [first.id]
-    receiver.check()
 
 
 def test_bytes_beyond_the_object_are_refused() -> None:

@@ -89,12 +89,6 @@ def test_counts_say_how_blocks_were_stored_once(engine_at: Callable[[float], Lin
     assert engine.worker.take_counts() == {}
 
 
-def test_with_time_all_refinements_come_and_what_follows_is_stored(engine_at: Callable[[float], LineEngine]) -> None:
-    engine = engine_at(1e8)
-    assert engine.load("a", StreamOrder(20.0)) == set()
-    assert engine.computed("a") == 2
-
-
 def test_link_that_brings_no_base_leaves_the_pages_to_the_engine(engine_at: Callable[[float], LineEngine]) -> None:
     engine = engine_at(1e8)
     engine.cache.tiers.read_range = lambda *arguments: False  # type: ignore[method-assign]
