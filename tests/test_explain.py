@@ -9,13 +9,19 @@ from kvtide.block import BlockLayout
 from kvtide.cli.app import app
 from kvtide.cli.explain import MatchVerdict, explain_prompt
 from kvtide.cli.store import read_header, read_object
+from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.errors import CorruptPayload
+from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
+from kvtide.plan import Way
 from kvtide.server.auth import tenant_namespace
 from kvtide.store.cache import Cache
-from kvtide.types import ObjectId
+from kvtide.store.load.access import WHY_OF_WAY
+from kvtide.tier.disk import DiskTier
+from kvtide.tier.disk.directory import RemovalJournal
+from kvtide.types import Namespace, ObjectId
 from kvtide.wire import pack_object
 from tests.store.test_cache import fill, metas_of
 from tests.stores import stored_records
@@ -99,3 +105,73 @@ def test_object_of_a_tenant_is_no_problem_and_one_of_another_key_is(stored: Cach
         assert found is not None and found.meta.id == first.id
         with pytest.raises(CorruptPayload, match="the bytes are those of"):
             read(stored.tiers, ObjectId(hashed, second.id.key))
+
+
+# Counts of decisions as text, and why.
+
+NAMESPACE = Namespace(b"n" * 32)
+COUNTS = {Decided(Choice.LOAD, Why.IN_TIME): 12, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 3}
+
+
+def test_counts_survive_their_text() -> None:
+    assert decisions_text(COUNTS) == "load:in_time=12,recompute:link_slower=3"
+    assert parse_decisions(decisions_text(COUNTS)) == COUNTS
+    every = {Decided(choice, why): 10**12 for choice in Choice for why in Why}
+    assert parse_decisions(decisions_text(every)) == dict.fromkeys(every, 10**9)
+
+
+NO_COUNTS = "load load:in_time load:in_time=0 load:in_time=-1 load:in_time=1e3 load:in_time=1, load:why=1 a:in_time=1"
+
+
+@pytest.mark.parametrize(
+    "text", ["", *NO_COUNTS.split(), "load:in_time=\u0663", "load:in_time=99999999999", "load:in_time=1," * 99]
+)
+def test_text_that_is_no_counts_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"decisions take|expected choice|is not a valid"):
+        parse_decisions(text)
+
+
+def test_every_kind_fits_the_bound_and_every_way_has_a_reason() -> None:
+    every = {Decided(choice, why): 10**9 for choice in Choice for why in Why}
+    assert len(decisions_text(every)) <= DECISIONS_TEXT_MAX
+    assert len({WHY_OF_WAY[way] for way in Way}) == len(Way)
+    assert all(why.meaning for why in Why)
+
+
+def test_counter_tells_each_token_once() -> None:
+    counter, told = DecisionCounter(), []
+
+    def tell() -> None:
+        counter.tell(lambda namespace, counts: told.append((namespace, counts)))
+
+    counter.add(Choice.LOAD, Why.IN_TIME, 12, NAMESPACE)
+    tell()
+    counter.add(Choice.RECOMPUTE, Why.LINK_SLOWER, 3, NAMESPACE)
+    counter.add(Choice.ABANDONED, Why.DEADLINE, 0, NAMESPACE)
+    tell()
+    tell()
+    assert told == [(NAMESPACE, {kind: count}) for kind, count in COUNTS.items()]
+    assert counter.counts() == COUNTS
+    with pytest.raises(ValueError, match="0 tokens or more"):
+        counter.add(Choice.LOAD, Why.IN_TIME, -1, NAMESPACE)
+
+
+def test_store_remembers_what_several_processes_decided(tmp_path: Path) -> None:
+    for _ in range(2):
+        tier = DiskTier(tmp_path, 1 << 20, SystemClock(), lambda key: False)
+        tier.open()
+        tier.note_decisions(NAMESPACE, COUNTS)
+        tier.note_decisions(NAMESPACE, {})
+        assert tier.decisions()[Decided(Choice.LOAD, Why.IN_TIME)] % 12 == 0
+        tier.close()
+    assert tier.decisions() == {kind: 2 * count for kind, count in COUNTS.items()}
+
+
+def test_journal_passes_over_what_is_no_count_and_stays_bounded(tmp_path: Path) -> None:
+    journal = RemovalJournal(tmp_path / "removed.log", 2048)
+    (tmp_path / "removed.log").write_text("1 decided load:in_time=x\n2 decided\n3 decided load:in_time=4\n")
+    assert journal.decisions() == {Decided(Choice.LOAD, Why.IN_TIME): 4}
+    for _ in range(100):
+        journal.note_decisions(COUNTS, 5.0)
+    assert (tmp_path / "removed.log").stat().st_size <= 2048
+    assert journal.decisions()[Decided(Choice.LOAD, Why.IN_TIME)] >= 12

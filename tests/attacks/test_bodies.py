@@ -380,17 +380,11 @@ def test_fault_of_accept_does_not_end_the_server(number: int, monkeypatch: pytes
 # Connections of strangers: few, short, and never in the way of who has shown a token.
 
 
-@contextmanager
-def silent(server: RunningServer, count: int) -> Iterator[list[socket.socket]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(server.connect()) for _ in range(count)]
-
-
 def test_silent_connections_keep_nobody_out() -> None:
     with running_server(grants=GRANTS, limits=ServerLimits(connections_max=32)) as server, server.connect() as known:
         known.sendall(head("GET", "/v1", "victim"))
         assert known.recv(1000).startswith(b"HTTP/1.1 200 ")
-        with silent(server, 40):
+        with sending(server, *[b""] * 40):
             assert ask(server, "GET", "/healthz", "")[0].status == 200
             assert ask(server, "GET", "/v1")[0].status == 200
             known.sendall(head("GET", "/v1", "victim"))
@@ -410,10 +404,9 @@ def test_strangers_of_one_address_are_answered_no_faster_than_their_rate() -> No
 
 
 def test_connections_of_one_tenant_are_bounded() -> None:
-    limits = ServerLimits(tenant_connections_max=3)
-    with running_server(grants=GRANTS, limits=limits) as server, silent(server, 3) as held:
+    limits, questions = ServerLimits(tenant_connections_max=3), [head("GET", "/v1", "attacker")] * 3
+    with running_server(grants=GRANTS, limits=limits) as server, sending(server, *questions) as held:
         for sock in held:
-            sock.sendall(head("GET", "/v1", "attacker"))
             assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
         answer, _ = ask(server, "GET", "/v1", "attacker")
         assert (answer.status, answer.headers["Connection"]) == (429, "close")

@@ -144,33 +144,25 @@ def test_without_its_profile_nothing_is_encoded_or_decoded() -> None:
 
 
 @pytest.mark.parametrize("is_trellis", [False, True])
-def test_first_tokens_of_a_prompt_are_kept_finer(is_trellis: bool) -> None:
-    meta, coarse = block_meta(LAYOUT, 0, 0), TideCodec(fitted(LAYOUT), 0.5, 0)
-    coarse = coarse if is_trellis else coarse.rounded()
-    bits = BITS.copy()
-    floats(bits)[:, :, 2] *= 5
+@pytest.mark.parametrize("is_first", [False, True])
+def test_first_tokens_of_a_prompt_and_sinks_anywhere_are_kept_finer(is_trellis: bool, is_first: bool) -> None:
+    codec, bits, meta = TideCodec(fitted(LAYOUT), 0.5, 0), BITS.copy(), block_meta(LAYOUT, 0, 1 - is_first)
+    codec = codec if is_trellis else codec.rounded()
+    if is_first:
+        # However quiet they are: what later tokens attend to does not show in their values.
+        kept = [0, 1, 2, 3]
+        floats(bits)[:, :, 2] *= 5
+    else:
+        # Attention goes there that has nowhere else to go: keys are as long as others, values are not.
+        kept = [*range(2, 12)]
+        floats(bits)[:, 1, kept] *= 0.2
     out = np.empty_like(bits)
-    coarse.decode(meta, coarse.encode(meta, bits), out)
+    sections = codec.encode(meta, bits)
+    codec.check_decoded(meta, bits, sections)
+    codec.decode(meta, sections, out)
     off = np.abs(floats(out) - floats(bits)).max(axis=(0, 1, 3, 4))
-    # However quiet they are: what later tokens attend to does not show in their values.
-    kept = [0, 1, 2, 3]
     assert off[kept].max() < 0.15
     assert np.delete(off, kept).min() > 0.3
-
-
-@pytest.mark.parametrize("is_trellis", [False, True])
-def test_sinks_are_kept_finer_wherever_they_are(is_trellis: bool) -> None:
-    codec, bits, sinks = TideCodec(fitted(LAYOUT), 0.5, 0), BITS.copy(), [*range(2, 12)]
-    codec = codec if is_trellis else codec.rounded()
-    # Attention goes there that has nowhere else to go: keys are as long as others, values are not.
-    floats(bits)[:, 1, sinks] *= 0.2
-    out = np.empty_like(bits)
-    sections = codec.encode(META, bits)
-    codec.check_decoded(META, bits, sections)
-    codec.decode(META, sections, out)
-    off = np.abs(floats(out) - floats(bits)).max(axis=(0, 1, 3, 4))
-    assert off[sinks].max() < 0.15
-    assert np.delete(off, sinks).min() > 0.3
 
 
 def test_tokens_are_apart_by_their_own_block() -> None:
@@ -537,15 +529,8 @@ def test_prices_that_would_overflow_are_refused(exact: int, number: int, rate: i
         _native.tide_find_path(PATHS[0], values, classes, rates, levels)
 
 
-def restored(codec: TideCodec, sections: list[Section]) -> np.ndarray:
-    out = np.empty_like(BITS)
-    codec.decode(META, sections, out)
-    return out.view(np.float32)
-
-
-def lost(found: np.ndarray, bits: np.ndarray) -> float:
-    off = found - bits.view(np.float32)
-    return float(np.square(off[:, :, 4:].astype(np.float64)).mean())
+def lost(found: BlockBits, bits: BlockBits) -> float:
+    return float(np.square((floats(found) - floats(bits))[:, :, 4:].astype(np.float64)).mean())
 
 
 @pytest.mark.parametrize("refinements", [0, 2])
@@ -560,7 +545,7 @@ def test_a_trellis_loses_less_with_the_same_bytes(refinements: int) -> None:
             at_step = codec.with_steps(Steps(units, refinements, is_trellis))
             sections = at_step.encode(meta, bits)
             at_step.decode(meta, sections, out)
-            points.append((sum(len(each.data) for each in sections), lost(out.view(np.float32), bits)))
+            points.append((sum(len(each.data) for each in sections), lost(out, bits)))
         by_levels.append(np.array(points))
     plain, found = by_levels
     at = found[len(found) // 2]
@@ -571,7 +556,7 @@ def test_a_trellis_loses_less_with_the_same_bytes(refinements: int) -> None:
 def test_less_than_all_refinements_are_thirds_of_the_path() -> None:
     sections = TRELLIS.encode(META, BITS)
     by_last = [[each for each in sections if each.id.refinement <= last] for last in range(3)]
-    errors = [lost(restored(TRELLIS, here), BITS) for here in by_last]
+    errors = [lost(decoded(here, TRELLIS), BITS) for here in by_last]
     assert errors[0] > 4 * errors[1] > 16 * errors[2]
     assert TRELLIS.losses[0] > TRELLIS.losses[1] > TRELLIS.losses[2] == pytest.approx(1e-3, rel=0.1)
     assert [TRELLIS.quality_of(here) for here in by_last] == pytest.approx(TRELLIS.losses)
@@ -582,13 +567,12 @@ def test_rounded_levels_are_those_of_a_profile_that_knows_no_trellis() -> None:
     old = fitted(LAYOUT)
     plain = TideCodec(Profile.make(old.kind, old.model, LAYOUT, (old.texts, old.tokens), arrays), TRELLIS.quality, 2)
     assert not plain.steps.is_trellis
-    assert plain.encode(META, BITS) == TRELLIS.rounded().encode(META, BITS)
     assert plain.losses == TRELLIS.rounded().losses
-    assert np.array_equal(
-        restored(plain, plain.encode(META, BITS)), restored(TRELLIS, TRELLIS.rounded().encode(META, BITS))
-    )
+    rounded = TRELLIS.rounded().encode(META, BITS)
+    assert plain.encode(META, BITS) == rounded
+    assert np.array_equal(decoded(rounded, plain), decoded(rounded, TRELLIS))
     with pytest.raises(CorruptPayload, match="trellis"):
-        restored(plain, TRELLIS.encode(META, BITS))
+        decoded(TRELLIS.encode(META, BITS), plain)
 
 
 @pytest.mark.parametrize("change", ["one more", "one less", "a byte more", "a byte less", "of a rounded section"])
@@ -611,7 +595,7 @@ def test_what_states_share_out_must_add_up(change: str) -> None:
         before = before[:3] + bytes(1) + before[4:]
     sections[last] = Section(sections[last].id, before + changed[change] + after)
     with pytest.raises(CorruptPayload):
-        restored(codec, sections)
+        decoded(sections, codec)
 
 
 def test_thirds_have_nothing_to_share_out() -> None:
@@ -624,7 +608,7 @@ def test_thirds_have_nothing_to_share_out() -> None:
     at = len(data) - sum(found.lists.streams.sizes) - 2 * sum(found.lists.escape_counts)
     sections[base] = Section(sections[base].id, data[:at] + bytes(3) + data[at:])
     with pytest.raises(CorruptPayload, match="too many"):
-        restored(codec, sections)
+        decoded(sections, codec)
 
 
 def test_a_base_that_is_the_last_section_has_states() -> None:
@@ -687,13 +671,9 @@ def test_what_is_no_law_and_no_hit_is_refused(call: object) -> None:
         call()  # type: ignore[operator]
 
 
-def with_law(table: np.ndarray) -> Profile:
-    return fitted(LAYOUT).with_arrays({"law": table})
-
-
 def test_profile_carries_its_law_through_its_bytes_and_one_without_has_the_default() -> None:
     positions = (PositionLaw(0.5, 0, WEIGHTS, LINEAR, Powers(0.5, 1, 1), Powers(1, 0.75, 0.25)), DEFAULT_POSITIONS[1])
-    profile = Profile.parse(with_law(law_table(positions)).to_bytes())
+    profile = Profile.parse(fitted(LAYOUT).with_arrays({"law": law_table(positions)}).to_bytes())
     found, default = (TideCodec(each, 1e-2, 2).law for each in (profile, fitted(LAYOUT)))
     assert found is not None and default is not None
     assert found.positions[0] == positions[0] and default.positions == DEFAULT_POSITIONS
@@ -707,4 +687,4 @@ def test_damaged_law_of_a_profile_is_found(place: tuple[int, int]) -> None:
     table[place] = -1
     for bad in (table, table[:, :-1], table[:1]):
         with pytest.raises(CorruptPayload):
-            TideCodec(with_law(bad), 1e-2)
+            TideCodec(forged(law=bad), 1e-2)

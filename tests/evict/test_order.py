@@ -109,18 +109,14 @@ def test_everything_leaves_once_and_what_is_in_use_stays(policy: str) -> None:
     assert len(order) == 0
 
 
-@pytest.mark.parametrize("policy", ORDERS)
-def test_prompt_leaves_from_its_end(policy: str) -> None:
-    order, found = filled(policy, 6)
-    with closing(order.victims(lambda each: True)) as leaving:
-        assert list(leaving) == found[::-1]
+IN_ORDER = range(30)
+ENTRIES = [IN_ORDER, IN_ORDER[::-1], *(random.Random(seed).sample(IN_ORDER, 30) for seed in (1, 2))]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("seed", range(3))
-def test_prompt_that_entered_in_any_order_leaves_from_its_end(policy: str, seed: int) -> None:
+@pytest.mark.parametrize(("policy", "entries"), [("pool", IN_ORDER), *itertools.product(sorted(POLICIES), ENTRIES)])
+def test_prompt_that_entered_in_any_order_leaves_from_its_end(policy: str, entries: Sequence[int]) -> None:
     order, found = order_of(policy, ManualClock(0.0), 30 * PAGE), ids(prompt(*range(1, 31)))
-    for position in random.Random(seed).sample(range(30), 30) if seed else reversed(range(30)):
+    for position in entries:
         order.enter(found[position], found[position - 1].key if position else BlockKey(NS), PAGE)
     with closing(order.victims(lambda each: True)) as leaving:
         assert list(leaving) == found[::-1]

@@ -46,11 +46,6 @@ def test_remembers_no_more_than_it_says(policy_of: PolicyOf) -> None:
     assert stats.known_blocks <= stats.held_blocks + policy_of(16).ghost_blocks_max
 
 
-def test_unknown_policy_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match="expected one of lru, s3fifo"):
-        policy_named("clock")
-
-
 def indexed(policy: str, blocks_max: int, prompts: Iterable[tuple[int, ...]]) -> RadixIndex:
     clock = ManualClock()
     index = RadixIndex(clock, policy_named(policy), blocks_max)

@@ -233,7 +233,9 @@ def test_object_of_a_codec_that_is_not_here_is_a_miss(
     assert len(stored_records(tmp_path)) == 1
 
 
-def test_queue_bound_drops_the_tail(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
+def test_queue_bound_drops_the_tail_and_flush_says_when_it_was_too_early(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
     cache, metas = open_cache(tmp_path, store_queue_bytes_max=2 * layout.raw_bytes), metas_of(layout, 4)
     release = threading.Event()
 
@@ -242,22 +244,10 @@ def test_queue_bound_drops_the_tail(tmp_path: Path, layout: BlockLayout, open_ca
         return smooth_bits(layout, 1)
 
     assert cache.store([PendingBlock(meta, lambda: slow_bits) for meta in metas]) == 2
-    release.set()
-    assert cache.flush(10)
-    assert (cache.stats().blocks_stored, cache.stats().blocks_dropped) == (2, 2)
-
-
-def test_flush_says_when_it_was_too_early(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    cache, release = open_cache(tmp_path), threading.Event()
-
-    def slow_bits() -> BlockBits:
-        release.wait(10)
-        return smooth_bits(layout, 1)
-
-    cache.store([PendingBlock(metas_of(layout, 1)[0], lambda: slow_bits)])
     assert not cache.flush(0.05)
     release.set()
     assert cache.flush(10)
+    assert (cache.stats().blocks_stored, cache.stats().blocks_dropped) == (2, 2)
 
 
 def test_failing_source_is_counted_and_the_next_block_stored(

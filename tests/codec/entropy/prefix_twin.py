@@ -6,7 +6,7 @@ Follows docs/codec.md word by word and shares no code with the native coder. Arg
 from collections import Counter
 from collections.abc import Sequence
 
-from tests.codec.entropy.twin_bits import BitReader, field_bits, to_bits, to_bytes
+from tests.codec.entropy.rans_twin import BitReader, field_bits, to_bits, to_bytes
 
 SYMBOLS = 32
 LENGTH_MAX = 10

@@ -61,18 +61,11 @@ def test_same_seed_gives_the_same_figures() -> None:
     assert run_prompts(setup, [0.5]) == run_prompts(setup, [0.5])
 
 
-QUICK = 10.0
-
-
-def test_byte_fair_policies_share_what_the_others_do_not() -> None:
-    report = run_fairness(FairnessSetup(duration_s=QUICK))
+def test_byte_fair_policies_share_what_the_others_do_not_and_small_bodies_wait_for_three_rounds_at_most() -> None:
+    report = run_fairness(FairnessSetup(duration_s=10.0))
     assert report.jain_vtc >= 0.99
     assert report.jain_lottery < 0.7
     assert report.jain_fifo < 0.3
-
-
-def test_small_bodies_wait_for_three_rounds_at_most() -> None:
-    report = run_fairness(FairnessSetup(duration_s=QUICK))
     waits = {row.policy: row.small_wait_ms_p99 for row in report.rows}
     assert waits["vtc"] <= 3 * report.slice_round_ms < waits["lottery"]
 
