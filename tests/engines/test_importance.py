@@ -460,14 +460,6 @@ def test_a_layer_chooses_for_those_behind_it_the_first_ones_for_fewer(
     assert [chosen_by[layer] for layer in range(layers)] == choosers[:layers]
 
 
-def test_a_long_suffix_is_asked_by_its_last_tokens() -> None:
-    rng = np.random.default_rng(1)
-    query, key = (rng.normal(size=size).astype(np.float32) for size in ((6, 5, 8), (2, 45, 8)))
-    of_all = attention_mass(torch.from_numpy(query[:, 4:]), torch.from_numpy(key), [0], 40, 0.3)
-    plain = np.exp(query[0, 4] @ key[0].T * 0.3)
-    assert np.allclose(of_all[0], plain[:40] / plain.sum() * 40, rtol=1e-4)
-
-
 def test_a_cache_with_room_grows_as_the_usual_one(prefix: Prefix) -> None:
     layout = model_layout(prefix.model, 16)
     pages = RestoredRoom(layout, PREFIX, spare_tokens=3)

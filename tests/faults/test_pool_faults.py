@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.conftest import Tally
-from tests.faults.hosts import Host, network_hosts
-from tests.faults.schedules import Load, Node, nodes, seeds
+from tests.faults.schedules import Host, Load, Node, network_hosts, nodes, seeds
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock

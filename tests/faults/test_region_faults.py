@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from tests.faults.conftest import Tally
-from tests.faults.hosts import Host, network_hosts
-from tests.faults.schedules import Node, asked, nodes, seeds
+from tests.faults.schedules import Host, Node, asked, network_hosts, nodes, seeds
 from tests.server.worlds import Place, ask
 from tests.suites.tier_suite import object_bytes, object_id
 

@@ -515,18 +515,6 @@ def test_a_coarser_block_is_a_miss_and_is_replaced(
     assert hits(tiny_model, tmp_path, fine, prompt) == 96
 
 
-def test_two_qualities_live_beside_each_other(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
-    """Both open: the coarse one computes nothing again once the finer one has stored."""
-    with (
-        attached_lossy(tiny_model, tmp_path, "cachegen:4") as coarse,
-        attached_lossy(tiny_model, tmp_path, "cachegen:1") as fine,
-    ):
-        for cached, expected in ((coarse, 0), (fine, 0), (coarse, 96), (fine, 96), (coarse, 96)):
-            cached.generate(prompt, **TWO_TOKENS)
-            assert cached.flush(20) and cached.last is not None
-            assert cached.last.hit_tokens == expected
-
-
 def test_valkey_holds_the_finest(tiny_model: Any, prompt: torch.Tensor) -> None:
     with valkey_server() as valkey:
         for codec, expected in (("cachegen:4", 0), ("cachegen:1", 0), ("cachegen:4", 96), ("cachegen:1", 96)):
