@@ -9,7 +9,6 @@ from kvtide.block import BlockLayout
 from kvtide.cli.app import app
 from kvtide.cli.explain import MatchVerdict, explain_prompt
 from kvtide.cli.store import read_header, read_object
-from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import ProfileFitter
@@ -19,8 +18,6 @@ from kvtide.plan import Way
 from kvtide.server.auth import tenant_namespace
 from kvtide.store.cache import Cache
 from kvtide.store.load.access import WHY_OF_WAY
-from kvtide.tier.disk import DiskTier
-from kvtide.tier.disk.directory import RemovalJournal
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire import pack_object
 from tests.store.test_cache import fill, metas_of
@@ -154,24 +151,3 @@ def test_counter_tells_each_token_once() -> None:
     assert counter.counts() == COUNTS
     with pytest.raises(ValueError, match="0 tokens or more"):
         counter.add(Choice.LOAD, Why.IN_TIME, -1, NAMESPACE)
-
-
-def test_store_remembers_what_several_processes_decided(tmp_path: Path) -> None:
-    for _ in range(2):
-        tier = DiskTier(tmp_path, 1 << 20, SystemClock(), lambda key: False)
-        tier.open()
-        tier.note_decisions(NAMESPACE, COUNTS)
-        tier.note_decisions(NAMESPACE, {})
-        assert tier.decisions()[Decided(Choice.LOAD, Why.IN_TIME)] % 12 == 0
-        tier.close()
-    assert tier.decisions() == {kind: 2 * count for kind, count in COUNTS.items()}
-
-
-def test_journal_passes_over_what_is_no_count_and_stays_bounded(tmp_path: Path) -> None:
-    journal = RemovalJournal(tmp_path / "removed.log", 2048)
-    (tmp_path / "removed.log").write_text("1 decided load:in_time=x\n2 decided\n3 decided load:in_time=4\n")
-    assert journal.decisions() == {Decided(Choice.LOAD, Why.IN_TIME): 4}
-    for _ in range(100):
-        journal.note_decisions(COUNTS, 5.0)
-    assert (tmp_path / "removed.log").stat().st_size <= 2048
-    assert journal.decisions()[Decided(Choice.LOAD, Why.IN_TIME)] >= 12
