@@ -114,12 +114,8 @@ class StoredObject:
         """Return the ids of all sections in stored order."""
         return tuple(entry.id for entry in self.entries)
 
-    def section(self, position: int) -> Section:
-        """Return the section at this place in the table, a view, verified. CorruptPayload if cut or damaged."""
-        return self.entries[position].cut(self._data, 0, self.meta.id)
-
     def sections(self) -> list[Section]:
-        """Return all sections, each verified. CorruptPayload as in `section`."""
+        """Return all sections, views, each verified. CorruptPayload if one is cut or damaged."""
         return [entry.cut(self._data, 0, self.meta.id) for entry in self.entries]
 
     def good_sections(self) -> list[Section]:
