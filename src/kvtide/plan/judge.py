@@ -36,12 +36,11 @@ class Way(Enum):
 
 
 class Decision(NamedTuple):
-    """A way, and seconds until the engine could start by each, inf if unknown."""
+    """A way, and seconds until the engine could start by loading and by computing alone, inf if unknown."""
 
     way: Way
     load_s: float
     recompute_s: float
-    both_s: float
 
 
 def decide(
@@ -55,9 +54,9 @@ def decide(
     assert bytes_per_s is None or bytes_per_s >= 0
     recompute_s = request.prefill.seconds(0, request.tokens)
     if bytes_per_s is None:
-        return Decision(Way.UNKNOWN_LINK, math.inf, recompute_s, math.inf)
+        return Decision(Way.UNKNOWN_LINK, math.inf, recompute_s)
     if not bytes_per_s:
-        return Decision(Way.RECOMPUTE, math.inf, recompute_s, recompute_s)
+        return Decision(Way.RECOMPUTE, math.inf, recompute_s)
     load_s, both_s = latency_s, recompute_s
     for chunk in reversed(request.chunks):
         load_s += chunk.sizes[0] / bytes_per_s
@@ -70,7 +69,7 @@ def decide(
         way = Way.LOAD
     else:
         way = Way.BOTH
-    return Decision(way, load_s, recompute_s, both_s)
+    return Decision(way, load_s, recompute_s)
 
 
 class LinkEstimate:

@@ -105,7 +105,6 @@ class SparseLoad:
         self._front_bytes = HEADER_BYTES
         self.read_bytes = 0
         self.reads = 0
-        self.damaged_chunks = 0
 
     def open(
         self,
@@ -216,7 +215,7 @@ class SparseLoad:
                 section = entry.cut(front.data, 0, part.meta.id)
                 put_chunk(part.meta, part.base, section, bits[entry.id.layer_start])
             except CorruptPayload as error:
-                self._leave_rough(error)
+                _log.debug("chunks stay rough: %s", error)
         sink(bits)
         return part
 
@@ -310,7 +309,7 @@ class SparseLoad:
             self._damaged(part, error)
             return {}
         except TierUnavailable as error:
-            self._leave_rough(error, len(wanted))
+            _log.debug("chunks stay rough: %s", error)
             return {}
         for run, data in zip(runs, parts, strict=True):
             for entry in run:
@@ -325,7 +324,7 @@ class SparseLoad:
         return {layer: self.joined(found) for layer, found in by_layer.items()}
 
     def _damaged(self, part: PackedPart, error: CorruptPayload) -> None:
-        self._leave_rough(error)
+        _log.debug("chunks stay rough: %s", error)
         try:
             is_same = self._read(part.meta, 0, len(part.stored.head)) == part.stored.head
         except TierUnavailable as unknown:
@@ -334,11 +333,6 @@ class SparseLoad:
         if is_same:
             # It was not repacked meanwhile.
             self._on_corrupt(part.meta.id, error)
-
-    def _leave_rough(self, error: Exception, chunks: int = 1) -> None:
-        with self._lock:
-            self.damaged_chunks += chunks
-        _log.debug("a chunk stays rough: %s", error)
 
     def _read(self, meta: BlockMeta, start: int, stop: int) -> memoryview:
         return self._read_ranges(meta, [(start, stop)])[0]
