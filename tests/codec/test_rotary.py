@@ -36,12 +36,6 @@ def turned(keys: Keys, rotary: Rotary, tables: RotaryTables) -> Keys:
     return out
 
 
-def forth(rotary: Rotary, start: int, tokens: int, layer: int = 0) -> RotaryTables:
-    """The tables that turn keys as the model does."""
-    back, square = rotary.inverse_tables(start, tokens, layer), np.float32(rotary.frequencies(layer).scale ** 2)
-    return RotaryTables(back.cos * square, -back.sin * square)
-
-
 def rotary_of(config: Any, layers: Sequence[int] = ()) -> Rotary:
     found = contexts.rotary_of(random_model(config), layers)
     assert found is not None
@@ -81,7 +75,7 @@ def test_unrotated_keys_are_what_the_projection_gave(family: str, hooked: str) -
         found = turned(rotated, rotary, rotary.inverse_tables(0, 60, layer))
         expected = projected.detach().reshape(rotated.shape).numpy()
         assert np.allclose(found, expected, atol=2e-6)
-        assert np.allclose(turned(found, rotary, forth(rotary, 0, 60, layer)), rotated, atol=1e-6)
+        assert np.allclose(turned(found, rotary, rotary.tables(0, 60, layer)), rotated, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", sorted(UNROTATED_FAMILIES))
@@ -154,11 +148,11 @@ def test_what_is_not_known_is_refused_by_its_name() -> None:
 
 def test_tables_of_part_of_the_positions_are_part_of_the_tables() -> None:
     rotary = rotary_of(config_of("llama"))
-    whole, part = rotary.inverse_tables(0, 64), rotary.inverse_tables(48, 16)
+    whole, part = rotary.tables(0, 64), rotary.tables(48, 16)
     assert np.array_equal(whole.cos[48:], part.cos) and np.array_equal(whole.sin[48:], part.sin)
     assert part.cos.dtype == np.float32 and part.cos.shape == (16, 8)
     with pytest.raises(ValueError, match="layer must be"):
-        rotary_of(config_of("gemma3_text")).inverse_tables(0, 1, layer=2)
+        rotary_of(config_of("gemma3_text")).tables(0, 1, layer=2)
 
 
 BITS = {KVDtype.FLOAT32: np.uint32, KVDtype.FLOAT16: np.uint16, KVDtype.BFLOAT16: np.uint16}
@@ -201,12 +195,12 @@ def test_native_kernel_is_its_twin(
     shape = (tokens, heads, rotary.dim_stop + behind)
     spread = rng.choice([1e-6, 1.0, 1e4])
     bits = as_bits((rng.normal(size=shape) * spread).astype(np.float32), dtype)
-    back, on = rotary.inverse_tables(seed % 5000, tokens), forth(rotary, seed % 5000, tokens)
+    back, forth = rotary.inverse_tables(seed % 5000, tokens), rotary.tables(seed % 5000, tokens)
     loaded = rotary.load(bits, dtype, back)
     assert np.array_equal(loaded, turned(as_floats(bits, dtype), rotary, back))
     out = np.empty_like(bits)
-    stored(rotary, loaded, dtype, on, out)
-    assert np.array_equal(out, as_bits(turned(loaded, rotary, on), dtype))
+    stored(rotary, loaded, dtype, forth, out)
+    assert np.array_equal(out, as_bits(turned(loaded, rotary, forth), dtype))
     ulp = {KVDtype.FLOAT32: 1e-6, KVDtype.FLOAT16: 1e-3, KVDtype.BFLOAT16: 8e-3}[dtype]
     assert np.allclose(as_floats(out, dtype), as_floats(bits, dtype), rtol=ulp, atol=2e-6 * spread)
 
@@ -216,10 +210,10 @@ def test_every_float16_is_loaded_as_numpy_loads_it() -> None:
     rotary = Rotary(Pairs.HALVES, 0, 2, (Frequencies((0.0,), 1.0, 0),))
     bits = np.zeros((1, 1, 2 + 65536), dtype=np.uint16)
     bits[0, 0, 2:] = np.arange(65536)
-    loaded = rotary.load(bits, KVDtype.FLOAT16, rotary.inverse_tables(0, 1))
+    loaded = rotary.load(bits, KVDtype.FLOAT16, rotary.tables(0, 1))
     assert np.array_equal(loaded, bits.view(np.float16).astype(np.float32), equal_nan=True)
     out = np.empty_like(bits)
-    stored(rotary, loaded, KVDtype.FLOAT16, rotary.inverse_tables(0, 1), out)
+    stored(rotary, loaded, KVDtype.FLOAT16, rotary.tables(0, 1), out)
     is_finite = np.isfinite(loaded)
     assert np.array_equal(out[is_finite], bits[is_finite])
     assert (np.abs(out[~is_finite].view(np.float16)) == 65504).all()
@@ -227,7 +221,7 @@ def test_every_float16_is_loaded_as_numpy_loads_it() -> None:
 
 def test_keys_of_another_shape_are_value_errors() -> None:
     rotary = rotary_of(config_of("llama"))
-    tables, keys = rotary.inverse_tables(0, 4), np.zeros((4, 2, 16), dtype=np.float32)
+    tables, keys = rotary.tables(0, 4), np.zeros((4, 2, 16), dtype=np.float32)
     bits = keys.view(np.uint32)
     for array in (bits[:, :, :14], np.zeros((4, 2, 8), np.uint32)):
         with pytest.raises(ValueError, match="in the head"):

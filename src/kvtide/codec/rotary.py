@@ -74,12 +74,21 @@ class Rotary:
             raise ValueError(f"layer must be from 0 to {len(self.layer_kinds) - 1}, got {layer}")
         return self.kinds[self.layer_kinds[layer]]
 
+    def tables(self, start: int, tokens: int, layer: int = 0) -> RotaryTables:
+        """Return the tables of positions `[start, start + tokens)`. Angles are float32 products, as of models."""
+        scale = self.frequencies(layer).scale
+        return self._tables(start, tokens, layer, scale, scale)
+
     def inverse_tables(self, start: int, tokens: int, layer: int = 0) -> RotaryTables:
-        """Return the tables that turn keys of positions `[start, start + tokens)` back. Angles are float32 products."""
-        values, scale, _ = self.frequencies(layer)
+        """Return the tables that turn keys back to where those of `tables` found them."""
+        scale = 1 / self.frequencies(layer).scale
+        return self._tables(start, tokens, layer, scale, -scale)
+
+    def _tables(self, start: int, tokens: int, layer: int, cos_scale: float, sin_scale: float) -> RotaryTables:
         positions = np.arange(start, start + tokens, dtype=np.int64).astype(np.float32)
-        angles = (positions[:, None] * np.array(values, dtype=np.float32)).astype(np.float64)
-        cos, sin = np.cos(angles) * (1 / scale), np.sin(angles) * (-1 / scale)
+        frequencies = np.array(self.frequencies(layer).values, dtype=np.float32)
+        angles = (positions[:, None] * frequencies).astype(np.float64)
+        cos, sin = np.cos(angles) * cos_scale, np.sin(angles) * sin_scale
         return RotaryTables(cos.astype(np.float32), sin.astype(np.float32))
 
     def load(self, keys: BitRows, dtype: KVDtype, tables: RotaryTables) -> NDArray[np.float32]:
