@@ -1,4 +1,4 @@
-"""Tiers for the time of a `with`, and looks into a store directory behind the tier's back."""
+"""Tiers for the time of a `with`, one that is slow, and looks into a store directory behind the tier's back."""
 
 import os
 from collections.abc import Iterator
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kvtide.tier import Tier
+from kvtide.tier.base import WrappedTier
 from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk.segment import RecordHeader, RecordState, scan_segment, segment_number
 from kvtide.tier.files import Files
+from kvtide_lab.wrapped import Sleep
 
 _Tier = TypeVar("_Tier", bound=Tier)
 
@@ -64,3 +66,15 @@ def disk_bytes(store: Path) -> int:
         except FileNotFoundError:
             continue
     return total
+
+
+class Slow(WrappedTier):
+    """Takes `latency_s` for each verb."""
+
+    def __init__(self, tier: Tier, sleep: Sleep, latency_s: float) -> None:
+        super().__init__(tier)
+        self._sleep = sleep
+        self._latency_s = latency_s
+
+    def before(self, verb: str, size: int) -> None:
+        self._sleep(self._latency_s)

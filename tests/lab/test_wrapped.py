@@ -1,8 +1,8 @@
 from collections.abc import Iterator
 
 import pytest
+from tests.stores import Slow
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from tests.wrapped import Slow
 
 from kvtide.clock import ManualClock
 from kvtide.tier import Tier

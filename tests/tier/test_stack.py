@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from tests.servers import running_server
+from tests.stores import Slow
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 from tests.tier.test_log import open_tier
-from tests.wrapped import Slow
 
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
@@ -334,12 +334,6 @@ def test_tier_that_is_written_last_is_one_of_several(is_foreign: bool) -> None:
 # What falls out of the local tiers goes to the remote one, within a bound, and comes back from there.
 
 
-def read(stack: TierStack, number: int, size: int) -> bytes | None:
-    buffer = bytearray(size + 1)
-    came = stack.get_into(object_id(number), memoryview(buffer))
-    return None if came is None else bytes(buffer[:came])
-
-
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_evicted_objects_go_to_the_slower_tier_alone(kind: str, tmp_path: Path, clock: ManualClock) -> None:
     local: Tier = (
@@ -360,7 +354,7 @@ def test_evicted_objects_go_to_the_slower_tier_alone(kind: str, tmp_path: Path, 
     for number in range(20):
         # What the copy of the one before has pushed out is on its way.
         assert stack.demoter.flush(20)
-        assert read(stack, number, 50_000) == object_bytes(number, 50_000)
+        assert read_all(stack, number) == object_bytes(number, 50_000)
     stack.close()
 
 
@@ -398,7 +392,7 @@ def test_engine_keeps_locally_and_demotes_to_servers(scheme: str, tmp_path: Path
             stack.put_from(object_id(number), object_bytes(number, 50_000))
         assert stack.demoter.flush(10)
         assert server.store.contains(object_id(0))
-        assert read(stack, 0, 50_000) == object_bytes(0, 50_000)
+        assert read_all(stack, 0) == object_bytes(0, 50_000)
         stack.close()
 
 

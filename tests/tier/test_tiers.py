@@ -14,6 +14,7 @@ from tests.processes import resident_bytes
 from tests.servers import listening
 from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from tests.tier.test_stack import nothing_pinned
 
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import ManualClock, SystemClock
@@ -34,10 +35,6 @@ from kvtide.tier.url import open_tier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 from kvtide_lab.wrapped import Counting
-
-
-def nothing_pinned(key: bytes) -> bool:
-    return False
 
 
 class TestMemory(TierSuite):
