@@ -67,8 +67,6 @@ tide's promise on many beginnings | kvtide-lab bench codec-quality --beginnings 
     tests/lab/test_judges.py::test_worst_text_is_named_and_a_run_goes_on
 loss by position, beside the law in profiles | kvtide-lab bench position | @measure | @tiny | OURS
     tests/lab/test_judges.py::test_bench_goes_on_from_its_file_beside_the_law_of_the_profile
-loss over a chat | kvtide-lab bench turns | @measure | @tiny | OURS
-    tests/lab/bench/test_turns_bench.py::test_exact_codec_is_exactly_exact_and_a_coarse_one_is_felt_from_the_second_turn_on
 speed of codecs | kvtide-lab bench codec-speed | @measure | @machine | ASCEND
     tests/lab/bench/test_quick_runs.py::test_quick_run_renders_a_row_for_each_path_and_coder
 server beside others | kvtide-lab bench server | @measure | @process | OURS

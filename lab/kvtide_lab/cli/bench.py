@@ -25,7 +25,6 @@ app.command()(engines.completion)
 app.command()(quality.codec_quality)
 app.command()(quality.codec_speed)
 app.command()(quality.position)
-app.command()(quality.turns)
 app.command()(quality.importance)
 app.command()(quality.stream)
 

@@ -1,4 +1,4 @@
-"""`kvtide-lab bench codec-quality | codec-speed | position | turns | importance | stream`: what needs a real model."""
+"""`kvtide-lab bench codec-quality | codec-speed | position | importance | stream`: what needs a real model."""
 
 from __future__ import annotations
 
@@ -106,20 +106,6 @@ def position(
     judged = bench.subject_of(of, size, fitting[0], texts_of(text))
     with progress_bars() as show:
         result = bench.run(judged, bench.partial_of(judged, partial), show)
-    tell(result, as_json)
-
-
-def turns(
-    text: TextOption = None, partial: PartialOption = None, quick: QuickOption = False, as_json: JsonOption = False
-) -> None:
-    """Ten turns of a chat, each computed on what the cache kept of those before: does a codec's loss add up?"""
-    from kvtide_lab.bench import turns as bench
-
-    chosen, known, of = texts_of(text), profiles_of(None), subject()
-    talked = bench.subject_of(of, chosen, bench.QUICK if quick else bench.FULL)
-    results = bench.partial_of(talked, known, partial)
-    with progress_bars() as show:
-        result = bench.run(talked, known, results, show)
     tell(result, as_json)
 
 
