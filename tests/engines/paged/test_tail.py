@@ -1,6 +1,7 @@
 """What lies beside whole blocks, on both halves and a toy engine: tails of prompts in pieces, and states of models."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from tests.engines.paged.pools import (
     BLOCK,
+    LAYOUT,
     PAGE_TOKENS,
     PAGES,
     PROMPT,
@@ -63,8 +65,8 @@ Tails = Callable[..., TailEngine]
 def tails(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Tails]:
     made: list[TailEngine] = []
 
-    def make(tail_tokens: int = PIECE) -> TailEngine:
-        made.append(TailEngine(open_cache, str(tmp_path / "store"), tail_tokens=tail_tokens))
+    def make(tail_tokens: int = PIECE, codec: str = "lossless") -> TailEngine:
+        made.append(TailEngine(partial(open_cache, codec=codec), str(tmp_path / "store"), tail_tokens=tail_tokens))
         return made[-1]
 
     yield make
@@ -106,6 +108,22 @@ def test_pieces_take_no_room_from_blocks(tails: Tails) -> None:
     first.has_room = True
     first.compute("c", TOKENS[:22])
     assert tails().load("d", TOKENS)[::2] == (22, set())
+
+
+def test_layers_of_pieces_come_with_those_of_the_blocks(tails: Tails, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A layer at a time, as of models whose piece of a tail is as large as a read.
+    monkeypatch.setattr("kvtide.store.load.whole.PIECE_BYTES", 1)
+    tails(codec="raw").compute("a", TOKENS[:22])
+    second = tails(codec="raw")
+    hit, pages = second.ask("b", TOKENS), second.pages(len(TOKENS))
+    assert hit == 22
+    second.scheduler.allocated("b", pages, hit, is_in_step=True)
+    second.step(tokens=0)
+    for layer in range(LAYOUT.layers):
+        second.worker.wait_layer(layer)
+        assert np.array_equal(held(second, pages)[layer, :, :hit], expected(TOKENS, hit)[layer])
+    second.worker.wait_loads()
+    assert second.worker.ended([], is_idle=False).failed_pages == set()
 
 
 def test_tail_ends_where_another_prompt_differs(tails: Tails) -> None:
