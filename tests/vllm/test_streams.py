@@ -53,11 +53,12 @@ def test_refinements_come_until_the_model_should_start(engine: Any, tokens: list
 
 BLOCK_BYTES_MIN = 3 << 20
 # Steps are much shorter, on slow machines too.
-FOLLOW_S = 8.0
+FOLLOW_S = 12.0
 # Loading is much faster than computing, also beside others: what was slower once is left alone for a minute.
 LINK_BYTES_PER_S = 100e6
 
 
+@pytest.mark.real_time
 def test_engine_follows_another_and_computes_the_rest_where_the_link_is_cut(
     engine: Any, plain: Any, tokens: list[int]
 ) -> None:
