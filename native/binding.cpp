@@ -3,7 +3,6 @@
 
 #include "binding_streams.hpp"
 #include "lossless.hpp"
-#include "split.hpp"
 
 namespace nb = nanobind;
 
@@ -17,11 +16,12 @@ SplitFormat format_named(const std::string& name) {
   throw nb::value_error("planes: want bfloat16, float16 or float32");
 }
 
-constexpr const char* wrong_sizes = "planes: want whole elements and a byte for each of their planes";
-
-void split(const ConstBytes& elements, const std::string& format_name, const Bytes& planes) {
+OwnedBytes encode_layer(const std::string& path_name, const ConstBytes& layer, const std::string& format_name) {
+  const RansPath& path = path_named(path_name);
   const SplitFormat format = format_named(format_name);
-  want(unlocked([&] { return split_planes(span_of(elements), format, span_of(planes)); }), wrong_sizes);
+  auto section = unlocked([&] { return std::make_unique<std::vector<std::uint8_t>>(lossless_encode(path, span_of(layer), format)); });
+  want(!section->empty(), "lossless_encode: want keys and as many values");
+  return own(std::move(section));
 }
 
 std::string decode_layer(const std::string& path_name, const ConstBytes& section, const std::string& format_name, const Bytes& layer) {
@@ -39,7 +39,7 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);
   kvtide::bind_quantise(module);
   kvtide::bind_rope(module);
-  module.def("split_planes", &kvtide::split, nb::arg("elements").noconvert(), nb::arg("dtype"), nb::arg("planes").noconvert());
+  module.def("lossless_encode", &kvtide::encode_layer, nb::arg("path"), nb::arg("layer").noconvert(), nb::arg("dtype"));
   module.def("lossless_decode", &kvtide::decode_layer, nb::arg("path"), nb::arg("section").noconvert(), nb::arg("dtype"),
              nb::arg("layer").noconvert());
   kvtide::bind_rans(module);

@@ -47,56 +47,27 @@ void build(RansTables* self, const Array<const std::uint16_t, 2>& frequencies) {
   new (self) RansTables(make_tables<RansCoder>(frequencies, rans_build, no_table));
 }
 
-// Calls `work(table, start, stop)` for each run of each row: bytes [start, stop) of the whole array.
-template <class Work>
-void for_each_run(std::size_t rows, std::size_t count, std::size_t run_symbols, const Array<const std::uint16_t, 2>& run_tables,
-                  Work work) {
-  for (std::size_t row = 0; row < rows; ++row) {
-    for (std::size_t start = 0, run = 0; start < count; start += run_symbols, ++run) {
-      const std::size_t stop = std::min(count, start + run_symbols);
-      work(run_tables.data()[row * run_tables.shape(1) + run], row * count + start, row * count + stop);
-    }
-  }
-}
-
-void check_byte_runs(const Array<const std::uint8_t, 2>& values, std::size_t run_symbols,
-                     const Array<const std::uint16_t, 2>& run_tables, std::size_t table_count) {
-  want(run_tables.shape(0) == values.shape(0), "want a row of run tables for each row of bytes");
-  for (std::size_t row = 0; row < values.shape(0); ++row) {
-    want(are_runs_valid(values.shape(1), run_symbols, row_of(run_tables, row), table_count), "want one table for each run");
-  }
-}
-
-void map_bytes(const Array<const std::uint8_t, 2>& values, std::size_t run_symbols, const Array<const std::uint16_t,
-    2>& run_tables,
-               const Array<const std::uint8_t, 2>& maps, const Array<std::uint8_t, 2>& out) {
-  want(maps.shape(1) == 256 && out.shape(0) == values.shape(0) && out.shape(1) == values.shape(1),
-       "map_bytes: want maps of 256 bytes and rows that match");
-  check_byte_runs(values, run_symbols, run_tables, maps.shape(0));
-  nb::gil_scoped_release release;
-  for_each_run(values.shape(0), values.shape(1), run_symbols, run_tables, [&](std::size_t table, std::size_t start,
-      std::size_t stop) {
-    const std::uint8_t* map = maps.data() + 256 * table;
-    for (std::size_t i = start; i < stop; ++i) out.data()[i] = map[values.data()[i]];
-  });
-}
-
-void count_bytes(const Array<const std::uint8_t, 2>& values, std::size_t run_symbols, const Array<const std::uint16_t,
-    2>& run_tables,
-                 const Array<std::uint64_t, 2>& counts) {
+void count_bytes(const Array<const std::uint8_t, 2>& values, std::size_t run_symbols,
+                 const Array<const std::uint16_t, 2>& run_tables, const Array<std::uint64_t, 2>& counts) {
   want(counts.shape(1) == 256, "count_bytes: want counts of (tables, 256)");
-  check_byte_runs(values, run_symbols, run_tables, counts.shape(0));
+  want(run_tables.shape(0) == values.shape(0), "want a row of run tables for each row of bytes");
+  const std::size_t count = values.shape(1);
+  for (std::size_t row = 0; row < values.shape(0); ++row) {
+    want(are_runs_valid(count, run_symbols, row_of(run_tables, row), counts.shape(0)), "want one table for each run");
+  }
   nb::gil_scoped_release release;
-  for_each_run(values.shape(0), values.shape(1), run_symbols, run_tables, [&](std::size_t table, std::size_t start,
-      std::size_t stop) {
-    // Four tallies: adding to one number twice in a row would wait for itself.
-    std::uint64_t tallies[4][256] = {};
-    for (std::size_t i = start; i < stop; ++i) ++tallies[i % 4][values.data()[i]];
-    std::uint64_t* row = counts.data() + 256 * table;
-    for (std::size_t value = 0; value < 256; ++value) {
-      row[value] += tallies[0][value] + tallies[1][value] + tallies[2][value] + tallies[3][value];
+  for (std::size_t row = 0; row < values.shape(0); ++row) {
+    for (std::size_t start = 0, run = 0; start < count; start += run_symbols, ++run) {
+      const auto values_of_run = row_of(values, row).subspan(start, std::min(run_symbols, count - start));
+      // Four tallies: adding to one number twice in a row would wait for itself.
+      std::uint64_t tallies[4][256] = {};
+      for (std::size_t i = 0; i < values_of_run.size(); ++i) ++tallies[i % 4][values_of_run[i]];
+      std::uint64_t* to = row_of(counts, row_of(run_tables, row)[run]).data();
+      for (std::size_t value = 0; value < 256; ++value) {
+        to[value] += tallies[0][value] + tallies[1][value] + tallies[2][value] + tallies[3][value];
+      }
     }
-  });
+  }
 }
 
 }  // namespace
@@ -106,8 +77,6 @@ void bind_rans(nb::module_& module) {
   module.def("rans_quantise", &quantise, nb::arg("counts").noconvert(), nb::arg("frequencies").noconvert());
   module.def("rans_write_tables", &write_tables, nb::arg("frequencies").noconvert());
   module.def("rans_read_tables", &read_tables, nb::arg("data").noconvert(), nb::arg("frequencies").noconvert());
-  module.def("map_bytes", &map_bytes, nb::arg("values").noconvert(), nb::arg("run_symbols"), nb::arg("run_tables").noconvert(),
-             nb::arg("maps").noconvert(), nb::arg("out").noconvert());
   module.def("count_bytes", &count_bytes, nb::arg("values").noconvert(), nb::arg("run_symbols"),
       nb::arg("run_tables").noconvert(),
              nb::arg("counts").noconvert());

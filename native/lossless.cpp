@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -9,6 +10,11 @@ namespace kvtide {
 namespace {
 
 constexpr std::uint8_t stored = 0, constant = 1, coded = 2;
+// Keys and values: a stream and a table for each.
+constexpr std::size_t halves = 2;
+constexpr std::uint16_t run_tables[halves] = {0, 1};
+constexpr std::size_t head_bytes = 8;
+using Tally = std::array<std::uint32_t, 256>;
 
 // Takes bytes from the front of what is left of a section.
 class Reader {
@@ -36,7 +42,6 @@ std::uint32_t word_at(std::span<const std::uint8_t> data, std::size_t offset) {
 
 // Keys and values of a plane, `count` in all, each a stream under a table of its own.
 std::string decode_coded(const RansPath& path, std::span<const std::uint8_t> body, int width, std::size_t count, std::uint8_t* plane) {
-  constexpr std::size_t halves = 2;
   Reader reader(body);
   std::span<const std::uint8_t> head, form, streams[halves], escapes[halves];
   if (!reader.take(24, head) || head[2] != 0 || head[3] != 0 || !reader.take(word_at(head, 4), form)) return "a coded plane is cut";
@@ -54,7 +59,6 @@ std::string decode_coded(const RansPath& path, std::span<const std::uint8_t> bod
   std::array<RansTable, halves> tables;
   std::array<std::uint8_t, halves * rans_symbols> values;
   std::array<RansDecodeJob, halves> jobs;
-  static constexpr std::uint16_t run_tables[halves] = {0, 1};
   for (std::size_t half = 0; half < halves; ++half) {
     Frequencies row;
     std::copy_n(frequencies.begin() + static_cast<std::ptrdiff_t>(half * rans_symbols), rans_symbols, row.begin());
@@ -70,19 +74,127 @@ std::string decode_coded(const RansPath& path, std::span<const std::uint8_t> bod
   return rans_decode(path, jobs, 1) ? "" : "a coded plane's streams hold other than its values";
 }
 
+void put_word(std::vector<std::uint8_t>& out, std::size_t word) {
+  for (int shift = 0; shift < 32; shift += 8) out.push_back(static_cast<std::uint8_t>(word >> shift));
+}
+
+// How often each value stands at every `stride`-th place.
+Tally counted(std::span<const std::uint8_t> values, std::size_t stride = 1) {
+  // Four tallies: adding to one number twice in a row would wait for itself.
+  std::array<Tally, 4> tallies{};
+  for (std::size_t i = 0, turn = 0; i < values.size(); i += stride, ++turn) ++tallies[turn % 4][values[i]];
+  for (std::size_t value = 0; value < 256; ++value) {
+    tallies[0][value] += tallies[1][value] + tallies[2][value] + tallies[3][value];
+  }
+  return tallies[0];
+}
+
+// A plane of noise can't shrink; a sample's bits tell without counting the plane.
+bool is_noise(std::span<const std::uint8_t> plane) {
+  constexpr std::size_t sampled = 16384;
+  constexpr double noise_bits = 8 * 0.99;
+  const std::size_t stride = std::max<std::size_t>(1, plane.size() / sampled), count = (plane.size() + stride - 1) / stride;
+  double bits = 0.0;
+  for (const std::uint32_t each : counted(plane, stride)) {
+    const double share = static_cast<double>(each) / static_cast<double>(count);
+    if (each != 0) bits -= share * std::log2(share);
+  }
+  return bits > noise_bits;
+}
+
+// The first of the 31 neighbouring values, modulo 256, that hold most counts; the lowest of equals.
+std::uint8_t best_base(const Tally& counts) {
+  std::uint32_t sum = 0, most = 0;
+  for (std::size_t value = 0; value < rans_escape; ++value) sum += counts[value];
+  std::size_t best = 0;
+  for (std::size_t base = 0; base < 256; ++base) {
+    if (sum > most) best = base, most = sum;
+    sum += counts[(base + rans_escape) % 256] - counts[base];
+  }
+  return static_cast<std::uint8_t>(best);
+}
+
+// Appends the coded form of a plane, which may be longer than the plane. `room`: as many bytes, for its symbols.
+void encode_coded(const RansPath& path, std::span<const std::uint8_t> plane, int width, std::uint8_t* room,
+                  std::vector<std::uint8_t>& out) {
+  const std::size_t count = plane.size() / halves, stream_max = rans_stream_bytes_max(count);
+  const auto streams = std::make_unique_for_overwrite<std::uint8_t[]>(halves * stream_max);
+  std::array<std::uint16_t, halves * rans_symbols> frequencies;
+  std::array<RansTable, halves> tables;
+  std::array<RansEncodeJob, halves> jobs;
+  std::array<std::uint8_t, halves> bases{};
+  std::array<std::vector<std::uint8_t>, halves> escapes;
+  for (std::size_t half = 0; half < halves; ++half) {
+    const std::uint8_t* const values = plane.data() + half * count;
+    std::uint8_t* const symbols = room + half * count;
+    const Tally counts = counted({values, count});
+    const std::uint8_t base = bases[half] = width == 8 ? best_base(counts) : 0;
+    std::array<std::uint64_t, rans_symbols> by_symbol{};
+    for (std::size_t each = 0; each < 256; ++each) by_symbol[std::min<std::size_t>(each, rans_escape)] += counts[(base + each) % 256];
+    for (std::size_t i = 0; i < count; ++i) symbols[i] = std::min(static_cast<std::uint8_t>(values[i] - base), rans_escape);
+    for (std::size_t i = 0; width == 8 && escapes[half].size() < by_symbol[rans_escape]; ++i) {
+      if (symbols[i] == rans_escape) escapes[half].push_back(values[i]);
+    }
+    Frequencies row;
+    rans_quantise(by_symbol, row);
+    rans_build(row, tables[half]);
+    std::ranges::copy(row, frequencies.begin() + static_cast<std::ptrdiff_t>(half * rans_symbols));
+    jobs[half] = {tables, {run_tables + half, 1}, {streams.get() + half * stream_max, stream_max}, symbols, count, count, 0};
+  }
+  rans_encode(path, jobs);
+  const std::vector<std::uint8_t> form = rans_write_tables(frequencies);
+  out.insert(out.end(), {bases[0], bases[1], 0, 0});
+  put_word(out, form.size());
+  for (const auto& each : escapes) put_word(out, each.size());
+  for (const auto& job : jobs) put_word(out, job.stream_bytes);
+  out.insert(out.end(), form.begin(), form.end());
+  for (const auto& job : jobs) out.insert(out.end(), job.stream.end() - static_cast<std::ptrdiff_t>(job.stream_bytes), job.stream.end());
+  for (const auto& each : escapes) out.insert(out.end(), each.begin(), each.end());
+}
+
 }  // namespace
+
+std::vector<std::uint8_t> lossless_encode(const RansPath& path, std::span<const std::uint8_t> elements, SplitFormat format) {
+  const std::size_t planes = plane_count(format), count = elements.size() / item_bytes(format);
+  if (count == 0 || count % halves != 0 || elements.size() != count * item_bytes(format)) return {};
+  // The planes, and room for the symbols of one.
+  const auto room = std::make_unique_for_overwrite<std::uint8_t[]>((planes + 1) * count);
+  split_planes(elements, format, room.get());
+  std::vector<std::uint8_t> section(head_bytes * planes);
+  section.reserve(section.size() + planes * count);
+  for (std::size_t number = 0; number < planes; ++number) {
+    const std::span<const std::uint8_t> plane(room.get() + number * count, count);
+    const std::size_t start = section.size();
+    const int width = plane_bits(format, number);
+    std::uint8_t method = stored;
+    if (std::memcmp(plane.data(), plane.data() + 1, count - 1) == 0) {
+      method = constant;
+      section.push_back(plane[0]);
+    } else if (width < 8 || !is_noise(plane)) {
+      encode_coded(path, plane, width, room.get() + planes * count, section);
+      method = section.size() - start < count ? coded : stored;
+    }
+    if (method == stored) section.resize(start);
+    if (method == stored) section.insert(section.end(), plane.begin(), plane.end());
+    std::uint8_t* const head = section.data() + head_bytes * number;
+    head[0] = method;
+    const auto size = static_cast<std::uint32_t>(section.size() - start);
+    std::memcpy(head + 4, &size, sizeof size);
+  }
+  return section;
+}
 
 std::string lossless_decode(const RansPath& path, std::span<const std::uint8_t> section, SplitFormat format,
                             std::span<std::uint8_t> elements) {
   const std::size_t planes = plane_count(format), count = elements.size() / item_bytes(format);
-  if (count == 0 || count % 2 != 0 || elements.size() != count * item_bytes(format)) return "a layer is keys and as many values";
+  if (count == 0 || count % halves != 0 || elements.size() != count * item_bytes(format)) return "a layer is keys and as many values";
   Reader reader(section);
   std::span<const std::uint8_t> heads;
-  if (!reader.take(8 * planes, heads)) return "a section is cut";
+  if (!reader.take(head_bytes * planes, heads)) return "a section is cut";
   const auto room = std::make_unique_for_overwrite<std::uint8_t[]>(planes * count);
   PlaneBytes bytes;
   for (std::size_t plane = 0; plane < planes; ++plane) {
-    const auto head = heads.subspan(8 * plane, 8);
+    const auto head = heads.subspan(head_bytes * plane, head_bytes);
     const int width = plane_bits(format, plane);
     std::uint8_t* const own = room.get() + plane * count;
     std::span<const std::uint8_t> body;

@@ -36,21 +36,14 @@ void join_words(const PlaneBytes& planes, std::size_t count, std::uint8_t* __res
   }
 }
 
-bool are_sizes_valid(std::size_t elements_bytes, std::size_t planes_bytes, SplitFormat format) {
-  const std::size_t count = elements_bytes / item_bytes(format);
-  return elements_bytes == count * item_bytes(format) && planes_bytes == count * plane_count(format);
-}
-
 }  // namespace
 
-bool split_planes(std::span<const std::uint8_t> elements, SplitFormat format, std::span<std::uint8_t> planes) {
-  if (!are_sizes_valid(elements.size(), planes.size(), format)) return false;
+void split_planes(std::span<const std::uint8_t> elements, SplitFormat format, std::uint8_t* planes) {
   const std::size_t count = elements.size() / item_bytes(format);
   const std::uint8_t* const from = elements.data();
-  if (format == SplitFormat::bfloat16) split_words<SplitFormat::bfloat16, std::uint16_t>(from, count, planes.data());
-  if (format == SplitFormat::float16) split_words<SplitFormat::float16, std::uint16_t>(from, count, planes.data());
-  if (format == SplitFormat::float32) split_words<SplitFormat::float32, std::uint32_t>(from, count, planes.data());
-  return true;
+  if (format == SplitFormat::bfloat16) split_words<SplitFormat::bfloat16, std::uint16_t>(from, count, planes);
+  if (format == SplitFormat::float16) split_words<SplitFormat::float16, std::uint16_t>(from, count, planes);
+  if (format == SplitFormat::float32) split_words<SplitFormat::float32, std::uint32_t>(from, count, planes);
 }
 
 void join_planes(const PlaneBytes& planes, SplitFormat format, std::span<std::uint8_t> elements) {

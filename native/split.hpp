@@ -25,10 +25,10 @@ constexpr int plane_bits(SplitFormat format, std::size_t plane) {
   return std::array{5, 3, 8}[plane];
 }
 
-// Returns false, touching nothing, unless the spans hold whole items and the planes of exactly as many.
-bool split_planes(std::span<const std::uint8_t> elements, SplitFormat format, std::span<std::uint8_t> planes);
+// Writes the planes one after another, each of as many bytes as there are whole items in `elements`.
+void split_planes(std::span<const std::uint8_t> elements, SplitFormat format, std::uint8_t* planes);
 
-// Where each plane's bytes are, as many as there are whole items in `elements`.
+// Where each plane's bytes are.
 using PlaneBytes = std::array<const std::uint8_t*, 4>;
 void join_planes(const PlaneBytes& planes, SplitFormat format, std::span<std::uint8_t> elements);
 

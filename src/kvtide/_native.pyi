@@ -3,15 +3,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-def split_planes(elements: NDArray[np.uint8], dtype: str, planes: NDArray[np.uint8]) -> None: ...
+def lossless_encode(path: str, layer: NDArray[np.uint8], dtype: str) -> NDArray[np.uint8]: ...
 def lossless_decode(path: str, section: NDArray[np.uint8], dtype: str, layer: NDArray[np.uint8]) -> str: ...
-def map_bytes(
-    values: NDArray[np.uint8],
-    run_symbols: int,
-    run_tables: NDArray[np.uint16],
-    maps: NDArray[np.uint8],
-    out: NDArray[np.uint8],
-) -> None: ...
 def delta_energy(values: NDArray[np.uint8], element_type: int, tokens: int, channels: int, group: int) -> float: ...
 def quantise_groups(
     values: NDArray[np.uint8],

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import LosslessCodec
 from kvtide.errors import CorruptPayload
@@ -140,6 +141,12 @@ def test_every_truncation_is_corrupt(dtype: KVDtype) -> None:
             CODEC.decode(meta, [Section(section.id, bytes(section.data)[:size])], np.empty_like(bits))
     with pytest.raises(CorruptPayload):
         CODEC.decode(meta, [Section(section.id, bytes(section.data) + b"\0")], np.empty_like(bits))
+
+
+@pytest.mark.parametrize("size", [0, 3, 6])
+def test_no_layer_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="keys and as many values"):
+        _native.lossless_encode("portable", np.zeros(size, np.uint8), "bfloat16")
 
 
 def test_stored_values_wider_than_their_plane_are_corrupt() -> None:
