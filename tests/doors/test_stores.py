@@ -20,6 +20,7 @@ from kvtide.clock import SystemClock
 from kvtide.config import Limits
 from kvtide.engines.transformers import attach
 from kvtide.tier.disk import DiskTier
+from kvtide.tier.ram import MemoryTier
 from kvtide_lab.bench.services import free_ports, valkey_command, valkey_server, wait_until
 
 HELD = 'kvtide_tier_objects{tier="memory"}'
@@ -189,6 +190,14 @@ def test_policy_says_what_leaves(tmp_path: Path, kind: str, policy: str, is_ofte
     else:
         found = kept(tmp_path, f"disk://{tmp_path / 'store'}?policy={policy}", 90_000, "disk_bytes_max = 400000")
     assert (1 in found, 8 in found, len(found) < 8) == (is_often_used_kept, True, True)
+
+
+@pytest.mark.parametrize(("option", "has_order"), [("", True), ("?policy=fifo", False)])
+def test_disk_goes_by_age_where_its_url_says_so(tmp_path: Path, tiny_model: Any, option: str, has_order: bool) -> None:
+    with attach(tiny_model, f"disk://{tmp_path / 'store'}{option}") as cached:
+        # What stands in front has no such order.
+        heard = {name: tier.hears_requests for name, tier in cached.cache.tiers.open_tiers.items()}
+    assert heard == {MemoryTier.name: True, DiskTier.name: has_order}
 
 
 @door("Valkey and Redis")

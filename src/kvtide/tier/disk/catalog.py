@@ -19,7 +19,7 @@ from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
 
 # A segment goes when this share of its bytes was given up; the rest moves where there is room.
-_GIVEN_UP_SHARE = 0.5
+_GIVEN_UP_SHARE = 0.75
 REFUSED_MAX = 4096
 
 

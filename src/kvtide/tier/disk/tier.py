@@ -29,7 +29,7 @@ READ_TRIES_MAX = 3
 
 
 class DiskTier(CountingTier):
-    """A store directory of at most `bytes_max` on the disk; whole segments are evicted, oldest first."""
+    """A store directory of at most `bytes_max` on the disk; whole segments are evicted."""
 
     name = "disk"
     is_own = can_lend = can_replace = True
