@@ -12,6 +12,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from kvtide.evict import EvictionOrder, Hint, States
 from kvtide.tier.disk.segment import CatalogEntry, record_bytes
@@ -130,6 +131,8 @@ class Catalog:
             assert len(by_id) == len(by_segment)
             assert self.used_bytes == sum(copies[-1].header.size for copies in self._by_id.values())
             assert all(self._by_segment.values()) and all(self._by_id.values())
+            if self._order is not None:
+                self._order.check()
 
 
 class Lineage:
@@ -168,15 +171,25 @@ class Lineage:
                 self._refused.popitem(last=False)
 
 
+class _Ranked(NamedTuple):
+    """An object's parent and size as it entered, and the segment where its bytes count as given up, if it is known."""
+
+    parent: BlockKey
+    size: int
+    segment: int | None = None
+
+
 class GivenUp:
     """An order, and the objects that it gave up already. Safe to use from several threads."""
 
     def __init__(self, order: EvictionOrder) -> None:
         self._order = order
         self._lock = threading.RLock()
-        # With the parent and the size that they entered with.
-        self._given_up: dict[ObjectId, tuple[BlockKey, int]] = {}
-        self._entered: dict[ObjectId, tuple[BlockKey, int]] = {}
+        self._given_up: dict[ObjectId, _Ranked] = {}
+        self._entered: dict[ObjectId, _Ranked] = {}
+        # Of each segment, the bytes of records that were given up: counted as they come and go, since a full disk asks
+        # for every few blocks.
+        self._bytes = Counter[int]()
 
     def __contains__(self, object_id: ObjectId) -> bool:
         return object_id in self._given_up
@@ -203,21 +216,30 @@ class GivenUp:
             self._order.note_use(object_id)
 
     def _take_back(self, object_id: ObjectId) -> None:
-        found = self._given_up.pop(object_id, None)
+        found = self._dropped(object_id)
         if found is not None:
-            self._order.enter(object_id, *found)
+            self._order.enter(object_id, found.parent, found.size)
+
+    def _dropped(self, object_id: ObjectId) -> _Ranked | None:
+        """Count an object as given up no more; return it, None if it was not."""
+        found = self._given_up.pop(object_id, None)
+        if found is not None and found.segment is not None:
+            self._bytes[found.segment] -= record_bytes(found.size)
+            if not self._bytes[found.segment]:
+                del self._bytes[found.segment]
+        return found
 
     def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
         """Rank an object."""
         with self._lock:
-            self._entered[object_id] = (parent, size)
+            self._entered[object_id] = _Ranked(parent, size)
             self._order.enter(object_id, parent, size)
 
     def leave(self, object_id: ObjectId) -> None:
         """Forget an object."""
         with self._lock:
             self._entered.pop(object_id, None)
-            if self._given_up.pop(object_id, None) is None:
+            if self._dropped(object_id) is None:
                 self._order.leave(object_id)
 
     def segments(
@@ -230,28 +252,40 @@ class GivenUp:
 
         sizes: the bytes of each segment that may go.
         """
-        given_up = Counter[int]()
 
-        def count(object_id: ObjectId) -> None:
-            # Never while the lock is held: the catalog, which finds it, calls here under its own.
-            entry = find(object_id)
-            if entry is not None and entry.header.segment in sizes:
-                given_up[entry.header.segment] += record_bytes(entry.header.size)
+        def share(number: int) -> float:
+            return self._bytes[number] / sizes[number]
 
         with self._lock:
-            before = list(self._given_up)
-        for object_id in before:
-            count(object_id)
+            is_due = any(share(number) >= _GIVEN_UP_SHARE for number in self._bytes.keys() & sizes)
         leaving = self._order.victims(may_go)
         try:
-            while not any(count >= _GIVEN_UP_SHARE * sizes[number] for number, count in given_up.items()):
+            while not is_due:
                 with self._lock:
                     gone = next(leaving, None)
                     if gone is None:
                         break
                     self._given_up[gone] = self._entered[gone]
-                count(gone)
+                # Never while the lock is held: the catalog, which finds it, calls here under its own.
+                entry = find(gone)
+                with self._lock:
+                    # A use may have taken it back meanwhile.
+                    if entry is not None and gone in self._given_up:
+                        number = entry.header.segment
+                        self._given_up[gone] = self._given_up[gone]._replace(segment=number)
+                        self._bytes[number] += record_bytes(self._given_up[gone].size)
+                        is_due = number in sizes and share(number) >= _GIVEN_UP_SHARE
         finally:
             with self._lock:
                 leaving.close()
-        return sorted(given_up, key=lambda number: -given_up[number] / sizes[number])
+        with self._lock:
+            return sorted(self._bytes.keys() & sizes, key=lambda number: -share(number))
+
+    def check(self) -> None:
+        """AssertionError if other bytes count as given up than were."""
+        counted = Counter[int]()
+        with self._lock:
+            for each in self._given_up.values():
+                if each.segment is not None:
+                    counted[each.segment] += record_bytes(each.size)
+            assert counted == self._bytes
