@@ -311,7 +311,7 @@ class SegmentLog:
         sizes = {number: found.size for number, found in self._directory.segments.items() if not found.is_mine}
         held = partial(self._is_held, ancestors)
         ranked = self.given_up.segments(sizes, self.catalog.find, lambda object_id: not held(object_id))
-        return [*ranked, *(number for number in numbers if number not in ranked)]
+        return [*dict.fromkeys([*ranked, *numbers])]
 
     def _is_held(self, ancestors: frozenset[BlockKey], object_id: ObjectId) -> bool:
         return object_id.key in ancestors or self._is_pinned(object_id.key)
