@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _DEVICE = "device://"
 _MEMORY = "memory://"
-# The policy of a disk whose segments go by age; what was used in them since may stay.
+# The policy of a disk whose URL names none: segments go by age, and what was used in them since may stay.
 _OLDEST = "fifo"
 # Schemes of what has records, and how long it may take to answer about them.
 _SERVERS = ("http", "https", "http+unix", *POOL_SCHEMES)
@@ -67,7 +67,7 @@ def _open_plain(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> 
         from kvtide.tier.disk import DiskTier
 
         policy = _policy_of(url)
-        order = None if policy == _OLDEST else order_named(policy, clock, limits.disk_bytes_max)
+        order = None if policy in {None, _OLDEST} else order_named(policy, clock, limits.disk_bytes_max)
         return DiskTier(path, limits.disk_bytes_max, clock, is_pinned, order=order)
     if parts.scheme == "memory":
         return MemoryTier(
