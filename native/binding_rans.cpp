@@ -1,4 +1,6 @@
 // Binds the rANS coder: a table set as a class, streams as one buffer and their sizes.
+#include <functional>
+
 #include "binding_streams.hpp"
 
 namespace kvtide {
@@ -58,14 +60,9 @@ void count_bytes(const Array<const std::uint8_t, 2>& values, std::size_t run_sym
   nb::gil_scoped_release release;
   for (std::size_t row = 0; row < values.shape(0); ++row) {
     for (std::size_t start = 0, run = 0; start < count; start += run_symbols, ++run) {
-      const auto values_of_run = row_of(values, row).subspan(start, std::min(run_symbols, count - start));
-      // Four tallies: adding to one number twice in a row would wait for itself.
-      std::uint64_t tallies[4][256] = {};
-      for (std::size_t i = 0; i < values_of_run.size(); ++i) ++tallies[i % 4][values_of_run[i]];
-      std::uint64_t* to = row_of(counts, row_of(run_tables, row)[run]).data();
-      for (std::size_t value = 0; value < 256; ++value) {
-        to[value] += tallies[0][value] + tallies[1][value] + tallies[2][value] + tallies[3][value];
-      }
+      const auto found = byte_counts(row_of(values, row).subspan(start, std::min(run_symbols, count - start)));
+      const auto sums = row_of(counts, row_of(run_tables, row)[run]);
+      std::ranges::transform(found, sums, sums.begin(), std::plus());
     }
   }
 }

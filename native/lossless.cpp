@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 
 namespace kvtide {
@@ -14,7 +15,6 @@ constexpr std::uint8_t stored = 0, constant = 1, coded = 2;
 constexpr std::size_t halves = 2;
 constexpr std::uint16_t run_tables[halves] = {0, 1};
 constexpr std::size_t head_bytes = 8;
-using Tally = std::array<std::uint32_t, 256>;
 
 // Takes bytes from the front of what is left of a section.
 class Reader {
@@ -78,24 +78,13 @@ void put_word(std::vector<std::uint8_t>& out, std::size_t word) {
   for (int shift = 0; shift < 32; shift += 8) out.push_back(static_cast<std::uint8_t>(word >> shift));
 }
 
-// How often each value stands at every `stride`-th place.
-Tally counted(std::span<const std::uint8_t> values, std::size_t stride = 1) {
-  // Four tallies: adding to one number twice in a row would wait for itself.
-  std::array<Tally, 4> tallies{};
-  for (std::size_t i = 0, turn = 0; i < values.size(); i += stride, ++turn) ++tallies[turn % 4][values[i]];
-  for (std::size_t value = 0; value < 256; ++value) {
-    tallies[0][value] += tallies[1][value] + tallies[2][value] + tallies[3][value];
-  }
-  return tallies[0];
-}
-
 // A plane of noise can't shrink; a sample's bits tell without counting the plane.
 bool is_noise(std::span<const std::uint8_t> plane) {
   constexpr std::size_t sampled = 16384;
   constexpr double noise_bits = 8 * 0.99;
   const std::size_t stride = std::max<std::size_t>(1, plane.size() / sampled), count = (plane.size() + stride - 1) / stride;
   double bits = 0.0;
-  for (const std::uint32_t each : counted(plane, stride)) {
+  for (const std::uint64_t each : byte_counts(plane, stride)) {
     const double share = static_cast<double>(each) / static_cast<double>(count);
     if (each != 0) bits -= share * std::log2(share);
   }
@@ -103,8 +92,8 @@ bool is_noise(std::span<const std::uint8_t> plane) {
 }
 
 // The first of the 31 neighbouring values, modulo 256, that hold most counts; the lowest of equals.
-std::uint8_t best_base(const Tally& counts) {
-  std::uint32_t sum = 0, most = 0;
+std::uint8_t best_base(const std::array<std::uint64_t, 256>& counts) {
+  std::uint64_t sum = 0, most = 0;
   for (std::size_t value = 0; value < rans_escape; ++value) sum += counts[value];
   std::size_t best = 0;
   for (std::size_t base = 0; base < 256; ++base) {
@@ -114,8 +103,8 @@ std::uint8_t best_base(const Tally& counts) {
   return static_cast<std::uint8_t>(best);
 }
 
-// Appends the coded form of a plane, which may be longer than the plane. `room`: as many bytes, for its symbols.
-void encode_coded(const RansPath& path, std::span<const std::uint8_t> plane, int width, std::uint8_t* room,
+// Appends the coded form of a plane, which may be longer than the plane. `room`: as many bytes, for its symbols. False if it has none.
+bool encode_coded(const RansPath& path, std::span<const std::uint8_t> plane, int width, std::uint8_t* room,
                   std::vector<std::uint8_t>& out) {
   const std::size_t count = plane.size() / halves, stream_max = rans_stream_bytes_max(count);
   const auto streams = std::make_unique_for_overwrite<std::uint8_t[]>(halves * stream_max);
@@ -127,7 +116,7 @@ void encode_coded(const RansPath& path, std::span<const std::uint8_t> plane, int
   for (std::size_t half = 0; half < halves; ++half) {
     const std::uint8_t* const values = plane.data() + half * count;
     std::uint8_t* const symbols = room + half * count;
-    const Tally counts = counted({values, count});
+    const auto counts = byte_counts({values, count});
     const std::uint8_t base = bases[half] = width == 8 ? best_base(counts) : 0;
     std::array<std::uint64_t, rans_symbols> by_symbol{};
     for (std::size_t each = 0; each < 256; ++each) by_symbol[std::min<std::size_t>(each, rans_escape)] += counts[(base + each) % 256];
@@ -136,12 +125,11 @@ void encode_coded(const RansPath& path, std::span<const std::uint8_t> plane, int
       if (symbols[i] == rans_escape) escapes[half].push_back(values[i]);
     }
     Frequencies row;
-    rans_quantise(by_symbol, row);
-    rans_build(row, tables[half]);
+    if (!rans_quantise(by_symbol, row) || !rans_build(row, tables[half])) return false;
     std::ranges::copy(row, frequencies.begin() + static_cast<std::ptrdiff_t>(half * rans_symbols));
     jobs[half] = {tables, {run_tables + half, 1}, {streams.get() + half * stream_max, stream_max}, symbols, count, count, 0};
   }
-  rans_encode(path, jobs);
+  if (!rans_encode(path, jobs)) return false;
   const std::vector<std::uint8_t> form = rans_write_tables(frequencies);
   out.insert(out.end(), {bases[0], bases[1], 0, 0});
   put_word(out, form.size());
@@ -150,6 +138,7 @@ void encode_coded(const RansPath& path, std::span<const std::uint8_t> plane, int
   out.insert(out.end(), form.begin(), form.end());
   for (const auto& job : jobs) out.insert(out.end(), job.stream.end() - static_cast<std::ptrdiff_t>(job.stream_bytes), job.stream.end());
   for (const auto& each : escapes) out.insert(out.end(), each.begin(), each.end());
+  return true;
 }
 
 }  // namespace
@@ -157,6 +146,7 @@ void encode_coded(const RansPath& path, std::span<const std::uint8_t> plane, int
 std::vector<std::uint8_t> lossless_encode(const RansPath& path, std::span<const std::uint8_t> elements, SplitFormat format) {
   const std::size_t planes = plane_count(format), count = elements.size() / item_bytes(format);
   if (count == 0 || count % halves != 0 || elements.size() != count * item_bytes(format)) return {};
+  if (count > std::numeric_limits<std::uint32_t>::max()) return {};
   // The planes, and room for the symbols of one.
   const auto room = std::make_unique_for_overwrite<std::uint8_t[]>((planes + 1) * count);
   split_planes(elements, format, room.get());
@@ -171,8 +161,8 @@ std::vector<std::uint8_t> lossless_encode(const RansPath& path, std::span<const 
       method = constant;
       section.push_back(plane[0]);
     } else if (width < 8 || !is_noise(plane)) {
-      encode_coded(path, plane, width, room.get() + planes * count, section);
-      method = section.size() - start < count ? coded : stored;
+      const bool is_coded = encode_coded(path, plane, width, room.get() + planes * count, section);
+      method = is_coded && section.size() - start < count ? coded : stored;
     }
     if (method == stored) section.resize(start);
     if (method == stored) section.insert(section.end(), plane.begin(), plane.end());

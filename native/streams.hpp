@@ -55,6 +55,17 @@ inline bool are_runs_valid(std::size_t count, std::size_t run_symbols, std::span
          std::all_of(run_tables.begin(), run_tables.end(), [&](std::uint16_t table) { return table < table_count; });
 }
 
+// How often each value stands at every `stride`-th place.
+inline std::array<std::uint64_t, 256> byte_counts(std::span<const std::uint8_t> values, std::size_t stride = 1) {
+  // Four tallies: adding to one number twice in a row would wait for itself.
+  std::array<std::array<std::uint64_t, 256>, 4> tallies{};
+  for (std::size_t i = 0, turn = 0; i < values.size(); i += stride, ++turn) ++tallies[turn % 4][values[i]];
+  for (std::size_t value = 0; value < 256; ++value) {
+    tallies[0][value] += tallies[1][value] + tallies[2][value] + tallies[3][value];
+  }
+  return tallies[0];
+}
+
 // Tells whether counts have a sum from 1 to counts_max - 1.
 inline bool are_counts_valid(Counts counts) {
   std::uint64_t total = 0;
