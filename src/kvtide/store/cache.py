@@ -31,7 +31,7 @@ from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
 from kvtide.tier.faults import FaultGuard
 from kvtide.tier.stack import TierStack, wants_latest
-from kvtide.types import Namespace, ObjectId, TierStats
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire import object_bytes_max
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Cache:
         assert len(self.tiers.tier_names) <= QUEUE_TIER
         self.tiers.observe(
             lambda object_id, tier, size: self.index.place(object_id.key, tier),
-            lambda object_id, tier: self.index.remove(object_id.key, tier),
+            lambda object_id, tier: self.access.gone.extend(self.index.remove(object_id.key, tier)),
         )
         self.guarded("open", self.tiers.open, None)
         self.guarded("list", self._restore, None)
@@ -188,10 +188,16 @@ class Cache:
         """
         return self.guarded("look up", partial(self._match, ids, hint), 0) if self.is_open else 0
 
-    def advise(self, ids: Sequence[ObjectId], hint: Advice) -> None:
-        """Take a prompt's advice before the prompt is looked up, where that is done by others."""
+    def advise(self, ids: Sequence[ObjectId], hint: Advice | None = None) -> None:
+        """Note a prompt, and its advice, where others look it up."""
         if self.is_open:
             self.guarded("advise", partial(self._note_request, ids, hint), None)
+
+    def take_gone(self) -> tuple[BlockKey, ...]:
+        """Return blocks that were stored or queued and are nowhere any more, the last ones, each once."""
+        gone = self.access.gone
+        found = dict.fromkeys(gone.popleft() for _ in range(len(gone)))
+        return tuple(key for key in found if not self.index.is_held(key))
 
     def prefetch(self, metas: Sequence[BlockMeta]) -> int:
         """Have blocks that are in slower tiers brought to the faster ones; return how many leading ones are queued."""

@@ -198,7 +198,7 @@ class Placer:
         guarded("store", partial(self.place, block.meta, partial(self._packed, block, codec)), False)
         if isinstance(codec, LevelledCodec) and codec.coarser and not block.is_exact:
             guarded("store levels", partial(self._place_levels, block, codec), None)
-        self._index.remove(block.meta.id.key, QUEUE_TIER)
+        self._access.gone.extend(self._index.remove(block.meta.id.key, QUEUE_TIER))
 
     def do_chores(self) -> None:
         """Look for profiles, and tell the tiers what engines decided since they were told last. Raises nothing."""

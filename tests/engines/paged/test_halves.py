@@ -264,6 +264,52 @@ def test_deleted_block_fails_its_pages_and_is_forgotten(second: ToyEngine) -> No
     assert second.ask("c", PROMPT) == BLOCK
 
 
+# One of the prompt's blocks, in whole pages.
+OBJECT_BYTES = 4096
+
+
+@pytest.fixture
+def short(open_cache: Callable[..., Cache]) -> Iterator[ToyEngine]:
+    """An engine whose memory has room for the prompt's blocks alone."""
+    engine = ToyEngine(partial(open_cache, memory_bytes_max=3 * OBJECT_BYTES), "memory://")
+    engine.compute("a", PROMPT)
+    assert [0 < each.size <= OBJECT_BYTES for each in engine.worker.cache.tiers.objects()] == 3 * [True]
+    yield engine
+    engine.close()
+
+
+OTHER = [token + 1000 for token in PROMPT]
+
+
+def test_what_left_or_was_refused_is_found_no_more_and_stored_again(short: ToyEngine) -> None:
+    short.compute("b", OTHER)
+    short.worker.cache.tiers.put_from = lambda *arguments: False  # type: ignore[method-assign]
+    short.compute("c", [5, *PROMPT])
+    del short.worker.cache.tiers.put_from
+    short.scheduler.heard(short.worker.report(1))
+    asked = {"d": PROMPT, "e": OTHER, "f": [5, *PROMPT]}
+    found = {request: short.ask(request, tokens) for request, tokens in asked.items()}
+    assert found == {"d": 0, "e": 3 * BLOCK, "f": 0}
+    # For one step what was found stays.
+    short.step()
+    short.compute("g", PROMPT)
+    short.scheduler.heard(short.worker.report(2))
+    assert short.ask("h", PROMPT) == 3 * BLOCK
+
+
+def test_what_was_found_for_a_request_that_waits_does_not_leave_before_it_is_loaded(short: ToyEngine) -> None:
+    for request in "bc":
+        # Each step asks for who waits, and has no room for it.
+        assert short.ask("waiting", PROMPT) == 3 * BLOCK
+        short.compute(request, [ord(request), *PROMPT])
+    hit, _, failed = short.load("waiting", PROMPT)
+    assert (hit, failed) == (3 * BLOCK, set())
+    short.finish("waiting")
+    short.compute("d", OTHER)
+    short.scheduler.heard(short.worker.report(9))
+    assert (short.ask("e", PROMPT), short.ask("f", OTHER)) == (0, 3 * BLOCK)
+
+
 def test_load_in_which_anything_is_raised_is_a_miss_and_nobody_waits_for_it(
     second: ToyEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,6 +87,8 @@ class SchedulerHalf:
         self._sequences: dict[str, TrackedSequence] = {}
         self._loads: list[LoadOrder] = []
         self._advice: list[AdviceOrder] = []
+        # What was found since the last step.
+        self._held: list[BlockRef] = []
         # First pages of blocks that lie rough in the engine's pages, those of the latest requests last.
         self._rough: OrderedDict[bytes, None] = OrderedDict()
         # When a step began, and its tokens.
@@ -142,6 +144,7 @@ class SchedulerHalf:
         self._count(sequence, why, reach - computed_tokens - max(0, fresh))
         sequence.summary.found_tokens = max(sequence.summary.found_tokens, fresh)
         if fresh <= 0 or self._pays(sequence, fresh):
+            self._held += [*blocks[: hit.blocks], *sequence.offered] if fresh > 0 else []
             return max(0, fresh)
         self._count(sequence, Why.LINK_SLOWER, fresh)
         return 0
@@ -166,8 +169,7 @@ class SchedulerHalf:
             sequence.stream = (now_s + options.stream.within_s, options.stream.quality)
         if options.follow_s:
             sequence.followed = FollowedPrefix(options.follow_s, now_s)
-        if options.hint is not None:
-            self._advice.append(AdviceOrder(tuple(sequence.blocks(tokens)), options.hint))
+        self._advice.append(AdviceOrder(tuple(sequence.blocks(tokens)), options.hint))
         return sequence
 
     def _restored_tokens(
@@ -239,13 +241,14 @@ class SchedulerHalf:
             self._sequences[order.request].summary.stored_blocks += not (order.is_state or order.is_tail)
         loads, self._loads = tuple(self._loads), []
         advice, self._advice = tuple(self._advice), []
+        held, self._held = tuple(self._held), []
         self._step += 1
         # A step that waits for its loads says nothing of how fast the engine computes.
         paced_tokens = 0 if any(load.is_in_step for load in loads) else step_tokens
         self._steps[self._step] = (self._clock.monotonic_s(), paced_tokens)
         if len(self._steps) > STEPS_IN_FLIGHT_MAX:
             self._steps.popitem(last=False)
-        return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice)
+        return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice, held)
 
     def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         sequence = self._sequences.get(scheduled.request)

@@ -56,7 +56,7 @@ class StoreOrder(NamedTuple):
 
 
 class AdviceOrder(NamedTuple):
-    """A hint about the blocks of a request's prompt, and blocks to bring to the fastest tier ahead of another."""
+    """The blocks of a request's prompt, a hint about them, and blocks to bring to the fastest tier ahead of another."""
 
     blocks: tuple[BlockRef, ...]
     hint: Hint | None
@@ -66,7 +66,8 @@ class AdviceOrder(NamedTuple):
 class StepCommands(NamedTuple):
     """All orders of one engine step; `is_idle` if it computes nothing, so that waiting costs nobody.
 
-    heard: the newest step whose reports were known; engines may plan a step before they hear of the one before.
+    heard: the newest step whose reports were known; engines may plan a step before they hear of the one before. held:
+    what was found for requests that wait for room or for their loads; it is not to leave before the next step.
     """
 
     step: int
@@ -75,6 +76,7 @@ class StepCommands(NamedTuple):
     is_idle: bool
     heard: int = 0
     advice: tuple[AdviceOrder, ...] = ()
+    held: tuple[BlockRef, ...] = ()
 
 
 class LoadTiming(NamedTuple):

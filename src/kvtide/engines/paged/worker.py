@@ -95,6 +95,7 @@ class WorkerHalf:
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
         self._is_closed = False
         self._step = 0
+        self._held: list[BlockKey] = []
         # Requests whose load within a step failed, and that step: what they compute is on top of nothing.
         self._failed_requests: dict[str, int] = {}
         # Guards all below.
@@ -131,6 +132,10 @@ class WorkerHalf:
         for advice in orders.advice:
             self._loaders.submit(self._advise, advice)
         self._step = orders.step
+        held = [block.ids[self._shard].key for block in orders.held]
+        self.cache.index.pin(held)
+        self.cache.index.unpin(self._held)
+        self._held = held
         # Once the scheduler has heard of it, the engine computes again what was not filled.
         self._failed_requests = {name: step for name, step in self._failed_requests.items() if step > orders.heard}
         can_follow = not orders.loads or self.cache.guarded("follow", self._follow, False)
@@ -151,7 +156,7 @@ class WorkerHalf:
 
     def _advise(self, advice: AdviceOrder) -> None:
         ids = [self.cache.tiers.named(block.ids[self._shard]) for block in advice.blocks]
-        if advice.hint is not None:
+        if ids:
             self.cache.advise(ids, advice.hint)
         if advice.prefetch:
             self.cache.prefetch([self._meta(block) for block in advice.prefetch])
@@ -349,7 +354,8 @@ class WorkerHalf:
         """Return what the scheduler half should know, once."""
         with self._changed:
             found, self._report = self._report, WorkerReport(0)
-        return found._replace(step=step, is_refused=self._is_refused)
+        lost = found.lost + self.cache.take_gone()
+        return found._replace(step=step, lost=lost, is_refused=self._is_refused)
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call, by name: of loads that ended, of blocks and their profiles."""

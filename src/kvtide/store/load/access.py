@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -39,6 +40,8 @@ _Result = TypeVar("_Result")
 AHEAD_THREADS = 2
 # Buffers are kept of so many shapes of blocks: engines have one for each group of layers, and one for tails.
 _LAYOUTS_MAX = 8
+# Blocks that left since somebody asked, those that left last.
+GONE_MAX = 1 << 16
 # Curves are float32, and headers round up.
 QUALITY_SLACK = 2e-3
 
@@ -155,7 +158,7 @@ class LoadAccess:
 
     Blocks that are `queued` are served from there; objects that are corrupt are removed; what is coarser than
     `quality` is not used. coarser_levels: in how many of them blocks are stored besides. counts: outcomes of blocks,
-    by name or by `MissReason`.
+    by name or by `MissReason`. gone: the last blocks that no tier has any more, and the queue neither.
     """
 
     tiers: TierStack
@@ -171,6 +174,7 @@ class LoadAccess:
     coarser_levels: int = 0
     quality_max: float = field(init=False)
     counts: Counts = field(init=False, default_factory=Counts)
+    gone: deque[BlockKey] = field(init=False, default_factory=partial(deque[BlockKey], maxlen=GONE_MAX))
     # Completes, for faster tiers, what streamed loads have left unfinished.
     backfill: Backfill = field(init=False)
 
