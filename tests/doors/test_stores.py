@@ -192,10 +192,8 @@ def test_policy_says_what_leaves(tmp_path: Path, kind: str, policy: str, is_ofte
     assert (1 in found, 8 in found, len(found) < 8) == (is_often_used_kept, True, True)
 
 
-@pytest.mark.parametrize(("option", "has_order"), [("", False), ("?policy=mix", True)])
-def test_disk_goes_by_age_unless_its_url_says_otherwise(
-    tmp_path: Path, tiny_model: Any, option: str, has_order: bool
-) -> None:
+@pytest.mark.parametrize(("option", "has_order"), [("", True), ("?policy=fifo", False)])
+def test_disk_goes_by_age_where_its_url_says_so(tmp_path: Path, tiny_model: Any, option: str, has_order: bool) -> None:
     with attach(tiny_model, f"disk://{tmp_path / 'store'}{option}") as cached:
         # What stands in front has no such order.
         heard = {name: tier.hears_requests for name, tier in cached.cache.tiers.open_tiers.items()}

@@ -18,7 +18,7 @@ from tests.stores import stored_records
 from tests.suites import namespace, smooth_bits
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.clock import ManualClock
+from kvtide.clock import Clock, ManualClock
 from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
@@ -440,8 +440,11 @@ def test_disk_that_evicts_for_real_keeps_what_the_simulator_keeps(
     clock, bytes_max = ManualClock(1e9), DISK_BLOCKS * (4096 + -(-object_bytes_max(layout) // 4096) * 4096)
     simulated = RadixIndex(clock, policy_named(policy), BLOCKS)
     index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 10_000)
-    order = PolicyOrder(policy_named(policy), clock, bytes_max, BLOCKS)
-    disk = DiskTier(tmp_path, bytes_max, clock, index.is_pinned, order=order)
+
+    def order_of(then: Clock) -> PolicyOrder:
+        return PolicyOrder(policy_named(policy), then, bytes_max, BLOCKS)
+
+    disk = DiskTier(tmp_path, bytes_max, clock, index.is_pinned, order_of=order_of)
     codecs, limits = CodecRegistry(()), Limits()
     with Cache(TierStack([disk]), index, codecs.make("raw"), codecs, clock, limits) as cache:
         for metas in made_up_prompts(layout, 150):

@@ -3,6 +3,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -203,10 +204,14 @@ def test_hot_object_moves_when_its_segment_is_evicted(tmp_path: Path) -> None:
     tier.check()
 
 
-def test_disk_with_a_policy_writes_little_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("events_max", [1 << 16, 16])
+def test_disk_with_a_policy_writes_little_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events_max: int
+) -> None:
+    monkeypatch.setattr("kvtide.tier.disk.catalog.EVENTS_MAX", events_max)
     files, clock, bytes_max, size = Written(), ManualClock(1000.0), 16 << 20, 20_000
-    order = order_named("lru", clock, bytes_max)
-    tier = DiskTier(tmp_path, bytes_max, clock, lambda key: False, files, order)
+    order_of = partial(order_named, "lru", bytes_max=bytes_max)
+    tier = DiskTier(tmp_path, bytes_max, clock, lambda key: False, files, order_of)
     tier.open()
     rng = random.Random(3)
     for number in range(1500):

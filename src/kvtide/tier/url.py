@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _DEVICE = "device://"
 _MEMORY = "memory://"
+# The policy of a disk whose segments go by age; what was used in them since may stay.
+_OLDEST = "fifo"
 # Schemes of what has records, and how long it may take to answer about them.
 _SERVERS = ("http", "https", "http+unix", *POOL_SCHEMES)
 OPERATION_S_MAX = 2.0
@@ -65,9 +68,8 @@ def _open_plain(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> 
         from kvtide.tier.disk import DiskTier
 
         policy = _policy_of(url)
-        # Without a policy segments go by age, and what was used in them since may stay.
-        order = None if policy is None else order_named(policy, clock, limits.disk_bytes_max)
-        return DiskTier(path, limits.disk_bytes_max, clock, is_pinned, order=order)
+        order_of = partial(order_named, policy, bytes_max=limits.disk_bytes_max)
+        return DiskTier(path, limits.disk_bytes_max, clock, is_pinned, order_of=None if policy == _OLDEST else order_of)
     if parts.scheme == "memory":
         return MemoryTier(
             limits.memory_bytes_max, clock, is_pinned, _order_of(url, clock, limits.memory_bytes_max, None)
@@ -212,7 +214,7 @@ def stack_of(
     urls = url.split(" ") if "://" in url else [url]
     # What stands in front of a disk or memory of a policy follows it too.
     policy = _policy_of(urls[0]) if urls[0].startswith((_MEMORY, "disk:")) else None
-    option = "" if policy is None else f"?policy={policy}"
+    option = "" if policy in {None, _OLDEST} else f"?policy={policy}"
     front = [_DEVICE + option] if device is not None else []
     memory = [] if urls[0].startswith(_MEMORY) else [_MEMORY + option]
     return tiers_of([*front, *memory, *urls], limits, clock, is_pinned, ranking, device, follows=True)

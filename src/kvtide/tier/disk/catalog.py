@@ -9,19 +9,22 @@ given up is still read until its segment goes; a use takes it back.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from kvtide.clock import Clock, ManualClock
 from kvtide.evict import EvictionOrder, Hint, States
-from kvtide.tier.disk.segment import CatalogEntry, record_bytes
+from kvtide.tier.disk.segment import CatalogEntry, RecordHeader, record_bytes
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
 
 # A segment goes when this share of its bytes was given up; the rest moves where there is room.
 _GIVEN_UP_SHARE = 0.75
 REFUSED_MAX = 4096
+# What an order has not heard of yet, a request counting as many as it asks for.
+EVENTS_MAX = 1 << 16
 
 
 class Catalog:
@@ -54,8 +57,7 @@ class Catalog:
             self._by_segment.setdefault(header.segment, {})[header.offset] = entry
             copies = self._by_id.setdefault(header.id, [])
             if self._order is not None and not copies:
-                parent = header.label.parent if header.label.start else header.id.namespace
-                self._order.enter(header.id, BlockKey(parent), header.size)
+                self._order.note(self._order.hear_enter, header)
             self.used_bytes += header.size - (copies[-1].header.size if copies else 0)
             copies.append(entry)
             self.is_changed = True
@@ -76,7 +78,7 @@ class Catalog:
         with self._lock:
             entry.uses += 1
             if self._order is not None:
-                self._order.note_use(entry.header.id)
+                self._order.note(self._order.hear_use, entry.header.id)
             entry.last_use_ms = now_ms
             self.is_changed = True
 
@@ -101,7 +103,7 @@ class Catalog:
         else:
             del self._by_id[header.id]
             if self._order is not None:
-                self._order.leave(header.id)
+                self._order.note(self._order.hear_leave, header.id)
 
     def in_segment(self, number: int) -> list[CatalogEntry]:
         """Return a segment's entries in the order of their offsets."""
@@ -132,7 +134,7 @@ class Catalog:
             assert self.used_bytes == sum(copies[-1].header.size for copies in self._by_id.values())
             assert all(self._by_segment.values()) and all(self._by_id.values())
             if self._order is not None:
-                self._order.check()
+                self._order.check(self._by_id.keys())
 
 
 class Lineage:
@@ -179,12 +181,34 @@ class _Ranked(NamedTuple):
     segment: int | None = None
 
 
-class GivenUp:
-    """An order, and the objects that it gave up already. Safe to use from several threads."""
+class _Event(NamedTuple):
+    """A call that the order is to hear, when it was, and as how many it counts."""
 
-    def __init__(self, order: EvictionOrder) -> None:
-        self._order = order
+    at_s: float
+    hear: Callable[..., object]
+    words: tuple[object, ...]
+    weight: int
+
+
+class GivenUp:
+    """An order, and the objects that it gave up already. Safe to use from several threads.
+
+    What happens is noted, and the order hears of it once a segment has to go, as if it were then; of what is more than
+    EVENTS_MAX before. So nobody who reads waits for it, and it takes no memory until the disk is full.
+    """
+
+    def __init__(self, order_of: Callable[[Clock], EvictionOrder], clock: Clock) -> None:
+        """order_of: makes the order, by a clock that says when it was what the order hears of."""
+        self._clock = clock
+        self._then = ManualClock(clock.monotonic_s())
+        self._order = order_of(self._then)
         self._lock = threading.RLock()
+        # Never held for long, whatever the order has to hear; events are heard one by one, in their order.
+        self._noting = threading.Lock()
+        self._events = deque[_Event]()
+        self._events_weight = 0
+        # The disk was full once: the order knows what is here, or is told it now.
+        self._is_full = self._is_filling = False
         self._given_up: dict[ObjectId, _Ranked] = {}
         self._entered: dict[ObjectId, _Ranked] = {}
         # Of each segment, the bytes of records that were given up: counted as they come and go, since a full disk asks
@@ -194,26 +218,41 @@ class GivenUp:
     def __contains__(self, object_id: ObjectId) -> bool:
         return object_id in self._given_up
 
-    def note_request(
-        self,
-        namespace: Namespace,
-        keys: Sequence[BlockKey],
-        hint: Hint | None = None,
-        states: States = (),
-    ) -> bool:
-        """Note a request, and take back what it asks for."""
-        with self._lock:
-            is_taken = self._order.note_request(namespace, keys, hint, states)
-            rows = (ObjectId(namespace, key) for key in keys)
-            for object_id in chain(rows, *states) if self._given_up else ():
-                self._take_back(object_id)
-            return is_taken
+    def note(self, hear: Callable[..., object], *words: object, weight: int = 1) -> None:
+        """Note what one of the methods `hear_…` is to be called with."""
+        with self._noting:
+            self._events.append(_Event(self._clock.monotonic_s(), hear, words, weight))
+            self._events_weight += weight
+            is_over = self._events_weight > EVENTS_MAX and not self._is_filling
+        if is_over:
+            self._replay(EVENTS_MAX)
 
-    def note_use(self, object_id: ObjectId) -> None:
-        """Note a read, and take the object back."""
-        with self._lock:
+    def _replay(self, left: int) -> None:
+        """Have the order hear of what was noted first, until `left` is left; of nothing before the disk is full."""
+        while self._events_weight > left:
+            with self._lock:
+                with self._noting:
+                    if self._events_weight <= left:
+                        break
+                    event = self._events.popleft()
+                    self._events_weight -= event.weight
+                if self._is_full:
+                    self._then.advance(max(0.0, event.at_s - self._then.monotonic_s()))
+                    event.hear(*event.words)
+
+    def hear_request(
+        self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None, states: States = ()
+    ) -> None:
+        """Take back what a request asks for."""
+        self._order.note_request(namespace, keys, hint, states)
+        rows = (ObjectId(namespace, key) for key in keys)
+        for object_id in chain(rows, *states) if self._given_up else ():
             self._take_back(object_id)
-            self._order.note_use(object_id)
+
+    def hear_use(self, object_id: ObjectId) -> None:
+        """Take back an object that was read."""
+        self._take_back(object_id)
+        self._order.note_use(object_id)
 
     def _take_back(self, object_id: ObjectId) -> None:
         found = self._dropped(object_id)
@@ -229,18 +268,34 @@ class GivenUp:
                 del self._bytes[found.segment]
         return found
 
-    def enter(self, object_id: ObjectId, parent: BlockKey, size: int) -> None:
-        """Rank an object."""
-        with self._lock:
-            self._entered[object_id] = _Ranked(parent, size)
-            self._order.enter(object_id, parent, size)
+    def hear_enter(self, header: RecordHeader) -> None:
+        """Rank an object, unless it is."""
+        if header.id in self._entered:
+            return
+        parent = BlockKey(header.label.parent if header.label.start else header.id.namespace)
+        self._entered[header.id] = _Ranked(parent, header.size)
+        self._order.enter(header.id, parent, header.size)
 
-    def leave(self, object_id: ObjectId) -> None:
+    def hear_leave(self, object_id: ObjectId) -> None:
         """Forget an object."""
+        if self._entered.pop(object_id, None) is not None and self._dropped(object_id) is None:
+            self._order.leave(object_id)
+
+    def catch_up(self, newest: Callable[[], Sequence[CatalogEntry]]) -> None:
+        """Have the order hear of all that was noted. newest: all that is here, those that came before that too."""
+        if not self._is_full:
+            with self._noting:
+                self._is_filling = True
+                noted = {word.id for event in self._events for word in event.words if isinstance(word, RecordHeader)}
+            # Without the lock: the catalog, which is asked, calls here under its own.
+            for entry in sorted(newest(), key=lambda entry: entry.last_use_ms):
+                if entry.header.id not in noted:
+                    with self._lock:
+                        self.hear_enter(entry.header)
+            self._is_full, self._is_filling = True, False
+        self._replay(0)
         with self._lock:
-            self._entered.pop(object_id, None)
-            if self._dropped(object_id) is None:
-                self._order.leave(object_id)
+            self._then.advance(max(0.0, self._clock.monotonic_s() - self._then.monotonic_s()))
 
     def segments(
         self,
@@ -281,10 +336,12 @@ class GivenUp:
         with self._lock:
             return sorted(self._bytes.keys() & sizes, key=lambda number: -share(number))
 
-    def check(self) -> None:
-        """AssertionError if other bytes count as given up than were."""
+    def check(self, here: Collection[ObjectId]) -> None:
+        """AssertionError if other objects are ranked than are here, or other bytes count as given up than were."""
         counted = Counter[int]()
         with self._lock:
+            self._replay(0)
+            assert self._entered.keys() == (here if self._is_full else set())
             for each in self._given_up.values():
                 if each.segment is not None:
                     counted[each.segment] += record_bytes(each.size)

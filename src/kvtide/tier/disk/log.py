@@ -65,9 +65,9 @@ class SegmentLog:
         is_pinned: IsPinned,
         on_evicted: Callable[[list[ObjectId]], None],
         files: Files,
-        order: EvictionOrder | None = None,
+        order_of: Callable[[Clock], EvictionOrder] | None = None,
     ) -> None:
-        self.given_up = GivenUp(order) if order is not None else None
+        self.given_up = GivenUp(order_of, clock) if order_of is not None else None
         self.catalog = Catalog(self.given_up)
         self._directory = SegmentDirectory(root, bytes_max, files, self.catalog)
         self._segments_bytes_max = bytes_max - _SIDE_FILES * side_file_bytes_max(bytes_max)
@@ -310,6 +310,7 @@ class SegmentLog:
             return numbers
         sizes = {number: found.size for number, found in self._directory.segments.items() if not found.is_mine}
         held = partial(self._is_held, ancestors)
+        self.given_up.catch_up(self.catalog.newest)
         ranked = self.given_up.segments(sizes, self.catalog.find, lambda object_id: not held(object_id))
         return [*dict.fromkeys([*ranked, *numbers])]
 

@@ -41,9 +41,12 @@ class DiskTier(CountingTier):
         clock: Clock,
         is_pinned: IsPinned,
         files: Files | None = None,
-        order: EvictionOrder | None = None,
+        order_of: Callable[[Clock], EvictionOrder] | None = None,
     ) -> None:
-        """order: what ranks objects; without one the oldest segment goes, and what was used in it since may stay."""
+        """order_of: makes what ranks objects, by the clock that it is given.
+
+        Without it the oldest segment goes, and what was used in it since may stay.
+        """
         super().__init__()
         if bytes_max <= 0:
             raise ValueError(f"bytes_max of the disk tier must be positive, got {bytes_max}")
@@ -51,14 +54,17 @@ class DiskTier(CountingTier):
         self._bytes_max = bytes_max
         self._clock = clock
         self._journal = RemovalJournal(root / "removed.log", min(JOURNAL_BYTES_MAX, side_file_bytes_max(bytes_max)))
-        self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files(), order)
-        self.hears_requests = order is not None
+        self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files(), order_of)
+        self.hears_requests = order_of is not None
         self._evictions = 0
         self._on_removed: OnRemoved = lambda object_ids: None
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
+        """Note a prompt; what its advice is worth is found when something must go, so none counts as taken."""
         order, keys = self._log.given_up, [each.key for each in object_ids]
-        return order is not None and order.note_request(object_ids[0].namespace, keys, hint, states)
+        if order is not None:
+            order.note(order.hear_request, object_ids[0].namespace, keys, hint, states, weight=max(1, len(keys)))
+        return False
 
     def offer_to(self, offer: Offer) -> None:
         self._log.offer = offer
