@@ -6,8 +6,7 @@ And the layers of a block as they are stored, which sections are made of. Format
 from __future__ import annotations
 
 import struct
-from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,12 +251,6 @@ class KeyRotation:
         """Return what the native kernels take for some layers."""
         return (*self._tables, self._kinds[layers], *self._dims)
 
-    def at(self, tokens: NDArray[np.int64]) -> KeyRotation:
-        """Return how keys of some tokens turn."""
-        found = copy(self)
-        found._tables = RotaryTables(*(np.ascontiguousarray(table[:, tokens]) for table in self._tables))
-        return found
-
 
 class StoredLayers(NamedTuple):
     """Some layers of a block as they are stored, from `layer_start` on, contiguous, and how their keys turn."""
@@ -271,11 +264,6 @@ class StoredLayers(NamedTuple):
         """Return some of these layers, by their numbers in the model."""
         here = self.bits[layers.start - self.layer_start : layers.stop - self.layer_start]
         return self._replace(bits=here, layer_start=layers.start)
-
-    def at(self, tokens: NDArray[np.int64]) -> StoredLayers:
-        """Return some tokens of these layers, copied."""
-        bits: Any = np.ascontiguousarray(self.bits[:, :, tokens])
-        return self._replace(bits=bits, turns=self.turns.at(tokens))
 
     @property
     def layers(self) -> slice:
