@@ -208,7 +208,7 @@ def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) 
     assert sent == [("always", b"at once")]
     assert isinstance(memory, MemoryTier)
     memory._offer(object_id(2), 1, lambda buffer: True)
-    assert stack.demoter.flush(10) and sent[1:] == [("evicted", b"\0")]
+    assert stack.demoter.wait(10) and sent[1:] == [("evicted", b"\0")]
     assert stack.guard("read", cut, False, "http-2") is False
     assert [(each.name, each.faults) for each in stack.tier_stats()] == [("memory", 0), ("http-1", 0), ("http-2", 1)]
     assert "can't read (http-2 tier), served as a miss: cut" in caplog.text

@@ -311,7 +311,7 @@ def test_what_was_evicted_before_does_not_come_back_by_the_server(server: Runnin
             engine.stack.put_from(object_id(number), bytes(4096))
             if held.arrived.is_set():
                 break
-        engine.stack.demoter.flush(WAIT_S)
+        engine.stack.demoter.wait(WAIT_S)
 
     def then() -> None:
         # The engine has not heard of it yet: the server alone can refuse.

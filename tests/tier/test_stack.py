@@ -19,7 +19,7 @@ from kvtide.config import Limits
 from kvtide.evict import Ranking, ScoreRanking
 from kvtide.evict.ranking import RankedOrder, RecencyRanking
 from kvtide.tier import Tier, stack_of
-from kvtide.tier.background import Demoter
+from kvtide.tier.base import Buffer
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import OPEN_MAX, OpenSegments
 from kvtide.tier.files import Files
@@ -347,35 +347,39 @@ def test_evicted_objects_go_to_the_slower_tier_alone(kind: str, tmp_path: Path, 
     stack.open()
     for number in range(20):
         assert stack.put_from(object_id(number), object_bytes(number, 50_000))
-    assert stack.demoter.flush(10)
+    assert stack.demoter.wait(10)
     stack.demoter.check()
     evicted = {number for number in range(20) if not local.contains(object_id(number))}
     assert evicted and all(remote.contains(object_id(number)) for number in evicted)
     for number in range(20):
         # What the copy of the one before has pushed out is on its way.
-        assert stack.demoter.flush(20)
+        assert stack.demoter.wait(20)
         assert read_all(stack, number) == object_bytes(number, 50_000)
     stack.close()
 
 
-def test_what_finds_no_room_is_dropped() -> None:
+def test_what_finds_no_room_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tier.stack.tier.DEMOTE_BYTES_MAX", 1000)
     go_on, sent = threading.Event(), []
 
-    def put(name: object, data: bytearray) -> None:
+    def put(name: object, data: Buffer) -> bool:
         assert go_on.wait(10)
         sent.append(len(data))
+        return True
 
-    demoter = Demoter(put, bytes_max=1000)
-    demoter.open()
+    local, remote = NamedMemory("memory", PAGE), NamedMemory("remote", PAGE)
+    remote.put_from = put  # type: ignore[method-assign]
+    stack = TierStack([local, remote], demote_to=[remote])
+    stack.open()
     for number in range(5):
-        demoter.offer(object_id(number), 400, lambda buffer: True)
+        local._offer(object_id(number), 400, lambda buffer: True)
     go_on.set()
-    assert demoter.flush(10)
+    assert stack.demoter.wait(10)
     assert sent == [400, 400]
-    demoter.close(1)
-    demoter.offer(object_id(9), 1, lambda buffer: True)
+    stack.close()
+    local._offer(object_id(9), 1, lambda buffer: True)
     assert sent == [400, 400]
-    demoter.check()
+    stack.demoter.check()
 
 
 @pytest.mark.parametrize("scheme", ["http", "pool"])
@@ -390,7 +394,7 @@ def test_engine_keeps_locally_and_demotes_to_servers(scheme: str, tmp_path: Path
         assert server.store.stats().objects == 0
         for number in range(1, 20):
             stack.put_from(object_id(number), object_bytes(number, 50_000))
-        assert stack.demoter.flush(10)
+        assert stack.demoter.wait(10)
         assert server.store.contains(object_id(0))
         assert read_all(stack, 0) == object_bytes(0, 50_000)
         stack.close()

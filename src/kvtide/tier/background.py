@@ -12,11 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 
-from kvtide.tier.base import Fill
-from kvtide.types import ObjectId
-
 CLOSE_S_MAX = 30.0
-DEMOTE_BYTES_MAX = 256 << 20
 
 
 class Background:
@@ -84,30 +80,6 @@ class Background:
         with self._lock:
             assert not self._unfinished
             assert self._held_bytes == 0
-
-
-class Demoter:
-    """Sends what a tier evicts to a slower one instead of losing it. What finds no room is dropped."""
-
-    def __init__(self, put: Callable[[ObjectId, bytearray], None], bytes_max: int = DEMOTE_BYTES_MAX) -> None:
-        self._put = put
-        self._queue = Background(1, "kvtide-demote", bytes_max)
-        self.open, self.flush, self.check = self._queue.open, self._queue.wait, self._queue.check
-
-    def close(self, timeout_s: float) -> None:
-        """Send what waits, for at most `timeout_s`, and drop the rest. Idempotent."""
-        self.flush(timeout_s)
-        self._queue.close()
-
-    def offer(self, object_id: ObjectId, size: int, fill: Fill) -> None:
-        """Take an object that is about to be evicted, if there is room for it. Under the lock of the tier."""
-        if not self._queue.reserve(size):
-            return
-        data = bytearray(size)
-        if fill(memoryview(data)):
-            self._queue.submit(partial(self._put, object_id, data), size)
-        else:
-            self._queue.release(size)
 
 
 class Repeater:

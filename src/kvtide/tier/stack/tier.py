@@ -20,8 +20,8 @@ import msgspec
 
 from kvtide.evict import Hint, Ranking, RecencyRanking, States
 from kvtide.outcomes import Decided
-from kvtide.tier.background import Background, Demoter
-from kvtide.tier.base import Buffer, LentObject, ObjectInfo, RangeRead, Take, Tier
+from kvtide.tier.background import Background
+from kvtide.tier.base import Buffer, Fill, LentObject, ObjectInfo, RangeRead, Take, Tier
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.faults import TIER_FAULTS, FaultGuard
 from kvtide.tier.source import read_range_of_any, read_ranges
@@ -40,6 +40,8 @@ USES_BEFORE_PROMOTION = 2
 # Names in advice that waits to be passed on.
 ADVICE_BYTES_MAX = 16 << 20
 CLOSE_S_MAX = 30.0
+# Evicted objects that wait for a slower tier; what finds no room is dropped.
+DEMOTE_BYTES_MAX = 256 << 20
 PREFETCH_THREADS = 2
 PREFETCH_MAX = 64
 # A follower reads for itself if the leader takes longer.
@@ -168,7 +170,7 @@ class TierStack(Tier):
         self._on_removed: _OnRemoved = lambda object_id, number: None
         # A tier's fault becomes a miss of that tier.
         self.guard = FaultGuard(TIER_FAULTS)
-        self.demoter = Demoter(self._demote_evicted)
+        self.demoter = Background(1, "kvtide-demote", DEMOTE_BYTES_MAX)
         self._flight = SingleFlight()
         self._prefetcher = Background(PREFETCH_THREADS, "kvtide-prefetch", PREFETCH_MAX)
         # Those that nobody has begun to read since.
@@ -214,14 +216,23 @@ class TierStack(Tier):
         self.demoter.open()
         evicting = [place.tier for place in self._open if place.tier not in self._late and place.tier.is_own]
         if self._demote_to and evicting:
-            evicting[-1].offer_to(lambda object_id, *rest: self.demoter.offer(self.named(object_id), *rest))
+            evicting[-1].offer_to(self._demote)
         if self._invalidations is not None:
             try:
                 self._invalidations.open([place.tier for place in self._open])
             except RuntimeError as error:
                 _log.warning("can't learn what is invalidated, own tiers stay as they are: %s", error)
 
-    def _demote_evicted(self, object_id: ObjectId, data: bytearray) -> None:
+    def _demote(self, object_id: ObjectId, size: int, fill: Fill) -> None:
+        """Copy an object that is about to be evicted, to be sent on. Under the lock of the tier."""
+        if self.demoter.reserve(size):
+            data = bytearray(size)
+            if fill(memoryview(data)):
+                self.demoter.submit(partial(self._send_evicted, self.named(object_id), data), size)
+            else:
+                self.demoter.release(size)
+
+    def _send_evicted(self, object_id: ObjectId, data: bytearray) -> None:
         for place in self._open:
             if place.tier in self._demote_to and not self._has(place, object_id):
                 self._put_all([place], object_id, data)
@@ -233,7 +244,8 @@ class TierStack(Tier):
         """
         if self._invalidations is not None:
             self._invalidations.close()
-        self.demoter.close(CLOSE_S_MAX)
+        self.demoter.wait(CLOSE_S_MAX)
+        self.demoter.close()
         for workers in (self._prefetcher, self._adviser):
             workers.close()
             workers.wait(CLOSE_S_MAX)
