@@ -36,6 +36,7 @@ from kvtide.codec.tide.model import ONE, SIXTEENTHS, Place, RangeRows, Stage, Ti
 from kvtide.codec.tide.promise import Promise, Seen, promise_of
 from kvtide.codec.tide.section import (
     GAIN_UNITS_MAX,
+    Apart,
     Base,
     Floats,
     Loudness,
@@ -362,7 +363,7 @@ def _restore(
     scales = (step_of(steps.final_units, thirds) / (SIXTEENTHS * ONE) / weights).astype(np.float32)
     for each in rows.restored():
         here = slice(each.layers.start - target.layer_start, each.layers.stop - target.layer_start)
-        to = target.of(each.layers)
+        bits = target.bits[here]
         _native.tide_restore(
             path,
             items[each.start : each.stop],
@@ -375,9 +376,9 @@ def _restore(
             each.shape,
             each.order,
             each.stage,
-            apart.of(here),
-            to.native_turns,
-            to.as_bytes,
-            to.bits.shape,
-            to.dtype.code,
+            Apart(apart.positions, apart.scales[here], apart.values[here]),
+            target.turns.of(each.layers),
+            bits.reshape(-1).view(np.uint8),
+            bits.shape,
+            target.dtype.code,
         )

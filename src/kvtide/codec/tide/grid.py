@@ -61,11 +61,6 @@ def step_of(units: int, thirds: int) -> float:
     return float(2.0 ** (units / UNITS) * 3.0**thirds)
 
 
-def entering(scales: Units, units: int) -> int:
-    """Return how many components are coded at a step. scales: in units."""
-    return int(np.count_nonzero(scales - units >= ENTER_UNITS))
-
-
 def part_bounds(tokens: int) -> NDArray[np.int64]:
     """Return where the parts begin, and the end: (PARTS + 1)."""
     return np.arange(PARTS + 1, dtype=np.int64) * tokens // PARTS

@@ -21,6 +21,7 @@ from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
 from kvtide.codec.tide.grid import (
     CLASS_UNITS,
+    ENTER_UNITS,
     STATE_DIGITS,
     STATE_TOPS,
     TABLES,
@@ -33,7 +34,6 @@ from kvtide.codec.tide.grid import (
     UNITS,
     Plane,
     Units,
-    entering,
     planes,
 )
 from kvtide.codec.tide.law import read_law_table
@@ -267,9 +267,9 @@ def place_groups(model: TideModel, layer_start: int, units: int) -> RangeRows:
     """Return the rows of all components of a section's layers that are coded at a step."""
 
     def make() -> RangeRows:
-        places, start = [], 0
-        for group in model.groups_of(layer_start):
-            stop = start + entering(group.scales, units)
+        places, start, layers = [], 0, range(layer_start, layer_start + model.section_layers)
+        for group in (each for each in model.groups if each.layer_start in layers):
+            stop = start + int(np.count_nonzero(group.scales - units >= ENTER_UNITS))
             places.append(Place(group, start, stop))
             start = stop
         return RangeRows(places, np.concatenate([group.scales[: stop - start] for group, start, stop in places]))
@@ -344,11 +344,6 @@ class TideModel:
     def octaves_of(self, layers: slice) -> Octaves | None:
         """Return the octaves by which these layers' channels are brought into line, None if none is out of it."""
         return None if self._octaves is None else self._octaves[layers]
-
-    def groups_of(self, layer_start: int) -> list[Group]:
-        """Return the groups of the section that begins at a layer."""
-        stop = layer_start + self.section_layers
-        return [group for group in self.groups if layer_start <= group.layer_start < stop]
 
     def mean_and_weight(self, group: Group) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the mean and the weight of each value of a group, layer by layer, K before V."""

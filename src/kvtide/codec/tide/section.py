@@ -88,10 +88,6 @@ class Apart(NamedTuple):
     scales: NDArray[np.uint16]
     values: NDArray[np.int8]
 
-    def of(self, layers: slice) -> Apart:
-        """Return what is kept of some layers."""
-        return Apart(self.positions, self.scales[layers], self.values[layers])
-
     def with_octaves(self, octaves: Octaves) -> Apart:
         """Return it with a scale for each value, (layers, 2, tokens, channels), as values are stored."""
         scales = (self.scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -260,31 +256,16 @@ class StoredLayers(NamedTuple):
     layer_start: int
     turns: KeyRotation
 
-    def of(self, layers: slice) -> StoredLayers:
-        """Return some of these layers, by their numbers in the model."""
-        here = self.bits[layers.start - self.layer_start : layers.stop - self.layer_start]
-        return self._replace(bits=here, layer_start=layers.start)
-
     @property
     def layers(self) -> slice:
         """Return these layers' numbers in the model."""
         return slice(self.layer_start, self.layer_start + len(self.bits))
 
-    @property
-    def as_bytes(self) -> NDArray[np.uint8]:
-        """Return the bits as bytes, not a copy."""
-        return self.bits.reshape(-1).view(np.uint8)
-
-    @property
-    def native_turns(self) -> NativeTurns:
-        """Return how the keys of these layers turn."""
-        return self.turns.of(self.layers)
-
 
 def load_values(stored: StoredLayers) -> Floats:
     """Return layers as float32, keys turned. UnencodableBlock if a value is not finite."""
     out = np.empty(stored.bits.shape, dtype=np.float32)
-    cos, sin, kinds, dim_start, neighbours = stored.native_turns
+    cos, sin, kinds, dim_start, neighbours = stored.turns.of(stored.layers)
     for layer, kind in enumerate(kinds):
         for which, (cosines, sines) in enumerate(((cos[kind], sin[kind]), (cos[kind, :, :0], sin[kind, :, :0]))):
             half = stored.bits[layer, which].reshape(-1).view(np.uint8)
