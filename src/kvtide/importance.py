@@ -96,10 +96,7 @@ def jaccard(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
 
 
 class HeadsAgree(Guard):
-    """IMPRESS: the top tokens of the probed heads are more alike than t = j^alpha, j being the level of chance."""
-
-    def __init__(self, alpha: float = ALPHA) -> None:
-        self._alpha = _share(alpha)
+    """IMPRESS: the top tokens of the probed heads are more alike than t = j^ALPHA, j being the level of chance."""
 
     def score(self, finding: ProbeFinding) -> float:
         # One head agrees with itself.
@@ -108,7 +105,7 @@ class HeadsAgree(Guard):
         return float(np.mean(pairs)) if pairs else 1.0
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
-        return bool(median(scores) >= random_jaccard(ratio) ** self._alpha)
+        return bool(median(scores) >= random_jaccard(ratio) ** ALPHA)
 
 
 class NeighboursAgree(Guard):
@@ -117,10 +114,6 @@ class NeighboursAgree(Guard):
     In shuffled text and in noise single tokens stand out, whatever is asked. Length and ratio hardly move the score, as
     nothing is counted against the whole. Only the deeper half of the layers is asked: the first go by token and place.
     """
-
-    def __init__(self, alike: float = ALIKE) -> None:
-        """alike: the score that is enough. ValueError outside (0, 1]."""
-        self._alike = _share(alike)
 
     def score(self, finding: ProbeFinding) -> float:
         """Return how much less logarithms of neighbours differ than those two and three apart, the median over heads.
@@ -138,7 +131,7 @@ class NeighboursAgree(Guard):
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
         _share(ratio)
-        return median(scores[len(scores) // 2 :]) >= self._alike
+        return median(scores[len(scores) // 2 :]) >= ALIKE
 
 
 def _difference(values: Floats, apart: int) -> Floats:

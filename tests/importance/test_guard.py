@@ -133,9 +133,7 @@ def test_a_prefix_too_short_to_tell_is_refused(tokens: int) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        *(partial(NeighboursAgree, alike) for alike in (0, 1.5, float("nan"))),
         *(partial(guard.trusts, [0.5], ratio) for guard in (NeighboursAgree(), HeadsAgree()) for ratio in (0, 1.5)),
-        partial(HeadsAgree, 0),
         partial(random_jaccard, 0),
     ],
 )
