@@ -49,12 +49,11 @@ class Run:
 
 
 class Use(NamedTuple):
-    """One request's pass over its runs: when, how many blocks it has, how many of them were known and were held."""
+    """One request's pass over its runs: when, how many blocks it has, how many of them were known."""
 
     now_s: float
     blocks: int
     known_blocks: int
-    held_blocks: int
 
 
 class EvictionPolicy:

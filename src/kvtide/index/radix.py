@@ -316,15 +316,12 @@ class RadixIndex:
         """Note a use of the path; the blocks after the first `depth` ones, `known` of them known, are in that tier."""
         now_s = self._clock.monotonic_s()
         self._uses += 1
-        held = 0
         for run in path:
             if run.is_candidate:
                 self._withdraw(run)
-            if run.start == held:
-                held += run.held
             run.uses += 1
             run.last_use = self._uses
-        self._policy.touch(path, Use(now_s, path[-1].start + len(path[-1].keys), depth + known, held))
+        self._policy.touch(path, Use(now_s, path[-1].start + len(path[-1].keys), depth + known))
         for run in path:
             if run.held < len(run.keys):
                 # What was evicted is in no tier any more.
