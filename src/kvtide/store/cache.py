@@ -167,7 +167,8 @@ class Cache:
             self.index.remove(meta.id.key, QUEUE_TIER)
         self._placer.do_chores()
         self.guarded("store the judge's record", self._store_judge, None)
-        self.access.close()
+        self.access.backfill.close()
+        self.access.workers.close()
         self._storer = None
         self.guarded("close", self.tiers.close, None)
 
@@ -284,7 +285,9 @@ class Cache:
         give_up_s = self._limits.load_s_max if deadline_s is None else deadline_s
         load = partial(self._load, metas, strategy, give_up_s)
         report = self.guarded("load", load, LoadReport(0, 0, MissReason.FAULT))
-        self.access.count(report)
+        self._counts.add("loaded", report.blocks)
+        if report.reason is not None:
+            self._counts.add(report.reason)
         return report
 
     def _load(self, metas: Sequence[BlockMeta], strategy: Strategy, give_up_s: float) -> LoadReport:
@@ -321,7 +324,8 @@ class Cache:
         """AssertionError if memory is lost or accounted wrong. Call it while nothing is loaded or stored."""
         if self._storer is not None:
             self._storer.check()
-        self.access.check()
+        self.access.workers.check()
+        self.access.backfill.check()
         self.index.check()
         self.tiers.check()
 

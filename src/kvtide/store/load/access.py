@@ -182,16 +182,6 @@ class LoadAccess:
         self.quality_max = self.quality * (1 + QUALITY_SLACK)
         self.backfill = Backfill(self.tiers, self.tiers.keep_above, self.clock)
 
-    def close(self) -> None:
-        """Stop the threads that load and complete. Idempotent."""
-        self.backfill.close()
-        self.workers.close()
-
-    def check(self) -> None:
-        """Assert every invariant; for tests."""
-        self.workers.check()
-        self.backfill.check()
-
     @contextlib.contextmanager
     def pinned(self, metas: Sequence[BlockMeta]) -> Iterator[None]:
         """Keep blocks from being evicted meanwhile."""
@@ -241,12 +231,6 @@ class LoadAccess:
         if self.counts.add("corrupt") == 1:
             _log.warning("removed a corrupt object, served as a miss; further ones are only counted: %s", error)
         return MissReason.CORRUPT
-
-    def count(self, report: LoadReport) -> None:
-        """Count what a load brought."""
-        self.counts.add("loaded", report.blocks)
-        if report.reason is not None:
-            self.counts.add(report.reason)
 
     def decide(self, metas: Sequence[BlockMeta], blocks: int, reason: MissReason | None) -> None:
         """Count that the leading blocks of a load came, and the others were given up."""
