@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faults.writers import pack_blocks, writing
 from tests.servers import running_server
-from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier
+from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier, fetched
 
 from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock, SystemClock
@@ -189,7 +189,7 @@ def read_in_part(tier: DiskTier) -> int:
     blocks = load.open(METAS, REGISTRY)
     if not blocks:
         return 0
-    loaded = load.fetch(1, np.arange(0, blocks * load.chunks_per_block, 2))
+    loaded = fetched(load, 1, np.arange(0, blocks * load.chunks_per_block, 2))
     whole = np.concatenate([bits[1] for bits in BITS], axis=1)
     assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
     return len(loaded.tokens)

@@ -275,20 +275,12 @@ class SparseLoad:
         What lies together in an object, a chunk of neighbouring layers, is one read. Between `open` and `close`.
         """
         assert self._pool is not None, "start outside open and close"
-        return [self._pool.submit(self._fetch, block, each) for block, each in self._by_block(wanted).items()]
-
-    def fetch(self, layer: int, chunks: NDArray[np.int64]) -> ChunkBits:
-        """Load chunks of a layer. Tokens of chunks that could not be had are left out."""
-        blocks = [self._fetch(*each) for each in self._by_block({layer: chunks}).items()]
-        return self.joined([found[layer] for found in blocks if layer in found])
-
-    def _by_block(self, wanted: Mapping[int, NDArray[np.int64]]) -> dict[int, list[tuple[int, int]]]:
-        found: dict[int, list[tuple[int, int]]] = {}
+        by_block: dict[int, list[tuple[int, int]]] = {}
         for layer, chunks in wanted.items():
             for chunk in np.sort(chunks).tolist():
                 block, number = divmod(chunk, self.chunks_per_block)
-                found.setdefault(block, []).append((layer, number))
-        return found
+                by_block.setdefault(block, []).append((layer, number))
+        return [self._pool.submit(self._fetch, block, each) for block, each in by_block.items()]
 
     def joined(self, found: Sequence[ChunkBits]) -> ChunkBits:
         """Return chunks of one layer as one."""
