@@ -436,19 +436,13 @@ class TierStack(Tier):
         return count
 
     def _bring_ahead(self, object_id: ObjectId, size_max: int) -> None:
-        if object_id in self._ahead:
-            self._ahead.discard(object_id)
-            if _admitting(self._open[:-1], object_id, size_max):
-                self.promote(object_id, size_max)
-
-    def promote(self, object_id: ObjectId, size_max: int) -> bool:
-        """Copy an object of at most `size_max` bytes up as far as it is admitted. True if the fastest tier has it."""
+        if object_id not in self._ahead:
+            return
+        self._ahead.discard(object_id)
         object_id = self.named(object_id)
-        if not self._open or self._has(self._open[0], object_id):
-            return bool(self._open)
-        view = aligned_buffer(size_max + 1)
-        self._flight.read(object_id, view, 0, partial(self._read_slow, self._open, object_id, view, 0, True))
-        return self._has(self._open[0], object_id)
+        if _admitting(self._open[:-1], object_id, size_max) and not self._has(self._open[0], object_id):
+            view = aligned_buffer(size_max + 1)
+            self._flight.read(object_id, view, 0, partial(self._read_slow, self._open, object_id, view, 0, True))
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         return True in [
