@@ -147,8 +147,10 @@ class ProfileFollower:
         if not (is_due or is_unknown) or not self._looking.acquire(blocking=False):
             return
         try:
+            from kvtide.store.profiles import ProfileStore
+
             with until(now_s + s_max):
-                store = self._opened()
+                self._store = store = self._store or ProfileStore(self._tiers)
                 if is_due and self._awaiting is not None:
                     self._next_s = now_s + LOOK_S
                     self._guard("look for a profile", partial(self._look, store, self._awaiting), None)
@@ -157,12 +159,6 @@ class ProfileFollower:
                     self._guard("look for an old profile", partial(self._look_for_unknown, store), None)
         finally:
             self._looking.release()
-
-    def _opened(self) -> ProfileStore:
-        from kvtide.store.profiles import ProfileStore
-
-        self._store = self._store or ProfileStore(self._tiers)
-        return self._store
 
     def _look(self, store: ProfileStore, awaiting: AwaitingCodec) -> None:
         name = self._name

@@ -71,17 +71,12 @@ class SpeculativePrefill:
         self._clock = clock
         self._started_s = clock.monotonic_s()
         self._lock = threading.Lock()
-        # Computed, and what will be once the pass under way has ended.
-        self._done = self._under_way = 0
+        # Tokens that are computed, and that will be once the pass under way has ended.
+        self.done = self._under_way = 0
         self._is_over = False
         self.start: StreamStart | None = None
         # Whether the pass that was under way when the opening came has been computed.
         self.is_begun_computed = False
-
-    @property
-    def tokens(self) -> int:
-        """Return how many tokens are computed, without the pass that was under way when something to load was found."""
-        return self._done
 
     def open(self, found: Callable[[int, int], StreamStart]) -> None:
         """Take what `found` says of the tokens that are computed, and those that will be once a pass has ended.
@@ -90,7 +85,7 @@ class SpeculativePrefill:
         """
         with self._lock:
             if not self._is_over:
-                self.start = found(self._done, self._under_way)
+                self.start = found(self.done, self._under_way)
 
     def compute(self, engine: Engine, is_awaited: Callable[[], bool]) -> None:
         """Compute until there is something to load, or all is computed.
@@ -100,13 +95,13 @@ class SpeculativePrefill:
         """
         try:
             while self._begin_pass(is_awaited()):
-                is_computed = engine.compute(self._done, self._under_way, self._is_wanted)
+                is_computed = engine.compute(self.done, self._under_way, self._is_wanted)
                 with self._lock:
                     if self._load is not None:
                         self.is_begun_computed = is_computed
                         self._is_over = True
                         return
-                    self._done = self._under_way if is_computed else self._done
+                    self.done = self._under_way if is_computed else self.done
         except BaseException:
             with self._lock:
                 self._is_over = True
@@ -124,7 +119,7 @@ class SpeculativePrefill:
 
     def _begin_pass(self, is_awaited: bool) -> bool:
         with self._lock:
-            rest = self._tokens - self._done
+            rest = self._tokens - self.done
             is_engines = self.start is not None or not is_awaited
             own_passes = math.ceil(rest / _OWN_PASS_TOKENS)
             if self._load is not None or not rest or (is_engines and own_passes == 1):
@@ -132,16 +127,16 @@ class SpeculativePrefill:
                 return False
             longest = rest // own_passes if is_engines else min(PASS_TOKENS, self._pass_tokens(rest))
             blocks = max(1, longest // self._block_tokens)
-            self._under_way = min(self._tokens, self._done + blocks * self._block_tokens)
+            self._under_way = min(self._tokens, self.done + blocks * self._block_tokens)
             return True
 
     def _pass_tokens(self, rest: int) -> int:
         """Return as `TwoEnded` does how long a pass should be: the link may begin at the other end at any moment."""
         left_s = self._request.deadline_s - (self._clock.monotonic_s() - self._started_s)
-        longest = max(rest // 2, self._done)
+        longest = max(rest // 2, self.done)
         if not 0 < left_s < math.inf:
             return longest
-        in_time = pass_reach(self._request.prefill, self._done, left_s) - self._done
+        in_time = pass_reach(self._request.prefill, self.done, left_s) - self.done
         return min(longest, in_time) if self._request.kl_goal else max(longest, in_time)
 
 
@@ -277,7 +272,7 @@ class _Stream:
                 opened.result()
         else:
             self._open(lead)
-        start, done = lead.start or StreamStart(None, 0, None), lead.tokens
+        start, done = lead.start or StreamStart(None, 0, None), lead.done
         if start.load is None:
             return StreamedReport(done, done, 0.0, self._since(), start.decision, start.stored_tokens)
         return self._finish(start.load, start, lead.is_begun_computed)
