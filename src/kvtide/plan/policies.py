@@ -216,7 +216,8 @@ class CachegenRule(StreamPolicy):
     def plan(self, request: Request, progress: Progress) -> Plan:
         if request.is_layered:
             raise ValueError("expected a context stored in levels, got a layered one")
-        chunk = _next_chunk(progress)
+        waiting = (each for each, asked in enumerate(progress.asked) if not asked and each not in progress.assigned)
+        chunk = next(waiting, None)
         if chunk is None:
             return Plan((), (), Reason.COMPLETE)
         if progress.here != progress.asked:
@@ -226,11 +227,6 @@ class CachegenRule(StreamPolicy):
             return Plan((), tuple(range(chunk, len(request.chunks))), Reason.TEXT)
         level, reason = _best_level(request, chunk, left_s, progress.bytes_per_s)
         return Plan((Fetch(chunk, level),), (), reason)
-
-
-def _next_chunk(progress: Progress) -> int | None:
-    chunks = (chunk for chunk, asked in enumerate(progress.asked) if not asked and chunk not in progress.assigned)
-    return next(chunks, None)
 
 
 def _recompute_s(request: Request, progress: Progress, chunk: int) -> float:
