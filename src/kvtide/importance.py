@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
+from kvtide.plan.base import cut
 from kvtide.types import BlockKey, ObjectId
 
 Floats = NDArray[np.float32]
@@ -294,11 +295,6 @@ def is_order(orders: NDArray[np.uint16]) -> bool:
     return bool((np.sort(orders, axis=1) == np.arange(orders.shape[1], dtype=np.uint16)).all())
 
 
-def chunks_of(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Return the places [start, stop) of each chunk; the last may be shorter."""
-    return [(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
-
-
 def select_chunks(importance: Floats, orders: NDArray[np.uint16], count: int, chunk_tokens: int) -> NDArray[np.int64]:
     """Return the most important chunks of a layer that together have `count` tokens or just more, numbered through.
 
@@ -307,7 +303,7 @@ def select_chunks(importance: Floats, orders: NDArray[np.uint16], count: int, ch
     blocks, tokens = orders.shape
     if importance.shape != orders.shape:
         raise ValueError(f"importance {importance.shape} of orders {orders.shape}")
-    spans = chunks_of(tokens, chunk_tokens)
+    spans = cut(tokens, chunk_tokens)
     stored = np.take_along_axis(importance.astype(np.float64), orders.astype(np.int64), axis=1)
     starts = [start for start, _ in spans]
     totals = np.add.reduceat(stored, starts, axis=1)
@@ -329,7 +325,7 @@ class Gain(NamedTuple):
 def expected_gain(scores: Floats, orders: Orders, ratio: float, chunk_tokens: int) -> Gain:
     """Return what packing by scores would change, in the mean over layers."""
     layers, tokens = orders.shape
-    count, chunks, touched = max(1, round(ratio * tokens)), len(chunks_of(tokens, chunk_tokens)), 0
+    count, chunks, touched = max(1, round(ratio * tokens)), len(cut(tokens, chunk_tokens)), 0
     for order, each in zip(orders, scores, strict=True):
         places = np.argsort(order, kind="stable")
         touched += len(np.unique(places[top_tokens(each, count)] // chunk_tokens))

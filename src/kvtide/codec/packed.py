@@ -19,7 +19,8 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.profile import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload, UnencodableBlock
-from kvtide.importance import CHUNK_TOKENS, Orders, chunks_of, is_order
+from kvtide.importance import CHUNK_TOKENS, Orders, is_order
+from kvtide.plan.base import cut
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
 
@@ -127,7 +128,7 @@ class PackedCodec:
         """Write the block: exact where chunks are here, else as the base has it."""
         check_bits(out, meta.layout)
         base, bases = self._split(meta, sections)
-        chunks = meta.layout.layers * len(chunks_of(meta.layout.tokens, base.chunk_tokens))
+        chunks = meta.layout.layers * len(cut(meta.layout.tokens, base.chunk_tokens))
         if len(sections) - len(bases) < chunks:
             self._base.decode(meta, bases, out)
         _put_chunks(meta, base, sections, out)
@@ -233,7 +234,7 @@ def _joined(bases: Sequence[Section], base: PackedBase, bits: BlockBits) -> list
     apart = 0 if base.probe is None else base.probe.shape[2]
     for layer, order in enumerate(base.orders):
         stored = bits[layer][:, order]
-        for number, (start, stop) in enumerate(chunks_of(len(order), base.chunk_tokens)):
+        for number, (start, stop) in enumerate(cut(len(order), base.chunk_tokens)):
             section_id = SectionId(SectionKind.DELTA, 1 + number, layer, layer + 1)
             keys, values = stored[:, start:stop]
             sections.append(Section(section_id, keys[:, apart:].tobytes() + values.tobytes()))

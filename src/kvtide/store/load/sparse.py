@@ -22,7 +22,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase, PackedCodec, chunk_bits, put_chunk
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.importance import chunks_of
+from kvtide.plan.base import cut
 from kvtide.store.load.access import BlockSink, LoadAccess, LoadReport, MissReason, ahead
 from kvtide.tier.base import RangeRead, Tier
 from kvtide.tier.breaker import until
@@ -188,7 +188,7 @@ class SparseLoad:
         sections = [entry.cut(data, 0, meta.id) for entry in bases]
         base = codec.layout_of(meta, sections)
         position_of = {entry.id: position for position, entry in enumerate(stored.entries)}
-        leading_max = len(chunks_of(meta.layout.tokens, base.chunk_tokens)) if base.is_ordered else 0
+        leading_max = len(cut(meta.layout.tokens, base.chunk_tokens)) if base.is_ordered else 0
         leading_chunks = min(tokens_ahead // base.chunk_tokens, leading_max)
         leading = [entry for entry in stored.entries if 0 < entry.id.refinement <= leading_chunks]
         stop = stop_of((leading or bases)[-1])
