@@ -15,7 +15,7 @@ from kvtide.evict.policies import INGREDIENTS, PolicyOf, PolicyOrder, mix, reuse
 from kvtide.evict.policies.advised import Trust
 from kvtide.evict.policies.reuse import HazardModel, Kind, ReusePolicy
 from kvtide.index import RadixIndex
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import Namespace, ObjectId
 from kvtide_lab.sim.policies import POLICIES, policy_named
 
 
@@ -416,7 +416,7 @@ def test_what_says_nothing_is_no_hint(said: object) -> None:
 
 
 def test_sessions_that_are_remembered_are_bounded_by_tenant() -> None:
-    sessions, neighbour = Sessions[BlockKey](), Namespace(bytes([1]) * 32)
+    sessions, neighbour = Sessions(), Namespace(bytes([1]) * 32)
     first, second = chain(1, 2)
     assert sessions.note(neighbour, "mine", first) is None
     for number in range(SESSIONS_MAX + 5):

@@ -13,11 +13,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Generic, Self, TypeVar
+from typing import Self
 
-from kvtide.types import Namespace
+from kvtide.types import BlockKey, Namespace
 
-_End = TypeVar("_End")
 SESSION_CHARS_MAX = 256
 RETAIN_S_MAX = 30 * 86_400.0
 # Beyond these a priority says no more.
@@ -90,14 +89,14 @@ def _is_number(value: object) -> bool:
 Advice = Hint | Mapping[str, object]
 
 
-class Sessions(Generic[_End]):
+class Sessions:
     """The end of each named session's latest request, of a bounded number of sessions heard of lately. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ends: OrderedDict[Namespace, OrderedDict[str, _End]] = OrderedDict()
+        self._ends: OrderedDict[Namespace, OrderedDict[str, BlockKey]] = OrderedDict()
 
-    def note(self, tenant: Namespace, session: str, end: _End) -> _End | None:
+    def note(self, tenant: Namespace, session: str, end: BlockKey) -> BlockKey | None:
         """Note where a session's request ends; return where the one before it did, if that is known."""
         with self._lock:
             ends = self._ends.setdefault(tenant, OrderedDict())

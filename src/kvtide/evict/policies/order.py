@@ -174,7 +174,7 @@ class PolicyOrder(EvictionOrder):
         self._lock = threading.RLock()
         self._tree: RadixIndex | None = None
         self._advised: AdvisedPolicy | None = None
-        self._sessions = Sessions[BlockKey]()
+        self._sessions = Sessions()
         self._parents: dict[ObjectId, BlockKey] = {}
         self._sizes = Sizes(bytes_max)
         # How many objects the tree has room for, if that goes by their sizes.
@@ -334,15 +334,11 @@ class PolicyOrder(EvictionOrder):
             if not tree.is_held(key):
                 self._orphans[object_id] = None
             if self._planned_blocks is not None:
-                self._planned_blocks = self._measure(tree, object_id, size, self._planned_blocks)
-
-    def _measure(self, tree: RadixIndex, object_id: ObjectId, size: int, planned: int) -> int:
-        """Take in an object's size; return how many objects to plan for."""
-        tree.measure(object_id.key, self._sizes.enter(object_id, size))
-        fitting = self._sizes.fitting(planned)
-        if fitting != planned:
-            tree.plan(fitting)
-        return fitting
+                tree.measure(key, self._sizes.enter(object_id, size))
+                fitting = self._sizes.fitting(self._planned_blocks)
+                if fitting != self._planned_blocks:
+                    self._planned_blocks = fitting
+                    tree.plan(fitting)
 
     def leave(self, object_id: ObjectId) -> None:
         """Forget an object; those after it in its prefix stay, as objects without one."""
