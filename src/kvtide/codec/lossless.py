@@ -6,13 +6,12 @@ Exponents of a KV cache carry about 2.7 of their 8 bits, mantissas are noise; so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat, starmap
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
 from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
 from kvtide.codec.entropy import rans_paths
 from kvtide.errors import CorruptPayload
@@ -34,8 +33,10 @@ class LosslessCodec:
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return one section a layer."""
         check_bits(bits, meta.layout)
-        encoded = map(_encode_layer, layer_views(bits), repeat(meta.layout.dtype))
-        return [*starmap(Section, zip(layer_section_ids(meta.layout.layers), encoded, strict=True))]
+        path, dtype = rans_paths()[0], meta.layout.dtype.value
+        layers = zip(layer_section_ids(meta.layout.layers), layer_views(bits), strict=True)
+        # In one call a layer, since threads that work side by side wait for each other between two.
+        return [Section(section_id, _native.lossless_encode(path, layer, dtype).data) for section_id, layer in layers]
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write every layer into `out`. CorruptPayload for a plane of wrong method, size or content."""
@@ -48,11 +49,6 @@ class LosslessCodec:
         values: BlockBits = np.empty(layout.shape[1:], layout.bits_dtype)
         _decode_layer(layout, section, values.reshape(-1).view(np.uint8))
         return values
-
-
-def _encode_layer(layer: NDArray[np.uint8], dtype: KVDtype) -> memoryview:
-    # In one call, since threads that work side by side wait for each other between two.
-    return _native.lossless_encode(rans_paths()[0], layer, dtype.value).data
 
 
 def _decode_layer(layout: BlockLayout, section: Section, out: NDArray[np.uint8]) -> None:
