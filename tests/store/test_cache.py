@@ -106,7 +106,7 @@ def test_index_knows_what_tier_each_block_is_in(tmp_path: Path, layout: BlockLay
     memory, disk = (place.tier for place in cache.tiers._places)
     memory.delete(metas[1].id, "evicted")
     assert tiers_of(cache, metas) == [3, 2, 3, 3]
-    cache.tiers.promote(metas[1].id, object_bytes_max(layout))
+    assert cache.tiers.prefetch([metas[1].id], object_bytes_max(layout)) == 1 and cache.tiers._prefetcher.wait(10)
     assert tiers_of(cache, metas) == [3, 3, 3, 3]
     memory.delete(metas[2].id, "evicted")
     disk.delete(metas[2].id, "evicted")

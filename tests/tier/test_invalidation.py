@@ -251,7 +251,7 @@ def memory() -> MemoryTier:
     return MemoryTier(1 << 20, CLOCK, lambda key: False)
 
 
-@pytest.mark.parametrize("way", ["read twice", "promoted", "prefetched"])
+@pytest.mark.parametrize("way", ["read twice", "prefetched"])
 def test_a_copy_that_was_on_its_way_up_is_not_served(server: RunningServer, tmp_path: Path, way: str) -> None:
     held = Held(http_tier(server.url, CLOCK), "get")
     disk = DiskTier(tmp_path / "own", 8 << 20, CLOCK, lambda key: False)
@@ -263,8 +263,6 @@ def test_a_copy_that_was_on_its_way_up_is_not_served(server: RunningServer, tmp_
     def act() -> None:
         if way == "read twice":
             engine.read()
-        elif way == "promoted":
-            engine.stack.promote(ONE, 4096)
         else:
             engine.stack.prefetch([ONE], 4096)
             wait_until(lambda: engine.stack._prefetcher.wait(1.0), "the prefetcher")

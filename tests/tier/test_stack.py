@@ -368,7 +368,7 @@ def test_what_finds_no_room_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     local, remote = NamedMemory("memory", PAGE), NamedMemory("remote", PAGE)
-    remote.put_from = put  # type: ignore[method-assign]
+    remote.put_from = put  # type: ignore[method-assign, assignment]
     stack = TierStack([local, remote], demote_to=[remote])
     stack.open()
     for number in range(5):
