@@ -58,7 +58,6 @@ class FadingPolicy(HeapPolicy):
         return self._weights[run]
 
     def forget(self, run: Run, count: int) -> None:
-        """Count blocks that are remembered no more."""
         self._known_blocks -= count
         if not run.keys:
             del self._weights[run]
@@ -172,7 +171,6 @@ class ArcPolicy(EvictionPolicy):
         self._once_target = min(max(target, 0.0), float(self._blocks_max))
 
     def resize(self, run: Run, delta: int) -> None:
-        """Keep the counts: blocks move between held and remembered."""
         self._held[run.uses > 1] += delta
         self._ghosts[run.uses > 1] -= delta
 

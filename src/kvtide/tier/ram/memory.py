@@ -190,7 +190,6 @@ class FramedTier(CountingTier, ABC, Generic[FramesT]):
         self._on_removed = on_removed
 
     def open(self) -> None:
-        """Reserve the memory. TierUnavailable if it can't be had."""
         with self._lock:
             if self._frames is None:
                 self._frames = self._reserve()
@@ -352,7 +351,6 @@ class FramedTier(CountingTier, ABC, Generic[FramesT]):
             return TierStats(self.name, len(self._residents), self._used_bytes, self._bytes_max, *counts)
 
     def check(self) -> None:
-        """AssertionError if the accounting is off. Call it while nobody writes."""
         with self._lock:
             assert self._used_bytes == sum(each.size for each in self._residents.values())
             assert len(self.order) == len(self._residents)

@@ -496,7 +496,6 @@ class TierStack(Tier):
         return [msgspec.structs.replace(stats, name=label, faults=faults[label]) for label, stats in asked]
 
     def check(self) -> None:
-        """AssertionError if a tier's accounting is off. Call it while nobody uses the stack."""
         for place in self._open:
             place.tier.check()
 
