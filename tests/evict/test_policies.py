@@ -10,9 +10,8 @@ from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
 from kvtide.evict import Hint, order_named, policies
-from kvtide.evict.hint import SESSIONS_MAX, TENANTS_MAX, Sessions
+from kvtide.evict.hint import SESSIONS_MAX, TENANTS_MAX, Sessions, Trust
 from kvtide.evict.policies import INGREDIENTS, PolicyOf, PolicyOrder, mix, reuse
-from kvtide.evict.policies.advised import Trust
 from kvtide.evict.policies.reuse import HazardModel, Kind, ReusePolicy
 from kvtide.index import RadixIndex
 from kvtide.types import Namespace, ObjectId
@@ -358,8 +357,7 @@ def test_ends_that_are_told_afterwards_help_as_much() -> None:
 def test_lies_cost_hardly_a_hit_and_are_counted() -> None:
     policy = ReusePolicy(200)
     assert hit_rate(policy, is_told=True, is_false=True) > hit_rate(ReusePolicy(200), is_told=False) - 0.01
-    counts = policy.trust
-    assert 0 < counts.ignored <= counts.heard
+    assert policy.trust.ignored > 0
 
 
 def test_liar_is_not_believed_and_his_neighbour_is() -> None:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.evict.hint import TENANTS_MAX, Hint, Sessions
-from kvtide.evict.policies.advised import AdvisedPolicy
+from kvtide.evict.hint import TENANTS_MAX, AdvisedPolicy, Hint, Sessions
 from kvtide.evict.ranking import EvictionOrder, MayGo, States
 from kvtide.index import USUAL_SIZE, EvictionPolicy, RadixIndex
 from kvtide.types import BlockKey, Namespace, ObjectId

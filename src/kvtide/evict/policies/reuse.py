@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.evict.policies.advised import AdvisedPolicy
+from kvtide.evict.hint import AdvisedPolicy
 from kvtide.index import USUAL_SIZE, Run, Use
 from kvtide.types import Namespace
 
