@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from kvtide.index import EvictionPolicy
-from kvtide.types import BlockKey, Namespace
+from kvtide.types import BlockKey, Namespace, Recent
 
 SESSION_CHARS_MAX = 256
 RETAIN_S_MAX = 30 * 86_400.0
@@ -101,19 +100,14 @@ class Sessions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ends: OrderedDict[Namespace, OrderedDict[str, BlockKey]] = OrderedDict()
+        self._ends: Recent[Namespace, Recent[str, BlockKey]] = Recent(TENANTS_MAX)
 
     def note(self, tenant: Namespace, session: str, end: BlockKey) -> BlockKey | None:
         """Note where a session's request ends; return where the one before it did, if that is known."""
         with self._lock:
-            ends = self._ends.setdefault(tenant, OrderedDict())
-            self._ends.move_to_end(tenant)
-            before = ends.pop(session, None)
+            ends = self._ends[tenant] = self._ends.get(tenant) or Recent(SESSIONS_MAX)
+            before = ends.get(session)
             ends[session] = end
-            if len(ends) > SESSIONS_MAX:
-                ends.popitem(last=False)
-            if len(self._ends) > TENANTS_MAX:
-                self._ends.popitem(last=False)
             return before
 
 
@@ -124,20 +118,18 @@ class Trust:
         # Pieces of advice that were not believed.
         self.ignored = 0
         # Ends that were announced, and those after which the session went on.
-        self._ends: OrderedDict[Namespace, tuple[float, float]] = OrderedDict()
+        self._ends: Recent[Namespace, tuple[float, float]] = Recent(TENANTS_MAX)
 
     def believed(self, tenant: Namespace, mark: int) -> int:
         """Note a mark; return it, or 0 if its tenant is not believed."""
         if not mark:
             return 0
-        said, broken = self._ends.pop(tenant, (0.0, 0.0))
+        said, broken = self._ends.get(tenant, (0.0, 0.0))
         is_liar = broken > _BROKEN_GRANTED + _BROKEN_SHARE_MAX * said
         said += mark == LAST
         if said > _SAID_MAX:
             said, broken = said / 2, broken / 2
         self._ends[tenant] = said, broken
-        if len(self._ends) > TENANTS_MAX:
-            self._ends.popitem(last=False)
         self.ignored += is_liar
         return 0 if is_liar else mark
 

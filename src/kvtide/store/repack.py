@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, expected_gain
 from kvtide.store.notes import USES_CODEC, read_note, write_note
 from kvtide.tier.base import Tier
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.types import ObjectId
+from kvtide.types import ObjectId, Recent
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 
 _log = logging.getLogger(__name__)
@@ -47,15 +46,12 @@ class UseStore:
         self._tier = tier
         self._writer = writer
         self._clock = clock
-        self._records: OrderedDict[ObjectId, UseRecord] = OrderedDict()
+        self._records: Recent[ObjectId, UseRecord] = Recent(_REMEMBERED_MAX)
 
     def note(self, meta: BlockMeta, importance: Floats) -> None:
         """Note one use. importance: (layers, tokens) of the block."""
         record = self._records.get(meta.id) or self._stored(meta)
         self._records[meta.id] = record.noted(self._writer, importance, self._clock.wall_s())
-        self._records.move_to_end(meta.id)
-        if len(self._records) > _REMEMBERED_MAX:
-            self._records.popitem(last=False)
 
     def known(self, meta: BlockMeta) -> UseRecord:
         """Return what this process and the stored record know."""

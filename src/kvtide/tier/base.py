@@ -6,7 +6,6 @@ A miss is None or False. TierUnavailable is for a tier that can't serve at all; 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -15,7 +14,7 @@ from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable, WrongServer
 from kvtide.evict import EvictionOrder, Hint, States
 from kvtide.outcomes import Decided
-from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
+from kvtide.types import BlockKey, Namespace, ObjectId, Recent, TierStats
 
 # Takes the next bytes of a range, valid during the call only; False if no more are wanted. Called with none while a
 # source waits, to be asked that.
@@ -233,15 +232,12 @@ class Removals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reasons: OrderedDict[ObjectId, str] = OrderedDict()
+        self._reasons: Recent[ObjectId, str] = Recent(REMEMBERED_MAX)
 
     def note(self, object_id: ObjectId, reason: str) -> None:
         """Remember a reason, and forget the oldest one if there are too many."""
         with self._lock:
             self._reasons[object_id] = reason
-            self._reasons.move_to_end(object_id)
-            while len(self._reasons) > REMEMBERED_MAX:
-                self._reasons.popitem(last=False)
 
     def reason(self, object_id: ObjectId) -> str | None:
         """Return the reason, or None if it was never known or is forgotten."""

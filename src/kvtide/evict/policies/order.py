@@ -12,7 +12,7 @@ from kvtide.clock import Clock
 from kvtide.evict.hint import TENANTS_MAX, AdvisedPolicy, Hint, Sessions
 from kvtide.evict.ranking import EvictionOrder, MayGo, States
 from kvtide.index import USUAL_SIZE, EvictionPolicy, RadixIndex
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId, Recent
 
 _log = logging.getLogger(__name__)
 
@@ -33,17 +33,15 @@ class Sizes:
         self.used_bytes = 0
         self._usual_bytes = 0
         # Means of the namespaces heard of lately.
-        self._means: OrderedDict[Namespace, float] = OrderedDict()
+        self._means: Recent[Namespace, float] = Recent(TENANTS_MAX)
 
     def enter(self, object_id: ObjectId, size: int) -> int:
         """Note an object that is here from now on; return its size as an index takes it."""
         self._of[object_id] = size
         self.used_bytes += size
         self._usual_bytes = self._usual_bytes or max(1, size)
-        mean = self._means.pop(object_id.namespace, float(size))
+        mean = self._means.get(object_id.namespace, float(size))
         self._means[object_id.namespace] = mean + _RATE * (size - mean)
-        if len(self._means) > TENANTS_MAX:
-            self._means.popitem(last=False)
         return self.measured(size)
 
     def leave(self, object_id: ObjectId) -> None:
@@ -84,7 +82,7 @@ class LinkedStates:
     """The states that are here, by block, and those that may come. Not thread-safe: its order locks."""
 
     def __init__(self) -> None:
-        self._announced: OrderedDict[ObjectId, _Link] = OrderedDict()
+        self._announced: Recent[ObjectId, _Link] = Recent(LINKS_MAX)
         self._links: dict[ObjectId, _Link] = {}
         self._of: dict[BlockKey, list[ObjectId]] = {}
         self._superseded: set[ObjectId] = set()
@@ -99,13 +97,7 @@ class LinkedStates:
             if state in self._links:
                 before = state
             else:
-                self._announce(state, _Link(block, before, block == keys[-1]))
-
-    def _announce(self, state: ObjectId, link: _Link) -> None:
-        self._announced[state] = link
-        self._announced.move_to_end(state)
-        if len(self._announced) > LINKS_MAX:
-            self._announced.popitem(last=False)
+                self._announced[state] = _Link(block, before, block == keys[-1])
 
     def block_of(self, state: ObjectId) -> BlockKey | None:
         """Return the block of a state that is announced or here; None for an object that no prompt named."""
@@ -135,7 +127,7 @@ class LinkedStates:
         if not self._of[link.block]:
             del self._of[link.block]
         self._superseded.discard(state)
-        self._announce(state, link)
+        self._announced[state] = link
 
     def of(self, block: BlockKey) -> Sequence[ObjectId]:
         """Return the states of a block that are here."""
@@ -187,7 +179,7 @@ class PolicyOrder(EvictionOrder):
         self._announced: OrderedDict[BlockKey, None] = OrderedDict()
         self._states = LinkedStates()
         # Namespaces for which somebody tells of requests, the last ones.
-        self._told: OrderedDict[Namespace, None] = OrderedDict()
+        self._told: Recent[Namespace, None] = Recent(TENANTS_MAX)
         # The end of the latest request, and when it came.
         self._latest: tuple[BlockKey, float] | None = None
         if blocks_max is not None:
@@ -214,9 +206,6 @@ class PolicyOrder(EvictionOrder):
             now_s, before = self._clock.monotonic_s(), self._latest
             self._latest = (keys[-1], now_s)
             self._told[namespace] = None
-            self._told.move_to_end(namespace)
-            if len(self._told) > TENANTS_MAX:
-                self._told.popitem(last=False)
             is_known = before is not None and before[0] == keys[-1] and now_s - before[1] < ASKED_TWICE_S
             if hint is not None and hint.session is not None:
                 is_known |= self._sessions.note(namespace, hint.session, keys[-1]) == keys[-1] and hint.is_last

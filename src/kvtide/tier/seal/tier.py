@@ -12,7 +12,6 @@ import logging
 import os
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, RangeRead, Take, T
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import HEAD_BYTES, KEY_BYTES, SEALED_CODEC, Keyring, SealingKey
 from kvtide.tier.source import read_ranges
-from kvtide.types import BlockKey, NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
+from kvtide.types import BlockKey, NamedId, Namespace, ObjectId, Recent, SectionId, SectionKind, TierStats
 from kvtide.wire import pack_around, parse_header
 
 _log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class SealedTier(WrappedTier):
         self.looks_in_regions, self.hears_requests = tier.looks_in_regions, tier.hears_requests
         self._lock = threading.Lock()
         # By the id of the key that is not here.
-        self._unopened: OrderedDict[ObjectId, bytes] = OrderedDict()
+        self._unopened: Recent[ObjectId, bytes] = Recent(UNOPENED_MAX)
         self._hits = self._misses = 0
         self._is_told = False
         self._scratches: list[memoryview] = []
@@ -239,8 +238,6 @@ class SealedTier(WrappedTier):
         with self._lock:
             is_first, self._is_told = not self._is_told, True
             self._unopened[object_id] = key_id
-            while len(self._unopened) > UNOPENED_MAX:
-                self._unopened.popitem(last=False)
         if is_first:
             _log.warning(
                 "%s: %s is sealed by key %s, which %s lacks: a miss, further ones are only counted; see kvtide doctor",
