@@ -1,16 +1,13 @@
-"""Names that every other module shares: values, and a dict that forgets. Nothing here reads, writes or decides."""
+"""Names that every other module shares. Values only: nothing here reads, writes or decides."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import NamedTuple, NewType, TypeVar
+from typing import NamedTuple, NewType
 
 import msgspec
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 DIGEST_BYTES = 32
 # Ranges of an object in one request: as many fit into a head.
 RANGES_MAX = 64
@@ -93,17 +90,3 @@ class TierStats(msgspec.Struct, frozen=True):
         """Return the sums over several tiers under a name; an object in two of them counts twice."""
         columns = zip([0] * 7, *(msgspec.structs.astuple(part)[1:] for part in parts), strict=True)
         return cls(name, *map(sum, columns))
-
-
-class Recent(OrderedDict[_Key, _Value]):
-    """The entries that were set last, `count_max` at most; reading one does not keep it. Not thread-safe."""
-
-    def __init__(self, count_max: int) -> None:
-        super().__init__()
-        self._count_max = count_max
-
-    def __setitem__(self, key: _Key, value: _Value) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > self._count_max:
-            self.popitem(last=False)

@@ -10,9 +10,10 @@ from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
 from kvtide.evict import Hint, order_named, policies
-from kvtide.evict.hint import SESSIONS_MAX, TENANTS_MAX, Sessions, Trust
+from kvtide.evict.hint import TENANTS_MAX
 from kvtide.evict.policies import INGREDIENTS, PolicyOf, PolicyOrder, mix, reuse
-from kvtide.evict.policies.reuse import HazardModel, Kind, ReusePolicy
+from kvtide.evict.policies.order import SESSIONS_MAX, Sessions
+from kvtide.evict.policies.reuse import HazardModel, Kind, ReusePolicy, Trust
 from kvtide.index import RadixIndex
 from kvtide.types import Namespace, ObjectId
 from kvtide_lab.sim.policies import POLICIES, policy_named

@@ -11,7 +11,7 @@ import msgspec
 
 from kvtide.clock import ManualClock
 from kvtide.evict import Hint
-from kvtide.evict.hint import AdvisedPolicy
+from kvtide.evict.policies.reuse import AdvisedPolicy
 from kvtide.index import RadixIndex
 from kvtide.types import BlockKey
 from kvtide_lab.sim.policies import policy_named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtide.clock import Clock
 from kvtide.evict.hint import Advice, Hint
-from kvtide.evict.ranking import EvictionOrder, RankedOrder, Ranking, RecencyRanking, ScoreRanking, States
+from kvtide.evict.ranking import EvictionOrder, RankedOrder, Ranking, RecencyRanking, Recent, ScoreRanking, States
 
 __all__ = [
     "Advice",
@@ -13,6 +13,7 @@ __all__ = [
     "RankedOrder",
     "Ranking",
     "RecencyRanking",
+    "Recent",
     "ScoreRanking",
     "States",
     "order_named",

@@ -1,22 +1,17 @@
-"""A request's advice about its own session, policies that take it, and whom they believe.
+"""A request's advice about its own session.
 
 Advice buys no room. An order files what was said as a mark of the run's kind and learns, per mark, how often and when
-such runs are used again: what tells nothing changes nothing. Invariant: a tenant whose sessions go on after their
-announced ends is not believed until fewer of them do.
+such runs are used again: what tells nothing changes nothing.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Self
-
-from kvtide.index import EvictionPolicy
-from kvtide.types import BlockKey, Namespace, Recent
 
 SESSION_CHARS_MAX = 256
 RETAIN_S_MAX = 30 * 86_400.0
@@ -24,14 +19,8 @@ RETAIN_S_MAX = 30 * 86_400.0
 PRIORITY_MAX = 100
 _RETAIN_EDGES_S = (60.0, 600.0, 3600.0)
 LAST = 1
-# Tenants whose word is kept in mind, those heard of most lately, and the sessions of each whose ends are known.
+# Tenants that are kept in mind, those heard of most lately.
 TENANTS_MAX = 1024
-SESSIONS_MAX = 256
-# Counts of a tenant's announcements are halved beyond this many: what was long ago fades.
-_SAID_MAX = 64
-# A tenant is believed while at most this share of its ends, beside a few, turned out wrong.
-_BROKEN_SHARE_MAX = 0.25
-_BROKEN_GRANTED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,60 +82,3 @@ def _is_number(value: object) -> bool:
 
 # A hint, or a mapping by the same names as it came from a client.
 Advice = Hint | Mapping[str, object]
-
-
-class Sessions:
-    """The end of each named session's latest request, of a bounded number of sessions heard of lately. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ends: Recent[Namespace, Recent[str, BlockKey]] = Recent(TENANTS_MAX)
-
-    def note(self, tenant: Namespace, session: str, end: BlockKey) -> BlockKey | None:
-        """Note where a session's request ends; return where the one before it did, if that is known."""
-        with self._lock:
-            ends = self._ends[tenant] = self._ends.get(tenant) or Recent(SESSIONS_MAX)
-            before = ends.get(session)
-            ends[session] = end
-            return before
-
-
-class Trust:
-    """Compares what tenants announce with what their sessions do."""
-
-    def __init__(self) -> None:
-        # Pieces of advice that were not believed.
-        self.ignored = 0
-        # Ends that were announced, and those after which the session went on.
-        self._ends: Recent[Namespace, tuple[float, float]] = Recent(TENANTS_MAX)
-
-    def believed(self, tenant: Namespace, mark: int) -> int:
-        """Note a mark; return it, or 0 if its tenant is not believed."""
-        if not mark:
-            return 0
-        said, broken = self._ends.get(tenant, (0.0, 0.0))
-        is_liar = broken > _BROKEN_GRANTED + _BROKEN_SHARE_MAX * said
-        said += mark == LAST
-        if said > _SAID_MAX:
-            said, broken = said / 2, broken / 2
-        self._ends[tenant] = said, broken
-        self.ignored += is_liar
-        return 0 if is_liar else mark
-
-    def note_next_turn(self, tenant: Namespace, announced: int) -> None:
-        """Note that a session went on whose latest request had this mark, believed or not."""
-        if announced == LAST and tenant in self._ends:
-            said, broken = self._ends[tenant]
-            self._ends[tenant] = said, broken + 1
-
-
-class AdvisedPolicy(EvictionPolicy):
-    """A policy that takes advice. `trust` says whom it believes."""
-
-    def __init__(self) -> None:
-        self.trust = Trust()
-        self._mark = 0
-
-    def hear(self, mark: int) -> None:
-        """Take a mark as that of the uses and of the advice that come from now on; 0 for requests without advice."""
-        self._mark = mark

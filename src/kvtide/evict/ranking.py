@@ -12,10 +12,13 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvtide.evict.hint import Hint
 from kvtide.types import BlockKey, Namespace, ObjectId
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 # Objects whose uses are remembered, whether they are in a fast tier or not.
 REMEMBERED_MAX = 1 << 18
@@ -28,6 +31,20 @@ Importance = Callable[[ObjectId], float]
 MayGo = Callable[[ObjectId], bool]
 # Of each group whose parts stand alone, such as a hybrid model's states, the part of each block, there or not.
 States = Sequence[Sequence[ObjectId]]
+
+
+class Recent(OrderedDict[_Key, _Value]):
+    """The entries that were set last, `count_max` at most; reading one does not keep it. Not thread-safe."""
+
+    def __init__(self, count_max: int) -> None:
+        super().__init__()
+        self._count_max = count_max
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._count_max:
+            self.popitem(last=False)
 
 
 class Rank(NamedTuple):
@@ -64,7 +81,7 @@ class Ranking:
             raise ValueError(f"half_life must be positive, got {half_life}")
         self._lock = threading.Lock()
         self._half_life = half_life
-        self._uses: OrderedDict[ObjectId, _Uses] = OrderedDict()
+        self._uses: Recent[ObjectId, _Uses] = Recent(REMEMBERED_MAX)
         self._tick = 0
         self._age = 0.0
 
@@ -77,9 +94,6 @@ class Ranking:
             old = self._uses.get(object_id, _NO_USES)
             low, high = sorted((old.weight_log2, self._age))
             self._uses[object_id] = _Uses(old.times + 1, self._tick, high + math.log2(1 + 2.0 ** (low - high)))
-            self._uses.move_to_end(object_id)
-            if len(self._uses) > REMEMBERED_MAX:
-                self._uses.popitem(last=False)
             return old.times + 1
 
     def rank(self, object_id: ObjectId) -> Rank:

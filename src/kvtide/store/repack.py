@@ -17,11 +17,12 @@ from kvtide.clock import Clock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase, PackedCodec
 from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.evict import Recent
 from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, expected_gain, packing_orders, record_id
 from kvtide.store.notes import USES_CODEC, read_note, write_note
 from kvtide.tier.base import Tier
 from kvtide.tier.buffers import aligned_buffer
-from kvtide.types import ObjectId, Recent
+from kvtide.types import ObjectId
 from kvtide.wire import object_bytes_max, pack_object, parse_object
 
 _log = logging.getLogger(__name__)

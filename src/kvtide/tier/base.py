@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable, WrongServer
-from kvtide.evict import EvictionOrder, Hint, States
+from kvtide.evict import EvictionOrder, Hint, Recent, States
 from kvtide.outcomes import Decided
-from kvtide.types import BlockKey, Namespace, ObjectId, Recent, TierStats
+from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 # Takes the next bytes of a range, valid during the call only; False if no more are wanted. Called with none while a
 # source waits, to be asked that.

@@ -21,8 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtide.clock import ManualClock
-from kvtide.evict.hint import AdvisedPolicy
-from kvtide.evict.policies.reuse import ReusePolicy, namespace_of
+from kvtide.evict.policies.reuse import AdvisedPolicy, ReusePolicy, namespace_of
 from kvtide.index import EvictionPolicy, RadixIndex, Run, Use
 from kvtide.types import BlockKey
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from kvtide.clock import Clock
-from kvtide.evict.hint import TENANTS_MAX, AdvisedPolicy, Hint, Sessions
-from kvtide.evict.ranking import EvictionOrder, MayGo, States
+from kvtide.evict.hint import TENANTS_MAX, Hint
+from kvtide.evict.policies.reuse import AdvisedPolicy
+from kvtide.evict.ranking import EvictionOrder, MayGo, Recent, States
 from kvtide.index import USUAL_SIZE, EvictionPolicy, RadixIndex
-from kvtide.types import BlockKey, Namespace, ObjectId, Recent
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 _log = logging.getLogger(__name__)
 
@@ -136,6 +137,26 @@ class LinkedStates:
     def current_of(self, block: BlockKey) -> list[ObjectId]:
         """Return those of them that are not superseded."""
         return [state for state in self.of(block) if state not in self._superseded]
+
+
+# Sessions of each tenant whose ends are known.
+SESSIONS_MAX = 256
+
+
+class Sessions:
+    """The end of each named session's latest request, of a bounded number of sessions heard of lately. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: Recent[Namespace, Recent[str, BlockKey]] = Recent(TENANTS_MAX)
+
+    def note(self, tenant: Namespace, session: str, end: BlockKey) -> BlockKey | None:
+        """Note where a session's request ends; return where the one before it did, if that is known."""
+        with self._lock:
+            ends = self._ends[tenant] = self._ends.get(tenant) or Recent(SESSIONS_MAX)
+            before = ends.get(session)
+            ends[session] = end
+            return before
 
 
 # Makes a policy for an account that may hold so many blocks.

@@ -5,8 +5,9 @@ session share its fate, so that they share its kind: the turn, and how much that
 their session's turns explain are shared by sessions. The last block of a request is a run of its own: where prompts
 end inside a block it is never used again, which is learned like everything else.
 All blocks cost the same to recompute: what is saved is hits. Worth is told by the room that a block takes.
-Invariant: each run that is counted or a candidate is in the queue of its kind and age bin, longest unused first, and
-among that queue's candidates exactly if it is a candidate.
+Invariants: each run that is counted or a candidate is in the queue of its kind and age bin, longest unused first, and
+among that queue's candidates exactly if it is a candidate; a tenant whose sessions go on after their announced ends is
+not believed until fewer of them do.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.evict.hint import AdvisedPolicy
-from kvtide.index import USUAL_SIZE, Run, Use
+from kvtide.evict.hint import LAST, TENANTS_MAX
+from kvtide.evict.ranking import Recent
+from kvtide.index import USUAL_SIZE, EvictionPolicy, Run, Use
 from kvtide.types import Namespace
 
 # In caches of at most this many blocks ages are told apart finely; in larger ones runs would move too often.
@@ -256,6 +258,54 @@ class _Trace:
     mark: int = 0
     reach: int = 0
     size_class: int = 0
+
+
+# Counts of a tenant's announcements are halved beyond this many: what was long ago fades.
+_SAID_MAX = 64
+# A tenant is believed while at most this share of its ends, beside a few, turned out wrong.
+_BROKEN_SHARE_MAX = 0.25
+_BROKEN_GRANTED = 2
+
+
+class Trust:
+    """Compares what tenants announce with what their sessions do."""
+
+    def __init__(self) -> None:
+        # Pieces of advice that were not believed.
+        self.ignored = 0
+        # Ends that were announced, and those after which the session went on.
+        self._ends: Recent[Namespace, tuple[float, float]] = Recent(TENANTS_MAX)
+
+    def believed(self, tenant: Namespace, mark: int) -> int:
+        """Note a mark; return it, or 0 if its tenant is not believed."""
+        if not mark:
+            return 0
+        said, broken = self._ends.get(tenant, (0.0, 0.0))
+        is_liar = broken > _BROKEN_GRANTED + _BROKEN_SHARE_MAX * said
+        said += mark == LAST
+        if said > _SAID_MAX:
+            said, broken = said / 2, broken / 2
+        self._ends[tenant] = said, broken
+        self.ignored += is_liar
+        return 0 if is_liar else mark
+
+    def note_next_turn(self, tenant: Namespace, announced: int) -> None:
+        """Note that a session went on whose latest request had this mark, believed or not."""
+        if announced == LAST and tenant in self._ends:
+            said, broken = self._ends[tenant]
+            self._ends[tenant] = said, broken + 1
+
+
+class AdvisedPolicy(EvictionPolicy):
+    """A policy that takes advice. `trust` says whom it believes."""
+
+    def __init__(self) -> None:
+        self.trust = Trust()
+        self._mark = 0
+
+    def hear(self, mark: int) -> None:
+        """Take a mark as that of the uses and of the advice that come from now on; 0 for requests without advice."""
+        self._mark = mark
 
 
 class ReusePolicy(AdvisedPolicy):

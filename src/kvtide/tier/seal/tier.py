@@ -26,13 +26,13 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.evict import Hint, States
+from kvtide.evict import Hint, Recent, States
 from kvtide.outcomes import Decided
 from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, RangeRead, Take, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import HEAD_BYTES, KEY_BYTES, SEALED_CODEC, Keyring, SealingKey
 from kvtide.tier.source import read_ranges
-from kvtide.types import BlockKey, NamedId, Namespace, ObjectId, Recent, SectionId, SectionKind, TierStats
+from kvtide.types import BlockKey, NamedId, Namespace, ObjectId, SectionId, SectionKind, TierStats
 from kvtide.wire import pack_around, parse_header
 
 _log = logging.getLogger(__name__)
