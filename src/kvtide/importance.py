@@ -315,18 +315,11 @@ def select_chunks(importance: Floats, orders: NDArray[np.uint16], count: int, ch
     return np.sort(ranked[: max(needed, must)])
 
 
-class Gain(NamedTuple):
-    """Share of a block's chunks that its most important tokens touch: as it is stored now, and repacked."""
-
-    now: float
-    packed: float
-
-
-def expected_gain(scores: Floats, orders: Orders, ratio: float, chunk_tokens: int) -> Gain:
-    """Return what packing by scores would change, in the mean over layers."""
+def shares_touched(scores: Floats, orders: Orders, ratio: float, chunk_tokens: int) -> tuple[float, float]:
+    """Return the share of chunks that a block's most important tokens touch: as it is stored, and packed by scores."""
     layers, tokens = orders.shape
     count, chunks, touched = max(1, round(ratio * tokens)), len(cut(tokens, chunk_tokens)), 0
     for order, each in zip(orders, scores, strict=True):
         places = np.argsort(order, kind="stable")
         touched += len(np.unique(places[top_tokens(each, count)] // chunk_tokens))
-    return Gain(touched / (layers * chunks), -(-count // chunk_tokens) / chunks)
+    return touched / (layers * chunks), -(-count // chunk_tokens) / chunks

@@ -139,9 +139,8 @@ def test_packing_by_uses_brings_important_tokens_together() -> None:
     scores = np.zeros((2, 256), dtype=np.float32)
     scores[:, ::8] = 1
     identity = np.tile(np.arange(256, dtype=np.uint16), (2, 1))
-    gain = uses.expected_gain(scores, identity, 1 / 8, 32)
-    assert (gain.now, gain.packed) == (1.0, 1 / 8)
-    assert uses.expected_gain(scores, uses.packing_orders(scores), 1 / 8, 32).now == 1 / 8
+    assert uses.shares_touched(scores, identity, 1 / 8, 32) == (1.0, 1 / 8)
+    assert uses.shares_touched(scores, uses.packing_orders(scores), 1 / 8, 32) == (1 / 8, 1 / 8)
 
 
 def test_bad_scores_are_refused() -> None:

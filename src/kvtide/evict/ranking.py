@@ -47,14 +47,9 @@ class Recent(OrderedDict[_Key, _Value]):
             self.popitem(last=False)
 
 
-class Rank(NamedTuple):
-    """Compared in this order: equal scores go by last use."""
-
-    score: float
-    tick: int
-
-
-_NEVER_USED = Rank(-math.inf, 0)
+# Score and number of the last use, compared in this order.
+Rank = tuple[float, int]
+_NEVER_USED = (-math.inf, 0)
 
 
 class _Uses(NamedTuple):
@@ -100,7 +95,7 @@ class Ranking:
         """Return the rank now."""
         with self._lock:
             uses = self._uses.get(object_id)
-        return _NEVER_USED if uses is None else Rank(self._score(object_id, uses), uses.tick)
+        return _NEVER_USED if uses is None else (self._score(object_id, uses), uses.tick)
 
     def _score(self, object_id: ObjectId, uses: _Uses) -> float:
         return uses.weight_log2

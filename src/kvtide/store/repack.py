@@ -18,7 +18,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import PackedBase, PackedCodec
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict import Recent
-from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, expected_gain, packing_orders, record_id
+from kvtide.importance import RECORD_BYTES_MAX, Floats, UseRecord, packing_orders, record_id, shares_touched
 from kvtide.store.notes import USES_CODEC, read_note, write_note
 from kvtide.tier.base import Tier
 from kvtide.tier.buffers import aligned_buffer
@@ -139,8 +139,8 @@ class Repacker:
         record, scores = self._uses.known(meta), self._uses.scores(meta)
         if scores is None or base.repacks >= REPACKS_MAX or record.uses() < _USES_MIN << base.repacks:
             return False
-        gain = expected_gain(scores, base.orders, _IMPORTANT_RATIO, base.chunk_tokens)
-        return gain.now - gain.packed >= _GAIN_MIN * gain.now
+        now, packed = shares_touched(scores, base.orders, _IMPORTANT_RATIO, base.chunk_tokens)
+        return now - packed >= _GAIN_MIN * now
 
     def _repack(self, meta: BlockMeta) -> int:
         """Return the bytes written: 0 for a block that has changed or can't be replaced."""
