@@ -10,10 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.block import KVDtype
-from kvtide.keys import KeyChain, NamespaceSpec, block_keys, tokens_array
+from kvtide.keys import KeyChain, block_keys, namespace_digest, tokens_array
 
-SPEC = NamespaceSpec(b"model", KVDtype.BFLOAT16, "layers=2", 4, b"tenant")
-NAMESPACE = SPEC.digest()
+FIELDS: dict[str, Any] = {
+    "fingerprint": b"model",
+    "dtype": KVDtype.BFLOAT16,
+    "layout": "layers=2",
+    "block_tokens": 4,
+    "tenant_salt": b"tenant",
+}
+NAMESPACE = namespace_digest(**FIELDS)
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
@@ -59,14 +65,13 @@ def test_changed_token_changes_its_block_and_all_after(tokens: list[int], positi
     ],
 )
 def test_every_field_sets_the_namespace_apart(change: dict[str, Any]) -> None:
-    fields: dict[str, Any] = {name: getattr(SPEC, name) for name in SPEC.__slots__}
-    assert NamespaceSpec(**{**fields, **change}).digest() != NAMESPACE
+    assert namespace_digest(**{**FIELDS, **change}) != NAMESPACE
 
 
 def test_keys_are_stable_across_processes_and_hash_seeds() -> None:
     code = (
-        "from kvtide.keys import NamespaceSpec, block_keys; from kvtide.block import KVDtype;"
-        "n = NamespaceSpec(b'model', KVDtype.BFLOAT16, 'layers=2', 4, b'tenant').digest();"
+        "from kvtide.keys import block_keys, namespace_digest; from kvtide.block import KVDtype;"
+        "n = namespace_digest(b'model', KVDtype.BFLOAT16, 'layers=2', 4, b'tenant');"
         "print(n.hex(), *[k.hex() for k in block_keys(n, range(8), 4)])"
     )
     outputs = {
@@ -104,9 +109,9 @@ def test_block_size_out_of_bounds_is_refused(block_tokens: int) -> None:
     with pytest.raises(ValueError, match="block_tokens"):
         KeyChain(NAMESPACE, block_tokens)
     with pytest.raises(ValueError, match="block_tokens"):
-        NamespaceSpec(b"model", KVDtype.FLOAT32, "", block_tokens)
+        namespace_digest(b"model", KVDtype.FLOAT32, "", block_tokens)
 
 
 def test_namespace_needs_a_fingerprint() -> None:
     with pytest.raises(ValueError, match="fingerprint"):
-        NamespaceSpec(b"", KVDtype.FLOAT32, "", 4)
+        namespace_digest(b"", KVDtype.FLOAT32, "", 4)

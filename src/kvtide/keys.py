@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -23,40 +22,22 @@ TokenIds = Sequence[int] | NDArray[Any]
 _NAMESPACE_TAG = b"kvtide-namespace-1"
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceSpec:
-    """Everything that two caches must agree on before one may use the other's blocks.
+def namespace_digest(
+    fingerprint: bytes, dtype: KVDtype, layout: str, block_tokens: int, tenant_salt: bytes = b""
+) -> Namespace:
+    """Return the SHA-256 over all that two caches must agree on before one may use the other's blocks.
 
     fingerprint: of weights and config. layout: layers, heads, head size. The salt, a tenant's, is hashed, never stored.
+    ValueError for an empty fingerprint or a block size out of its bounds.
     """
-
-    fingerprint: bytes
-    dtype: KVDtype
-    layout: str
-    block_tokens: int
-    tenant_salt: bytes = b""
-
-    def __post_init__(self) -> None:
-        if not self.fingerprint:
-            raise ValueError("a namespace needs a model fingerprint, got an empty one")
-        if not 1 <= self.block_tokens <= TOKENS_MAX:
-            raise ValueError(f"block_tokens must be from 1 to {TOKENS_MAX}, got {self.block_tokens}")
-
-    def digest(self) -> Namespace:
-        """Return the SHA-256 over the length-prefixed fields."""
-        fields = (
-            _NAMESPACE_TAG,
-            self.fingerprint,
-            self.dtype.value.encode(),
-            self.layout.encode(),
-            self.block_tokens.to_bytes(4, "little"),
-            self.tenant_salt,
-        )
-        digest = hashlib.sha256()
-        for field in fields:
-            digest.update(len(field).to_bytes(4, "little"))
-            digest.update(field)
-        return Namespace(digest.digest())
+    if not fingerprint:
+        raise ValueError("a namespace needs a model fingerprint, got an empty one")
+    if not 1 <= block_tokens <= TOKENS_MAX:
+        raise ValueError(f"block_tokens must be from 1 to {TOKENS_MAX}, got {block_tokens}")
+    texts = (dtype.value.encode(), layout.encode())
+    fields = (_NAMESPACE_TAG, fingerprint, *texts, block_tokens.to_bytes(4, "little"), tenant_salt)
+    # No field's end can pass for the beginning of the next one.
+    return Namespace(hashlib.sha256(b"".join(len(each).to_bytes(4, "little") + each for each in fields)).digest())
 
 
 def tokens_array(tokens: TokenIds) -> NDArray[np.uint32]:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
-from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.keys import block_keys, namespace_digest
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 __all__ = ["block_bits", "block_meta", "chain", "layouts", "namespace", "smooth_bits"]
@@ -14,7 +14,7 @@ __all__ = ["block_bits", "block_meta", "chain", "layouts", "namespace", "smooth_
 
 def namespace(model: str = "model", salt: bytes = b"") -> Namespace:
     """Return the namespace of a made-up model."""
-    return NamespaceSpec(model.encode(), KVDtype.FLOAT32, "test", 16, salt).digest()
+    return namespace_digest(model.encode(), KVDtype.FLOAT32, "test", 16, salt)
 
 
 def chain(*numbers: int) -> list[BlockKey]:

@@ -27,7 +27,7 @@ import xxhash
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import Clock, SystemClock
-from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.keys import block_keys, namespace_digest
 from kvtide.tier import Tier
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.disk import DiskTier
@@ -272,7 +272,7 @@ def _timed(read_share: Callable[[Sequence[_Place]], None], order: Sequence[_Plac
 def made_objects(size: int, count: int) -> list[tuple[ObjectId, bytearray]]:
     """Return objects of exactly `size` bytes that share their content but not their names."""
     layout = BlockLayout(layers=_LAYERS, tokens=16, kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16)
-    space = NamespaceSpec(b"bench", layout.dtype, "bench", layout.tokens, b"").digest()
+    space = namespace_digest(b"bench", layout.dtype, "bench", layout.tokens, b"")
     keys = [BlockKey(space), *block_keys(space, range(count * layout.tokens), layout.tokens)]
     body = np.random.default_rng(_SEED).bytes(size - 256 - 48 * _LAYERS)
     cuts = [len(body) * layer // _LAYERS for layer in range(_LAYERS + 1)]

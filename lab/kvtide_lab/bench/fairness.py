@@ -17,7 +17,7 @@ from statistics import median
 import msgspec
 
 from kvtide.block import KVDtype
-from kvtide.keys import NamespaceSpec
+from kvtide.keys import namespace_digest
 from kvtide.server.auth import new_token
 from kvtide.server.scheduler import POLICIES
 from kvtide.types import BlockKey, ObjectId
@@ -176,5 +176,5 @@ def _object_file(place: _Place, size: int) -> Path:
 
 
 def _object_id(size: int) -> ObjectId:
-    namespace = NamespaceSpec(b"bench", KVDtype.FLOAT16, "bench", 16, b"").digest()
+    namespace = namespace_digest(b"bench", KVDtype.FLOAT16, "bench", 16, b"")
     return ObjectId(namespace, BlockKey(size.to_bytes(32, "big")))

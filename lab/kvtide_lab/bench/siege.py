@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.block import KVDtype
-from kvtide.keys import NamespaceSpec
+from kvtide.keys import namespace_digest
 from kvtide.server.auth import new_token
 from kvtide.server.settings import ServerLimits
 from kvtide.types import BlockKey, ObjectId
@@ -45,7 +45,7 @@ _DRAIN_S_MAX = 2.0
 _END_S_MAX = 1.0
 _WAIT_S_MAX = 10.0
 _TENANTS = ("measured", "attacker", "second")
-_NAMESPACE = NamespaceSpec(b"siege", KVDtype.FLOAT16, "bench", 16, b"").digest()
+_NAMESPACE = namespace_digest(b"siege", KVDtype.FLOAT16, "bench", 16, b"")
 _OBJECT_BYTES = MIB
 _STALLED_BYTES = 12 * MIB
 _KEYS_MAX = 4096

@@ -14,7 +14,7 @@ from kvtide.engines.gate import WriteGate
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.group import Parts
-from kvtide.keys import NamespaceSpec
+from kvtide.keys import namespace_digest
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.store.load import Whole
 from kvtide.types import BlockKey, ObjectId
@@ -45,7 +45,7 @@ class ChunkStore:
             raise ValueError(f"chunks hold bytes of any order: the codec must be lossless or raw, got {settings.codec}")
         self.layout = layout
         salt = settings.tenant_salt.encode()
-        self._namespace = NamespaceSpec(fingerprint, layout.dtype, text, layout.tokens, salt).digest()
+        self._namespace = namespace_digest(fingerprint, layout.dtype, text, layout.tokens, salt)
         self._settings = settings
         self._clock = SystemClock()
         self.cache: Cache = cache_for(settings.store, codec, limits=settings.limits(), clock=self._clock)

@@ -11,9 +11,9 @@ from kvtide.engines.paged import Namespaces, OpaquePages, ScheduledRequest, Sche
 from kvtide.engines.paged.pages import CellOrder, HostPages, keys_values
 from kvtide.engines.paged.sequence import StepCommands
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
-from kvtide.keys import NamespaceSpec, block_keys
+from kvtide.keys import block_keys, namespace_digest
 from kvtide.store import Cache, PendingBlock
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 PAGE_TOKENS = 4
 # Of a toy engine.
@@ -54,11 +54,11 @@ def host_pages(
 def namespaces(layout: BlockLayout = LAYOUT, shards: int = 1, has_states: bool = False) -> Namespaces:
     """Return the names of a toy model's blocks."""
 
-    def specs(salt: bytes) -> list[NamespaceSpec]:
+    def of(salt: bytes) -> tuple[Namespace, ...]:
         texts = [f"toy {shard}/{shards}" for shard in range(shards)]
-        return [NamespaceSpec(b"model", layout.dtype, text, layout.tokens, salt) for text in texts]
+        return tuple(namespace_digest(b"model", layout.dtype, text, layout.tokens, salt) for text in texts)
 
-    return Namespaces(specs, has_states)
+    return Namespaces(of, has_states)
 
 
 def pending(layout: BlockLayout, tokens: list[int], blocks: Sequence[BlockBits], start: int = 0) -> list[PendingBlock]:

@@ -21,7 +21,7 @@ from kvtide.engines.llamacpp.state import SEQUENCE_VERSION, LlamaContext, PartSh
 from kvtide.engines.paged import file_digest, gguf_files, gguf_fingerprint
 from kvtide.errors import CorruptPayload, UnsupportedModel
 from kvtide.group import LayerGroup, row_group
-from kvtide.keys import NamespaceSpec
+from kvtide.keys import namespace_digest
 from kvtide.types import Namespace
 
 # GGML's numbers of the element types that are keys and values for kvtide; rows of others are kept as they are.
@@ -103,8 +103,8 @@ def served_llama(context: LlamaContext, is_exact: bool, tenant_salt: bytes) -> S
             raise UnsupportedModel("quantised keys and values are kept as they are: the codec must be lossless or raw")
         text = f"{group.text} {'exact' if is_exact else 'approximate'}"
         kinds = (text, f"{text} as turns left it", f"{text} as turns left it, with answers")
-        specs = [NamespaceSpec(fingerprint, group.layout.dtype, kind, size, tenant_salt) for kind in kinds]
-        groups.append(ServedGroup(shape, group, tuple(spec.digest() for spec in specs), window_cells if number else 0))
+        spaces = tuple(namespace_digest(fingerprint, group.layout.dtype, kind, size, tenant_salt) for kind in kinds)
+        groups.append(ServedGroup(shape, group, spaces, window_cells if number else 0))
     is_paired = llama_cpp.llama_model_rope_type(llm.model) == llama_cpp.LLAMA_ROPE_TYPE_NORM
     pairs = groups[0].group.layout.kv_heads if is_paired and not is_exact else 0
     label = str(llm.metadata.get("general.name") or path.stem)[:64]

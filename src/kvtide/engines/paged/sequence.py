@@ -13,7 +13,7 @@ import numpy as np
 from kvtide.engines.settings import NO_OPTIONS, StreamOrder
 from kvtide.evict import Hint
 from kvtide.group import part_keys
-from kvtide.keys import KeyChain, NamespaceSpec
+from kvtide.keys import KeyChain
 from kvtide.outcomes import Decided, Why
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -148,12 +148,10 @@ FOLLOW_EVERY_S = 0.02
 class Namespaces:
     """Namespaces of a model's shards by a request's salt. has_states: blocks have a part of states (decision 0021)."""
 
-    def __init__(self, specs: Callable[[bytes], Sequence[NamespaceSpec]], has_states: bool = False) -> None:
+    def __init__(self, of: Callable[[bytes], tuple[Namespace, ...]], has_states: bool = False) -> None:
+        """of: returns one for each shard."""
         self.has_states = has_states
-        # One for each shard.
-        self.of: Callable[[bytes], tuple[Namespace, ...]] = lru_cache(SALTS_MAX)(
-            lambda salt: tuple(spec.digest() for spec in specs(salt))
-        )
+        self.of: Callable[[bytes], tuple[Namespace, ...]] = lru_cache(SALTS_MAX)(of)
 
 
 def tail_namespace(namespace: Namespace, tail_tokens: int) -> Namespace:

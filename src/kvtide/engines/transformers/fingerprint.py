@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from kvtide.engines.transformers.groups import ModelGroup, groups_of, is_plain
 from kvtide.errors import UnsupportedModel
-from kvtide.keys import NamespaceSpec
+from kvtide.keys import namespace_digest
 from kvtide.types import Namespace
 
 
@@ -44,13 +44,13 @@ class NamespaceSettings(NamedTuple):
         if is_plain(groups):
             texts = [plain]
         return tuple(
-            NamespaceSpec(
+            namespace_digest(
                 fingerprint,
                 each.group.layout.dtype,
                 f"{text} {'exact' if self.is_exact else 'approximate'}",
                 self.block_tokens,
                 self.tenant_salt,
-            ).digest()
+            )
             for text, each in zip(texts, groups, strict=True)
         )
 

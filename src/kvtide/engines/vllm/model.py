@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -28,7 +28,8 @@ from kvtide.engines import untested_vllm
 from kvtide.engines.paged import Namespaces, files_fingerprint
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.errors import UnsupportedModel
-from kvtide.keys import NamespaceSpec
+from kvtide.keys import namespace_digest
+from kvtide.types import Namespace
 
 _log = logging.getLogger(__name__)
 
@@ -334,12 +335,12 @@ def _namespaces(
     texts = [f"{shape} {quality} shard={part}" for part in parts]
     own_salt = settings.tenant_salt.encode()
 
-    def specs(salt: bytes) -> Sequence[NamespaceSpec]:
+    def of(salt: bytes) -> tuple[Namespace, ...]:
         # The lengths keep "a" + "bc" and "ab" + "c" apart.
         both = len(own_salt).to_bytes(4, "little") + own_salt + salt if own_salt or salt else b""
-        return [NamespaceSpec(fingerprint, layout.dtype, text, layout.tokens, both) for text in texts]
+        return tuple(namespace_digest(fingerprint, layout.dtype, text, layout.tokens, both) for text in texts)
 
-    return Namespaces(specs, has_states)
+    return Namespaces(of, has_states)
 
 
 def _fingerprint(vllm_config: Any) -> bytes:
