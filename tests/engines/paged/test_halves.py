@@ -455,13 +455,13 @@ def test_first_layer_does_not_wait_for_the_others(
     first, second = (ToyEngine(partial(open_cache, codec="raw"), str(tmp_path / "store")) for _ in range(2))
     first.compute("a", PROMPT)
     hit, pages = second.ask("b", PROMPT), second.pages(len(PROMPT))
-    begin, release, scatter = threading.Event(), threading.Event(), second.pool.scatter_layers
+    begin, release, scatter = threading.Event(), threading.Event(), second.pool.scatter
 
-    def held_back(first: int, *arguments: Any) -> None:
+    def held_back(layers: Any, pages: Any, skip_pages: int, first: int) -> None:
         assert (release if first else begin).wait(10)
-        scatter(first, *arguments)
+        scatter(layers, pages, skip_pages, first)
 
-    second.pool.scatter_layers = held_back  # type: ignore[method-assign,assignment]
+    second.pool.scatter = held_back  # type: ignore[method-assign,assignment]
     second.scheduler.allocated("b", pages, hit, is_in_step=True)
     second.step(tokens=0)
     waiting = threading.Thread(target=second.worker.wait_layer, args=(0,))

@@ -45,7 +45,7 @@ class Layers:
         self.order: list[tuple[int, int]] = []
         self._at = at
 
-    def __call__(self, position: int, first: int, layers: Sequence[BlockBits]) -> None:
+    def __call__(self, position: int, layers: Sequence[BlockBits], first: int) -> None:
         self._at(position, first)
         for layer, values in enumerate(layers, first):
             assert (position, layer) not in self.found, "a layer came twice"
@@ -73,7 +73,7 @@ def filled(tmp_path: Path, open_cache: OpenCache, blocks: int) -> tuple[list[Blo
 
 
 def load(cache: Cache, metas: list[BlockMeta], layers: Layers, blocks: Collector | None = None) -> LoadReport:
-    return cache.load(metas, Whole(blocks or Collector(), layers=layers))
+    return cache.load(metas, Whole(blocks or Collector(), layers=layers, is_in_turn=True))
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
@@ -184,7 +184,7 @@ def test_load_is_given_up_between_pieces(
     metas, reader = filled(tmp_path, open_cache, 4)
     release = threading.Event()
     layers = Layers(lambda position, layer: (position, layer) == (1, 1) and release.wait(10))
-    report = reader.load(metas, Whole(Collector(), layers=layers), deadline_s=0.3)
+    report = reader.load(metas, Whole(Collector(), layers=layers, is_in_turn=True), deadline_s=0.3)
     assert (report.blocks, report.reason) == (0, MissReason.DEADLINE)
     release.set()
     # Nothing is left that holds up the next load, nor a buffer that was lost.

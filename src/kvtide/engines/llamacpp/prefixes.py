@@ -10,7 +10,7 @@ on behind an answer takes them: what llama.cpp would have had in its context.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
-from kvtide.codec import Codec, LayeredCodec, sections_by_layer
 from kvtide.engines.gate import WriteGate
 from kvtide.engines.llamacpp.identity import ServedGroup, ServedLlama, positions_of
 from kvtide.engines.llamacpp.state import LlamaContext, Part, StateBuilder, block_rows, halved, paired
@@ -27,7 +26,7 @@ from kvtide.group import Parts, part_keys
 from kvtide.keys import block_keys
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import MissReason, Whole
-from kvtide.types import BlockKey, Namespace, ObjectId, Section
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 Tokens = NDArray[np.int32]
 
@@ -128,7 +127,7 @@ class LlamaPrefixes:
         for group, part, metas in zip(groups, builder.parts, prefix.metas, strict=True):
             incoming = _Incoming(group, part, metas, self._served.pairs)
             left_s = max(0.0, until_s - self._clock.monotonic_s())
-            report = self._cache.load(metas, Whole(incoming.write, incoming.sections), left_s)
+            report = self._cache.load(metas, Whole(incoming.write, layers=incoming.write), left_s)
             incoming.gate.close()
             wanted, came, reason = wanted + len(metas), came + report.blocks, report.reason
             if report.blocks < len(metas):
@@ -179,24 +178,16 @@ class _Incoming:
         self._part = part
         self._metas = metas
 
-    def write(self, position: int, layers: NDArray[Any], first: int = 0) -> None:
+    def write(self, position: int, layers: Iterable[BlockBits], first: int = 0) -> None:
         """Write a block, or some layers of it from `first` on."""
         tokens, start = self._group.group.layout.tokens, self._metas[position].start
         cells = _cells(start, start + tokens, self._group.window_cells)
-        came = block_rows(self._group.shape[2 * first :], tokens, layers.reshape(-1).view(np.uint8))
         with self.gate.enter() as is_in:
-            for number, rows in enumerate(came if is_in else (), 2 * first):
-                is_paired = self._pairs and number % 2 == 0
-                self._part.rows[number][cells] = paired(rows, self._pairs) if is_paired else rows
-
-    def sections(self, position: int, codec: Codec, sections: Sequence[Section]) -> bool:
-        """Write a block's layers out of its sections, without a copy between; False if they are none."""
-        layout = self._group.group.layout
-        if not isinstance(codec, LayeredCodec) or len(sections) != layout.layers:
-            return False
-        for layer, section in enumerate(sections_by_layer(layout, sections)):
-            self.write(position, codec.decode_layer(layout, section), layer)
-        return True
+            for layer, bits in enumerate(layers if is_in else (), first):
+                came = block_rows(self._group.shape[2 * layer :], tokens, bits.reshape(-1).view(np.uint8))
+                for number, rows in enumerate(came, 2 * layer):
+                    is_paired = self._pairs and number % 2 == 0
+                    self._part.rows[number][cells] = paired(rows, self._pairs) if is_paired else rows
 
     def fill_before(self) -> None:
         """Clear the rows before the first part: of what has left the windows, which no token looks at."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import Codec, LayeredCodec, sections_by_layer
+from kvtide.codec import Codec
 from kvtide.tier.base import DeviceMemory
 from kvtide.tier.buffers import RECYCLED_BYTES_MAX, recycled_buffer, touch
 from kvtide.types import Section
@@ -161,27 +161,14 @@ class HostPages(PagePool):
             # Writes to a copy would be lost without a word.
             assert np.shares_memory(layer, keys)
 
-    def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        self.scatter_layers(0, bits, pages, skip_pages)
-
-    def scatter_layers(self, first: int, layers: Iterable[BlockBits], pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block's layers from `first` on, each (2, tokens, kv_heads, head_dim), as `scatter` does."""
+    def scatter(self, bits: Iterable[BlockBits], pages: Sequence[int], skip_pages: int, first: int = 0) -> None:
+        """Write a block's layers from `first` on, each (2, tokens, kv_heads, head_dim); see PagePool."""
         tokens = self.page_tokens
-        for number, layer in enumerate(layers, first):
+        for number, layer in enumerate(bits, first):
             own = list(self._own_pages(number, pages, skip_pages))
             for room, values in zip(self._views[number], layer, strict=True):
                 for position, page in own:
                     room[page] = values[position * tokens : (position + 1) * tokens].transpose(1, 0, 2)
-
-    def decode(
-        self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
-    ) -> bool:
-        """Write layer by layer if the codec keeps them apart: a block of its own would be one more copy."""
-        if not isinstance(codec, LayeredCodec):
-            return False
-        layers = (codec.decode_layer(meta.layout, section) for section in sections_by_layer(meta.layout, sections))
-        self.scatter_layers(0, layers, pages, skip_pages)
-        return True
 
     def scatter_tokens(self, layers: Iterable[BlockBits], page: int, start: int, first: int = 0) -> None:
         """Write layers from `first` on, each (2, tokens, kv_heads, head_dim), from token `start` of a page on.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
@@ -189,17 +189,9 @@ class WorkerHalf:
         metas, latest = self._metas(load, kept), load.order.is_latest
         metas += [self._meta(piece, latest, self._tail_tokens) for piece in load.order.tail]
 
-        def sink(position: int, bits: BlockBits) -> None:
-            load.sink(kept + position, bits)
-
-        def take(position: int, codec: Codec, sections: Sequence[Section]) -> bool:
-            return load.take(kept + position, metas[position], codec, sections)
-
-        def take_layers(position: int, first: int, layers: Sequence[BlockBits]) -> None:
-            load.take_layers(kept + position, first, layers)
-
-        by_layer = take_layers if load.order.is_in_step and isinstance(self._pool, HostPages) else None
-        return self.cache.load(metas, Whole(sink, take, by_layer), self._left_s(load))
+        by_layer = load.write if isinstance(self._pool, HostPages) else None
+        into = Whole(load.write, partial(load.take, metas), by_layer, bool(by_layer) and load.order.is_in_step)
+        return self.cache.load(metas, into, self._left_s(load))
 
     def _stream(self, load: PageLoad, kept: int, how: StreamOrder) -> LoadReport:
         """Bring the base of all blocks, refinements until then, and write each page once."""
@@ -211,7 +203,7 @@ class WorkerHalf:
         goal = (self.cache.quality if how.quality is None else how.quality) * (1 + QUALITY_SLACK)
         request = LoadRequest(NO_PREFILL, max(0.0, until_s), goal)
         limits = FetchLimits(read_s_max=max(left_s, READ_S_MIN))
-        streamed = Streamed(StreamedPages(load, kept), request, None, computes=False, limits=limits)
+        streamed = Streamed(StreamedPages(load), request, None, computes=False, limits=limits)
         report = self.cache.load(self._metas(load, kept), streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             with self._changed:
@@ -448,6 +440,8 @@ class PageLoad:
         self.missed_states: ObjectId | None = None
         # Pieces of the tail that came, where all blocks did.
         self.pieces = 0
+        # Leading blocks that were kept: what comes from tiers is counted from there on.
+        self._first = 0
         self._ids = ids
         self._pool = pool
         self._kept = kept
@@ -468,8 +462,9 @@ class PageLoad:
         """Copy the leading blocks that this process has kept, up to one that can't be; return how many."""
         for position, block in enumerate(self._captured):
             if not guarded("restore", partial(self._restore, position, block), False):
-                return position
-        return len(self._captured)
+                break
+            self._first = position + 1
+        return self._first
 
     def _restore(self, position: int, block: Captured) -> bool:
         with self._gate.enter() as is_in:
@@ -478,27 +473,31 @@ class PageLoad:
                 self._note_layers()
         return True
 
-    def sink(self, position: int, bits: BlockBits, is_kept: bool = True) -> None:
-        """Write a block into its pages; a BlockSink. What is not to be kept may be rough."""
+    def write(self, position: int, layers: Any, first: int = 0, is_kept: bool = True) -> None:
+        """Write a block, or HostPages' layers of one from `first` on, into its pages; a BlockSink and a LayerSink.
+
+        What is not to be kept may be rough.
+        """
+        pool, position, stop = self._pool, self._first + position, first + len(layers)
         with self._gate.enter() as is_in:
-            if is_in and position >= len(self._ids):
-                self._write_piece(position, 0, bits)
-            elif is_in:
-                self._pool.scatter(bits, *self._room(position))
-                self._note_layers()
-                if is_kept:
-                    self._keep(position)
+            if not is_in:
+                return
+            if position >= len(self._ids):
+                assert isinstance(pool, HostPages)
+                piece = self.order.tail[position - len(self._ids)]
+                page, token = divmod(piece.start - self._start, pool.page_tokens)
+                pool.scatter_tokens(layers, self.order.pages[page], token, first)
+            elif isinstance(pool, HostPages):
+                pool.scatter(layers, *self._room(position), first)
+            else:
+                pool.scatter(layers, *self._room(position))
+            self._note_layers(first, stop)
+            if is_kept and position < len(self._ids) and stop == pool.layout.layers:
+                self._keep(position)
 
-    def _write_piece(self, position: int, first: int, layers: BlockBits | Sequence[BlockBits]) -> None:
-        """Write layers of a piece of the tail, from layer `first` on, into its part of a page."""
-        assert isinstance(self._pool, HostPages)
-        piece = self.order.tail[position - len(self._ids)]
-        page, token = divmod(piece.start - self._start, self._pool.page_tokens)
-        self._pool.scatter_tokens(layers, self.order.pages[page], token, first)
-        self._note_layers(first, first + len(layers))
-
-    def take(self, position: int, meta: BlockMeta, codec: Codec, sections: Sequence[Section]) -> bool:
-        """Let the pool decode a block into its pages. False if it does not."""
+    def take(self, metas: Sequence[BlockMeta], position: int, codec: Codec, sections: Sequence[Section]) -> bool:
+        """Let the pool decode a block, of those that come from tiers, into its pages. False if it does not."""
+        meta, position = metas[position], self._first + position
         if position >= len(self._ids):
             return False
         with self._gate.enter() as is_in:
@@ -508,19 +507,6 @@ class PageLoad:
                 self._note_layers()
                 self._keep(position)
         return True
-
-    def take_layers(self, position: int, first: int, layers: Sequence[BlockBits]) -> None:
-        """Write layers of a block, from layer `first` on, into HostPages."""
-        assert isinstance(self._pool, HostPages)
-        with self._gate.enter() as is_in:
-            if is_in and position >= len(self._ids):
-                self._write_piece(position, first, layers)
-            elif is_in:
-                stop = first + len(layers)
-                self._pool.scatter_layers(first, layers, *self._room(position))
-                self._note_layers(first, stop)
-                if stop == self._pool.layout.layers:
-                    self._keep(position)
 
     def take_states(self, pool: PagePool, bits: BlockBits) -> None:
         """Write the states at the end of the last block into the page that they have there."""
@@ -576,9 +562,8 @@ class PageLoad:
 class StreamedPages:
     """The engine's pages after those that are kept, as what a stream is appended to. It computes nothing."""
 
-    def __init__(self, load: PageLoad, kept: int) -> None:
+    def __init__(self, load: PageLoad) -> None:
         self._load = load
-        self._kept = kept
 
     def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
         """Compute nothing: between steps nobody does."""
@@ -586,7 +571,7 @@ class StreamedPages:
 
     def append(self, block: int, bits: BlockBits) -> None:
         """Write a block, for this request alone: it may be rough."""
-        self._load.sink(self._kept + block, bits, is_kept=False)
+        self._load.write(block, bits, is_kept=False)
 
 
 def touch_rooms(tiers: TierStack, pool: PagePool, kept_bytes: int, is_wanted: Callable[[], bool]) -> None:

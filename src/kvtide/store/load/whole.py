@@ -11,7 +11,7 @@ from mmap import PAGESIZE
 from typing import NamedTuple
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.codec import Codec, LayeredCodec, layer_section_ids
+from kvtide.codec import Codec, LayeredCodec, layer_section_ids, sections_by_layer
 from kvtide.errors import CorruptPayload
 from kvtide.store.load.access import BlockSink, LoadAccess, LoadBuffers, LoadReport, MissReason
 from kvtide.types import ObjectId, Section
@@ -25,9 +25,9 @@ _LATE_FACTOR, _TRIED_SHARE = 1.5, 0.2
 
 # Offered a block's checked sections first; if it takes them, the block is not decoded for the sink.
 SectionSink = Callable[[int, Codec, Sequence[Section]], bool]
-# Called with the block's position, a layer, and from there on the values of one layer after the other, each
-# (2, tokens, kv_heads, head_dim); otherwise as a BlockSink. Layers of a block come in order.
-LayerSink = Callable[[int, int, Sequence[BlockBits]], None]
+# Called with the block's position, the values of one layer after the other, each (2, tokens, kv_heads, head_dim), and
+# the number of the first; otherwise as a BlockSink. Layers of a block come in order.
+LayerSink = Callable[[int, Sequence[BlockBits], int], None]
 
 
 # Stored bytes that were read for a block so far.
@@ -47,15 +47,17 @@ class _LayeredBlock:
 
 
 class Whole(NamedTuple):
-    """The strategy that brings whole blocks. With `layers`, those of a codec that keeps layers apart come by layers.
+    """The strategy that brings whole blocks. `layers` takes those of a codec that keeps layers apart, layer by layer.
 
-    `sections` is offered a block before it is decoded for `sink`. Blocks after the first missing one may reach the
-    sinks too, even after the load has returned: they don't count.
+    is_in_turn: the first layers of all blocks are read before the next ones of any. `sections` is offered a block
+    before it is decoded for `sink`. Blocks after the first missing one may reach the sinks too, even after the load has
+    returned: they don't count.
     """
 
     sink: BlockSink
     sections: SectionSink | None = None
     layers: LayerSink | None = None
+    is_in_turn: bool = False
 
     def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
         """Bring blocks; see `Strategy`."""
@@ -74,7 +76,7 @@ class _WholeLoad:
         self._started_s = access.clock.monotonic_s()
 
     def run(self, metas: Sequence[BlockMeta]) -> LoadReport:
-        return self._leading(self._begin_whole(metas) if self._into.layers is None else self._begin_layers(metas))
+        return self._leading(self._begin_layers(metas) if self._into.is_in_turn else self._begin_whole(metas))
 
     def _since_s(self) -> float:
         return self._access.clock.monotonic_s() - self._started_s
@@ -154,7 +156,11 @@ class _WholeLoad:
         if isinstance(codec, MissReason):
             return codec
         sections = access.good_sections(stored, codec)
-        if into.sections is None or not into.sections(position, codec, sections):
+        if into.layers is not None and isinstance(codec, LayeredCodec):
+            # A block of its own would be one more copy.
+            for layer, section in enumerate(sections_by_layer(meta.layout, sections)):
+                into.layers(position, [codec.decode_layer(meta.layout, section)], layer)
+        elif into.sections is None or not into.sections(position, codec, sections):
             codec.decode(meta, sections, scratch.bits)
             into.sink(position, scratch.bits)
         return size
@@ -206,7 +212,7 @@ class _WholeLoad:
             block.codec.decode_layer(meta.layout, entry.cut(data, start, meta.id))
             for entry in block.entries[block.layers : stop]
         ]
-        self._into.layers(block.position, block.layers, values)
+        self._into.layers(block.position, values, block.layers)
         block.layers = stop
         return block.read_bytes
 
