@@ -533,7 +533,7 @@ def test_block_counts_only_if_every_shard_has_it(engines: Engines) -> None:
     assert engine.ask("b", PROMPT) == 24
     # Shard 1 had no room for the first block.
     lost = block_keys(namespaces(shards=2).of(b"")[1], PROMPT, BLOCK)[0]
-    engine.scheduler.heard(WorkerReport(1, (), (lost,), ()))
+    engine.scheduler.heard(WorkerReport(1, lost=(lost,)))
     assert engine.ask("b", PROMPT) == 0
 
 

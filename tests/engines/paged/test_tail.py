@@ -24,7 +24,7 @@ from tests.engines.paged.pools import (
 from kvtide.engines.chunks import chunk_layout
 from kvtide.engines.paged import OpaqueLayer, OpaquePages, ScheduledRequest
 from kvtide.engines.paged.pages import CellOrder, join_pages
-from kvtide.engines.paged.sequence import TrackedSequence, WorkerReport, tail_namespace
+from kvtide.engines.paged.sequence import EndedLoad, TrackedSequence, WorkerReport, tail_namespace
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions
 from kvtide.group import state_every
 from kvtide.store import Cache
@@ -199,7 +199,7 @@ def test_prompt_stores_its_tail_once_and_answers_store_none(tails: Tails) -> Non
 def test_what_is_computed_on_top_of_rough_blocks_has_no_tail_either(tails: Tails) -> None:
     one = tails()
     one.ask("a", TOKENS[:20])
-    one.scheduler.heard(WorkerReport(0, (), (), (), rough=("a",)))
+    one.scheduler.heard(WorkerReport(0, (EndedLoad("a", 0, 0, 0.0, None, is_rough=True),)))
     pages = one.pages(30)
     assert one.step(ScheduledRequest("a", TOKENS[:20], 20, lambda: pages)).stores == ()
 

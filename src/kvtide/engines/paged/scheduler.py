@@ -29,6 +29,7 @@ from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
 from kvtide.group import Parts
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.store import Cache
+from kvtide.store.load import MissReason
 from kvtide.types import BlockKey, ObjectId
 
 STEPS_IN_FLIGHT_MAX = 64
@@ -345,18 +346,19 @@ class SchedulerHalf:
             if self._is_warm:
                 self.cache.judge.note_prefill(0, tokens, now_s - started_s)
             self._is_warm |= tokens >= self._block_tokens
-        for timing in report.loads:
-            self.cache.judge.note_load(timing.tokens, timing.seconds, now_s)
         for ended in report.ended:
-            if (sequence := self._sequences.get(ended.request)) is not None:
-                sequence.summary.ended = min(sequence.summary.ended or ended, ended, key=lambda each: each.tokens)
-        for sequence in map(self._sequences.get, report.failed):
-            if sequence is not None:
+            if ended.is_timed:
+                # One that was given up is extrapolated.
+                tokens = ended.wanted_tokens if ended.reason is MissReason.DEADLINE else ended.tokens
+                self.cache.judge.note_load(tokens, ended.seconds * tokens / (ended.tokens or 1), now_s)
+            if (sequence := self._sequences.get(ended.request)) is None:
+                continue
+            sequence.summary.ended = min(sequence.summary.ended or ended, ended, key=lambda each: each.tokens)
+            if ended.tokens < ended.wanted_tokens:
                 sequence.may_load = False
                 # What the step itself was to store, had its load not failed, is there once it is computed again.
                 sequence.settled, sequence.is_tail_settled = 0, False
-        for sequence in map(self._sequences.get, report.rough):
-            if sequence is not None:
+            if ended.is_rough:
                 before = sequence.rough_from
                 sequence.rough_from = sequence.loaded_from if before is None else min(before, sequence.loaded_from)
                 # At once: the engine may hand the pages on before this request computes again.

@@ -15,6 +15,7 @@ from kvtide.evict import Hint
 from kvtide.group import part_keys
 from kvtide.keys import KeyChain
 from kvtide.outcomes import Decided, Why
+from kvtide.store.load import MissReason
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 
@@ -79,41 +80,36 @@ class StepCommands(NamedTuple):
     held: tuple[BlockRef, ...] = ()
 
 
-class LoadTiming(NamedTuple):
-    """Seconds that a load took for so many tokens; one that was given up is extrapolated."""
-
-    tokens: int
-    seconds: float
-
-
 class EndedLoad(NamedTuple):
-    """A request's load: the tokens that came, its seconds, and why no more came; "" for all."""
+    """A request's load: the tokens that came of those wanted, its seconds, and why no more came; None for all.
+
+    is_rough: without some refinements. is_timed: its seconds say how fast loading is.
+    """
 
     request: str
     tokens: int
+    wanted_tokens: int
     seconds: float
-    reason: str
+    reason: MissReason | None
+    is_rough: bool = False
+    is_timed: bool = True
 
 
 class WorkerReport(NamedTuple):
-    """A worker's findings of a step: promised blocks that are `lost`, requests whose loads `failed` or came `rough`.
+    """A worker's findings of a step: loads that ended, and promised blocks that are `lost`.
 
     is_refused: its pages are not to be used at all.
     """
 
     step: int
-    loads: tuple[LoadTiming, ...] = ()
-    lost: tuple[BlockKey, ...] = ()
-    failed: tuple[str, ...] = ()
-    rough: tuple[str, ...] = ()
     ended: tuple[EndedLoad, ...] = ()
+    lost: tuple[BlockKey, ...] = ()
     is_refused: bool = False
 
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Return this step's findings and another worker's, or later ones."""
-        loads, lost, failed = self.loads + other.loads, self.lost + other.lost, self.failed + other.failed
-        rough, ended = self.rough + other.rough, self.ended + other.ended
-        return WorkerReport(self.step, loads, lost, failed, rough, ended, self.is_refused or other.is_refused)
+        is_refused = self.is_refused or other.is_refused
+        return WorkerReport(self.step, self.ended + other.ended, self.lost + other.lost, is_refused)
 
 
 @dataclass(slots=True)
@@ -134,7 +130,7 @@ class RequestSummary:
         found.append(f"{self.found_tokens} found in {store}" if self.found_tokens else "none found")
         if self.ended is not None:
             saved = "" if self.saved_s is None else f", {self.saved_s:.3f} s saved"
-            failed = f" ({self.ended.reason})" if self.ended.reason else ""
+            failed = f" ({self.ended.reason.value})" if self.ended.reason else ""
             found.append(f"{self.ended.tokens} loaded{failed} in {self.ended.seconds:.3f} s{saved}")
         found += [f"{tokens} computed: {why.meaning}" for why, tokens in self.computed.items()]
         return "; ".join([*found, f"{self.stored_blocks} blocks to store"])

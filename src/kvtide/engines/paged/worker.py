@@ -24,7 +24,6 @@ from kvtide.engines.paged.sequence import (
     BlockRef,
     EndedLoad,
     LoadOrder,
-    LoadTiming,
     StepCommands,
     StoreOrder,
     WorkerReport,
@@ -180,15 +179,13 @@ class WorkerHalf:
             rest = self._load_whole(load, kept) if stream is None else self._stream(load, kept, stream)
             report = rest._replace(blocks=kept + rest.blocks)
         if self._states is not None and report.blocks == blocks:
-            report = self._load_states(load, report, self._states)
-        load.pieces = max(0, report.blocks - blocks)
-        return report._replace(blocks=report.blocks - load.pieces)
+            return self._load_states(load, report, self._states)
+        return report
 
     def _load_whole(self, load: PageLoad, kept: int) -> LoadReport:
         """Load the blocks that were not kept, and the pieces behind them."""
         metas, latest = self._metas(load, kept), load.order.is_latest
         metas += [self._meta(piece, latest, self._tail_tokens) for piece in load.order.tail]
-
         by_layer = load.write if isinstance(self._pool, HostPages) else None
         into = Whole(load.write, partial(load.take, metas), by_layer, bool(by_layer) and load.order.is_in_step)
         return self.cache.load(metas, into, self._left_s(load))
@@ -206,8 +203,8 @@ class WorkerHalf:
         streamed = Streamed(StreamedPages(load), request, None, computes=False, limits=limits)
         report = self.cache.load(self._metas(load, kept), streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
+            load.is_rough = True
             with self._changed:
-                self._report = self._report.joined(WorkerReport(0, rough=(load.order.request,)))
                 self._counts.update({"rough_loads": 1, "streamed_kl": streamed.report.kl})
         return report
 
@@ -239,21 +236,22 @@ class WorkerHalf:
         self._outcome.failed_pages.update(unfilled)
 
     def _note(self, load: PageLoad, report: LoadReport, seconds: float) -> None:
-        wanted = len(load.order.blocks) * self._tokens + len(load.order.tail) * self._tail_tokens
-        loaded, is_whole = report.blocks * self._tokens + load.pieces * self._tail_tokens, load.is_whole(report.blocks)
-        lost: tuple[BlockKey, ...] = ()
+        order, refs = load.order, load.refs
+        wanted, loaded = self._tokens_of(order, len(refs)), self._tokens_of(order, report.blocks)
         counts = {"loads": 1, "loaded_tokens": loaded, "loaded_bytes": report.stored_bytes}
-        self._counts.update({**counts, "load_seconds": seconds, "failed_loads": not is_whole})
-        ended = EndedLoad(load.order.request, loaded, seconds, "" if report.reason is None else report.reason.value)
+        self._counts.update({**counts, "load_seconds": seconds, "failed_loads": loaded < wanted})
         # A streamed load takes the time that it was given, which says nothing of a link.
-        is_timed = load.order.stream is None or seconds > load.order.stream.within_s
-        if report.reason is MissReason.DEADLINE:
-            seconds, loaded = seconds * wanted / (loaded or 1), wanted
-        elif not is_whole:
-            lost = ((load.missed_states or load.first_missing(report.blocks).ids[self._shard]).key,)
-        timings = (LoadTiming(loaded, seconds),) if is_timed else ()
-        failed = () if is_whole else (load.order.request,)
-        self._report = self._report.joined(WorkerReport(0, timings, lost, failed, (), (ended,)))
+        is_timed = order.stream is None or seconds > order.stream.within_s
+        ended = EndedLoad(order.request, loaded, wanted, seconds, report.reason, load.is_rough, is_timed)
+        lost: tuple[BlockKey, ...] = ()
+        if loaded < wanted and report.reason is not MissReason.DEADLINE:
+            lost = ((load.missed_states or refs[report.blocks].ids[self._shard]).key,)
+        self._report = self._report.joined(WorkerReport(0, (ended,), lost))
+
+    def _tokens_of(self, order: LoadOrder, came: int) -> int:
+        """Return the tokens of so many leading blocks and pieces."""
+        blocks = min(came, len(order.blocks))
+        return blocks * self._tokens + (came - blocks) * self._tail_tokens
 
     def _left_s(self, load: PageLoad) -> float:
         return max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
@@ -438,8 +436,10 @@ class PageLoad:
         self.started_s = started_s
         # Where the blocks came, and the states after them did not.
         self.missed_states: ObjectId | None = None
-        # Pieces of the tail that came, where all blocks did.
-        self.pieces = 0
+        # Blocks, and pieces behind them.
+        self.refs = (*order.blocks, *order.tail)
+        # A stream that ended before all refinements were there.
+        self.is_rough = False
         # Leading blocks that were kept: what comes from tiers is counted from there on.
         self._first = 0
         self._ids = ids
@@ -449,9 +449,9 @@ class PageLoad:
         self._pages_per_block = pool.layout.tokens // pool.page_tokens
         self._gate = WriteGate()
         # The token that the pages begin with.
-        self._start = (order.blocks or order.tail)[0].start + order.skip_pages * pool.page_tokens
+        self._start = self.refs[0].start + order.skip_pages * pool.page_tokens
         # Of each layer, the blocks that are still to come.
-        self._missing = [len(order.blocks) + len(order.tail)] * pool.layout.layers
+        self._missing = [len(self.refs)] * pool.layout.layers
 
     @property
     def is_kept(self) -> bool:
@@ -484,8 +484,7 @@ class PageLoad:
                 return
             if position >= len(self._ids):
                 assert isinstance(pool, HostPages)
-                piece = self.order.tail[position - len(self._ids)]
-                page, token = divmod(piece.start - self._start, pool.page_tokens)
+                page, token = divmod(self.refs[position].start - self._start, pool.page_tokens)
                 pool.scatter_tokens(layers, self.order.pages[page], token, first)
             elif isinstance(pool, HostPages):
                 pool.scatter(layers, *self._room(position), first)
@@ -544,18 +543,11 @@ class PageLoad:
         """Let nothing more be written; return when nothing is. Idempotent."""
         self._gate.close()
 
-    def is_whole(self, blocks: int) -> bool:
-        """True if all came, with so many leading blocks."""
-        return blocks == len(self.order.blocks) and self.pieces == len(self.order.tail)
-
-    def first_missing(self, blocks: int) -> BlockRef:
-        """Return the block or piece that came no more, after so many blocks."""
-        return (*self.order.blocks, *self.order.tail)[blocks + self.pieces]
-
-    def unfilled(self, blocks: int) -> tuple[int, ...]:
-        """Return the pages after the first `blocks` blocks, if something is missing."""
-        if self.is_whole(blocks):
+    def unfilled(self, came: int) -> tuple[int, ...]:
+        """Return the pages after the blocks among so many leading blocks and pieces, if something is missing."""
+        if came == len(self.refs):
             return ()
+        blocks = min(came, len(self.order.blocks))
         return self.order.pages[max(0, blocks * self._pages_per_block - self.order.skip_pages) :]
 
 
