@@ -10,7 +10,7 @@ from kvtide_lab.judge.quality import one_torch_thread
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let loads take longer than computing, which takes such small layers a hundredth of a second."""
-    monkeypatch.setattr("kvtide.engines.transformers.prefixes.recompute_s", lambda judge, tokens: None)
+    monkeypatch.setattr("kvtide.plan.Judge.deadline_s", lambda judge, tokens: 30.0)
     monkeypatch.setattr("kvtide.store.cache.Cache.is_worth", lambda cache, tokens, is_near, namespace: True)
 
 

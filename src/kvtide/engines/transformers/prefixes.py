@@ -31,7 +31,6 @@ from kvtide.evict import Advice
 from kvtide.group import GroupKind, Hit, Parts, part_keys, state_cuts, state_every
 from kvtide.importance import Orders
 from kvtide.keys import TokenIds, block_keys
-from kvtide.plan import Judge
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import MissReason, Whole
 from kvtide.types import BlockKey, ObjectId
@@ -59,12 +58,6 @@ class RestoredColumns(NamedTuple):
     columns: int = 0
     stored_bytes: int = 0
     is_near: bool = False
-
-
-def recompute_s(judge: Judge, tokens: int) -> float | None:
-    """Return what computing takes: a longer load is of no use. None, which is the cache's own bound, if unknown."""
-    speed = judge.prefill()
-    return None if speed is None else speed.seconds(0, tokens)
 
 
 class Prefixes:
@@ -177,8 +170,7 @@ class Prefixes:
         alike: numbers of the rows that begin alike. since_s: when it began; None where it tells nothing of the link.
         """
         identity, size, clock = self._identity, self._block_tokens, self._clock
-        give_up_s = recompute_s(self._cache.judge, tokens)
-        until_s = None if give_up_s is None else clock.monotonic_s() + give_up_s
+        until_s = clock.monotonic_s() + self._cache.judge.deadline_s(tokens)
         pads, rooms = [row.pad for row in rows], list[RestoredRoom | StateRoom]()
         for each, reach in zip(identity.groups, identity.reaches, strict=True):
             before, layout = max(0, stop - reach * size) if reach else 0, each.group.layout
@@ -186,7 +178,7 @@ class Prefixes:
         columns, stored_bytes, wanted, came, reason = stop, 0, 0, 0, None
         for group, same in product(range(len(rooms)), alike):
             metas = self.needed(rows[same[0]], columns - pads[same[0]])[group]
-            left_s = None if until_s is None else max(0.0, until_s - clock.monotonic_s())
+            left_s = max(0.0, until_s - clock.monotonic_s())
             report = self._cache.load(metas, Whole(partial(rooms[group].write, sequences=same)), left_s)
             stored_bytes, wanted, came = stored_bytes + report.stored_bytes, wanted + len(metas), came + report.blocks
             if report.blocks < len(metas):
