@@ -85,13 +85,18 @@ class StreamedPrefill:
         self._waiting: list[BlockBits] = []
 
     @property
-    def past(self) -> DynamicCache:
+    def past(self) -> _WatchedCache:
         """Return the engine's cache, with all that was appended."""
-        return self._filled()
+        if self._waiting:
+            loaded = filled_cache(self._model, self._layout, self._waiting)
+            self._waiting.clear()
+            for number, layer in enumerate(loaded.layers):
+                self._past.update(layer.keys, layer.values, number)
+        return self._past
 
     def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
         """Compute tokens [start, stop) after those that are there. False, and nothing changed, if no longer wanted."""
-        past = self._filled()
+        past = self.past
         assert past.get_seq_length() == start
         past.is_wanted = is_wanted
         try:
@@ -115,11 +120,3 @@ class StreamedPrefill:
         waiting_tokens = len(self._waiting) * self._layout.tokens
         assert self._past.get_seq_length() + waiting_tokens == block * self._layout.tokens
         self._waiting.append(bits.copy())
-
-    def _filled(self) -> _WatchedCache:
-        if self._waiting:
-            loaded = filled_cache(self._model, self._layout, self._waiting)
-            self._waiting.clear()
-            for number, layer in enumerate(loaded.layers):
-                self._past.update(layer.keys, layer.values, number)
-        return self._past
