@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +31,10 @@ from kvtide.engines.vllm import pages as vllm_pages
 from kvtide.engines.vllm.connector import KVTideConnector
 from kvtide.engines.vllm.model import ServedRequest, check_policy, check_version, served_model
 from kvtide.engines.vllm.pages import page_pools
+from kvtide.engines.vllm.stats import option_counts
 from kvtide.engines.vllm.tiering import KVTideTier
 from kvtide.errors import UnsupportedModel
 from kvtide.evict import Hint
-from kvtide.tier.faults import FaultGuard
 from kvtide.types import Namespace
 
 PER_HEAD = KVQuantMode.INT8_PER_TOKEN_HEAD
@@ -351,7 +352,7 @@ def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytes
         None,
         None,
     )
-    connector._registry = None
+    connector._registry, connector._counts = None, Counter()
     pool: Any = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
     monkeypatch.setattr(module, "page_pools", lambda *args: vllm_pages.EnginePages(pool, None, {}))
     cache = SimpleNamespace(open=list, tiers=SimpleNamespace(tier_names=()))
@@ -386,29 +387,16 @@ def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected
     connector._settings, connector._requests = ConnectorSettings.parse({"store": "memory://"}), {}
     cache = SimpleNamespace(guarded=lambda verb, action, fallback: action())
     connector._scheduler = SimpleNamespace(match=lambda *words: asked.append(words) or 0, cache=cache)
-    said: list[RequestOptions] = []
-    connector._lookups = SimpleNamespace(asked=lambda request: None, answered=lambda *words: None, options=said.append)
+    connector._counts = Counter()
     request = _request(kv_transfer_params=params)
     connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert asked == [("r", b"", [1, 2], 0, expected, None)]
-    assert said == [expected]
-
-
-def test_fault_in_counting_or_tracing_fails_no_request() -> None:
-    def fail(*words: Any) -> None:
-        raise RuntimeError("no tracer")
-
-    connector: Any = object.__new__(KVTideConnector)
-    connector._settings, connector._requests = ConnectorSettings.parse({"store": "memory://"}), {}
-    connector._scheduler = SimpleNamespace(match=lambda *words: 0, cache=SimpleNamespace(guarded=FaultGuard()))
-    connector._lookups = SimpleNamespace(asked=fail, answered=fail, options=fail)
-    connector.on_new_request(_request())
-    assert connector.get_num_new_matched_tokens(_request(), 0) == (0, False)
+    assert connector._counts == option_counts(expected)
 
 
 def _names(request: Any, tokens: int = 12) -> list[Any]:
-    served = ServedRequest.of(request)
+    served = ServedRequest.of(request, SETTINGS)
     assert served is not None
     found = TrackedSequence((Namespace(bytes(32)),), 4, extra=served.extra).blocks(range(tokens))
     return [served.salt, *(block.ids[0].key for block in found)]
@@ -442,7 +430,8 @@ def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> 
         path.mkdir(exist_ok=True)
         (path / "adapter_model.safetensors").write_bytes(weights)
         (path / "adapter_config.json").write_text(json.dumps({"r": rank}))
-        served = ServedRequest.of(_request(lora_request=SimpleNamespace(lora_name="x", lora_path=str(path))))
+        lora = SimpleNamespace(lora_name="x", lora_path=str(path))
+        served = ServedRequest.of(_request(lora_request=lora), SETTINGS)
         assert served is not None
         return served.salt
 
@@ -450,12 +439,12 @@ def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> 
     assert first == salt("one", b"weights", 8)
     assert len({first, salt("two", b"weightz", 8), salt("three", b"weights", 4), b""}) == 4
     with pytest.raises(OSError, match="adapter_config"):
-        ServedRequest.of(_request(lora_request=SimpleNamespace(lora_name="x", lora_path="somewhere")))
+        ServedRequest.of(_request(lora_request=SimpleNamespace(lora_name="x", lora_path="somewhere")), SETTINGS)
 
 
 @pytest.mark.parametrize("changes", [{"pooling_params": 1}, {"resumable": True}])
 def test_request_whose_blocks_have_no_names_is_left_alone(changes: dict[str, Any]) -> None:
-    assert ServedRequest.of(_request(**changes)) is None
+    assert ServedRequest.of(_request(**changes), SETTINGS) is None
 
 
 @pytest.mark.parametrize(

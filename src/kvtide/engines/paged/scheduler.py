@@ -6,7 +6,7 @@ Invariant: what is ordered to be stored are full blocks of known tokens whose ke
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -96,6 +96,7 @@ class SchedulerHalf:
         self._steps: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._step = self._heard = 0
         self._is_warm = False
+        self._counts: Counter[str] = Counter()
         self._lookups = _Lookups(cache, clock, match_s_max)
 
     def close(self) -> None:
@@ -122,6 +123,16 @@ class SchedulerHalf:
         if self._is_refused:
             return 0
         sequence = self._sequences.get(request) or self._tracked(request, salt, tokens, options, extra)
+        found = self._matched(request, sequence, tokens, computed_tokens)
+        if found is not None and sequence.asked_s is not None:
+            waited_s, sequence.asked_s = self._clock.monotonic_s() - sequence.asked_s, None
+            counts = {"lookups": 1, "asked_tokens": len(tokens) - computed_tokens, "hit_tokens": found}
+            self._counts.update({**counts, "lookup_seconds": waited_s})
+        return found
+
+    def _matched(
+        self, request: str, sequence: TrackedSequence, tokens: Sequence[int], computed_tokens: int
+    ) -> int | None:
         sequence.computed_tokens = computed_tokens
         if sequence.summary.ended is None:
             sequence.summary.own_tokens, sequence.summary.asked_tokens = computed_tokens, len(tokens) - computed_tokens
@@ -165,7 +176,7 @@ class SchedulerHalf:
         sequence.prompt_tokens = len(tokens)
         sequence.last_block = (len(tokens) - 1) // self._block_tokens
         sequence.options, sequence.may_load = options, options.may_load
-        now_s = self._clock.monotonic_s()
+        sequence.asked_s = now_s = self._clock.monotonic_s()
         if options.stream is not None:
             sequence.stream = (now_s + options.stream.within_s, options.stream.quality)
         if options.follow_s:
@@ -383,6 +394,12 @@ class SchedulerHalf:
         self._epoch = b"\0epoch " + epoch
         self._sequences.clear()
         self._rough.clear()
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what was counted of look-ups since the last call, by name."""
+        found: dict[str, float] = {**self._counts}
+        self._counts.clear()
+        return found
 
     def check(self) -> None:
         """AssertionError if anything of a finished request is left. Call it while no request runs."""

@@ -221,6 +221,8 @@ class TrackedSequence:
         # What the engine had computed itself when it last asked for a match, and the pieces that were offered then.
         self.computed_tokens = 0
         self.offered: tuple[BlockRef, ...] = ()
+        # When it was first asked for a match, until that has an answer.
+        self.asked_s: float | None = None
         # What was decided, and counted, about what is not loaded; and of all of it what a person may want to know.
         self.counted: set[Decided] = set()
         self.summary = RequestSummary()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ from kvtide.engines.paged import (
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import ServedRequest, check_policy, profile_fingerprint, served_model
 from kvtide.engines.vllm.pages import page_pools
-from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, LookupCounts
+from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, option_counts
 from kvtide.group import ALL_ROWS, state_every
 from kvtide.store import Cache, cache_for
 from kvtide.tier import shown_url
@@ -97,12 +98,13 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests: dict[str, ServedRequest] = {}
         self._worker: WorkerHalf | None = None
         self._cache_counts: CacheCounts | None = None
-        self._proof_counts: dict[str, float] = {}
+        # Of proofs and of what requests say.
+        self._counts: Counter[str] = Counter()
         self._outcome = LoadOutcome(set(), set(), set())
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_half()
-            self._lookups = LookupCounts(self._scheduler.cache, self._clock)
+            self._cache_counts = CacheCounts(self._scheduler.cache, self._clock, has_blocks=False)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -137,28 +139,21 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         return self._scheduler
 
-    def _tell(self, action: Callable[..., None], *words: Any) -> None:
-        """Tell who counts what happens; a fault in it is no request's."""
-        self.scheduler.cache.guarded("count", partial(action, *words), None)
-
     def on_new_request(self, request: Any) -> None:
         """Remember the request: its tokens are needed when its blocks fill."""
-        served = self.scheduler.cache.guarded("name the request's blocks", partial(ServedRequest.of, request), None)
+        name = partial(ServedRequest.of, request, self._settings)
+        served = self.scheduler.cache.guarded("name the request's blocks", name, None)
         if served is not None:
             self._requests[request.request_id] = served
-            self._tell(self._lookups.options, self._settings.request_options(request.kv_transfer_params))
+            self._counts.update(option_counts(served.options))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load after the computed ones, None to be asked again, and whether between steps."""
         served = self._requests.get(request.request_id)
         if served is None:
             return 0, False
-        self._tell(self._lookups.asked, request)
-        options = self._settings.request_options(request.kv_transfer_params)
-        ids = request.all_token_ids
-        tokens = self.scheduler.match(request.request_id, served.salt, ids, num_computed_tokens, options, served.extra)
-        if tokens is not None:
-            self._tell(self._lookups.answered, request, num_computed_tokens, tokens)
+        asked = (served.salt, request.all_token_ids, num_computed_tokens, served.options, served.extra)
+        tokens = self.scheduler.match(request.request_id, *asked)
         return tokens, bool(tokens) and not self._is_in_step()
 
     def _is_in_step(self) -> bool:
@@ -211,7 +206,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
         self._requests.pop(request.request_id, None)
-        self._lookups.finished(request.request_id)
         summary = self.scheduler.finished(request.request_id)
         if summary is not None:
             _log.info("kvtide, request %s: %s", request.request_id, summary.text(shown_url(self._settings.store)))
@@ -274,7 +268,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # Of servers nobody asks what they hold.
             lambda: counts.has_room or not settings.is_local,
         )
-        self._proof_counts = dict(found.counts)
+        self._counts.update(found.counts)
         if not found.refused:
             self._worker.take_memory()
 
@@ -323,12 +317,11 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> LoadStats | None:
         """Return what this side has counted since it was asked last."""
-        counts: dict[str, float] = {}
-        if self._scheduler is not None:
-            counts = self._lookups.take()
-        elif self._worker is not None and self._cache_counts is not None:
-            counts = self._worker.take_counts() | self._cache_counts.take() | self._proof_counts
-            self._proof_counts = {}
+        half = self._scheduler or self._worker
+        if half is None or self._cache_counts is None:
+            return None
+        counts = {**half.take_counts(), **self._cache_counts.take(), **self._counts}
+        self._counts.clear()
         return LoadStats(counts) if counts else None
 
     @classmethod
@@ -350,5 +343,4 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
-            self._lookups.close()
             self._scheduler.close()

@@ -26,7 +26,7 @@ import vllm
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines import untested_vllm
 from kvtide.engines.paged import Namespaces, files_fingerprint
-from kvtide.engines.settings import ConnectorSettings
+from kvtide.engines.settings import ConnectorSettings, RequestOptions
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import namespace_digest
 from kvtide.types import Namespace
@@ -374,9 +374,10 @@ class ServedRequest(NamedTuple):
     request: Any
     salt: bytes
     extra: Callable[[int, int], bytes] | None
+    options: RequestOptions
 
     @classmethod
-    def of(cls, request: Any) -> Self | None:
+    def of(cls, request: Any, settings: ConnectorSettings) -> Self | None:
         """Return a request as it is served; None if it pools or its prompt goes on. ValueError for a bad adapter."""
         if request.pooling_params is not None or request.resumable:
             return None
@@ -387,7 +388,8 @@ class ServedRequest(NamedTuple):
             config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
             salt += b"\0lora " + files_fingerprint(folder, {"adapter": config})
         depends_on_more = bool(request.mm_features) or request.prompt_embeds is not None
-        return cls(request, salt, partial(_extra, request) if depends_on_more else None)
+        options = settings.request_options(request.kv_transfer_params)
+        return cls(request, salt, partial(_extra, request) if depends_on_more else None, options)
 
 
 def _extra(request: Any, start: int, stop: int) -> bytes:

@@ -5,7 +5,6 @@ Invariant: names and labels are few and known here; nothing of a prompt, a salt 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
@@ -124,49 +123,11 @@ class CacheCounts:
         return found
 
 
-class LookupCounts:
-    """Counts of what requests ask and say on the scheduler's side, and of its cache. Not thread-safe."""
-
-    def __init__(self, cache: Cache, clock: Clock) -> None:
-        self._clock = clock
-        self._cache_counts = CacheCounts(cache, clock, has_blocks=False)
-        self._counts: Counter[str] = Counter()
-        # Since when requests wait for an answer; None once they had it.
-        self._asked_s: dict[str, float | None] = {}
-
-    def options(self, options: RequestOptions) -> None:
-        """Count what a new request says for itself."""
-        used = not (options.may_load and options.may_store) or options.is_latest
-        for what, count in (("used", int(used)), ("hint", int(options.hint is not None)), ("bad", options.bad)):
-            if count:
-                self._counts[counted("request_options", what)] += count
-
-    def asked(self, request: Any) -> None:
-        """Note that a request is looked up, maybe not for the first time."""
-        self._asked_s.setdefault(request.request_id, self._clock.monotonic_s())
-
-    def answered(self, request: Any, computed_tokens: int, hit_tokens: int) -> None:
-        """Count a look-up that has an answer."""
-        started_s = self._asked_s.get(request.request_id)
-        if started_s is not None:
-            self._asked_s[request.request_id] = None
-            asked, waited_s = len(request.all_token_ids) - computed_tokens, self._clock.monotonic_s() - started_s
-            counts: Any = {"lookups": 1, "asked_tokens": asked, "hit_tokens": hit_tokens, "lookup_seconds": waited_s}
-            self._counts.update(counts)
-
-    def finished(self, request: str) -> None:
-        """Forget a request."""
-        self._asked_s.pop(request, None)
-
-    def take(self) -> dict[str, float]:
-        """Return what was counted since the last call."""
-        found: dict[str, float] = {**self._counts, **self._cache_counts.take()}
-        self._counts.clear()
-        return found
-
-    def close(self) -> None:
-        """Count no more. Idempotent."""
-        self._cache_counts.close()
+def option_counts(options: RequestOptions) -> dict[str, int]:
+    """Return what a new request says for itself, by key."""
+    used = not (options.may_load and options.may_store) or options.is_latest
+    said = {"used": int(used), "hint": int(options.hint is not None), "bad": options.bad}
+    return {counted("request_options", what): count for what, count in said.items() if count}
 
 
 class LoadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for us
