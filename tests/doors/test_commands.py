@@ -99,7 +99,7 @@ def test_explain_names_the_layers_whose_part_is_missing(tokens: Path, tmp_path: 
     last = max(stored_records(store), key=lambda record: (record.header.label.start, record.header.sequence))
     kvtide("rm", last.header.id.key.hex(), "--store", store)
     said = kvtide(*words)
-    names = [group.name for group, _ in attach(model, "memory://", block_tokens=BLOCK).groups]
+    names = [each.group.name for each in attach(model, "memory://", block_tokens=BLOCK).identity.groups]
     assert said["hit_tokens"] == RESTORED - BLOCK
     assert said["ended_by"] in names
     assert said["first_missing_key"] == last.header.id.key.hex()

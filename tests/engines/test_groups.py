@@ -164,7 +164,9 @@ def test_a_talk_goes_on_from_where_it_was(tmp_path: Path) -> None:
 
 
 def explained_groups(cached: CachedModel, prompt: torch.Tensor, quality: float | None = None) -> Explanation:
-    (_, first), *_ = groups = cached.groups
+    identity = cached.identity
+    groups = [(each.group, space) for each, space in zip(identity.groups, identity.namespaces, strict=True)]
+    first = identity.namespace
     return explain_prompt(cached.cache.tiers, first, prompt[0, :-1].tolist(), BLOCK, None, quality, groups)
 
 
@@ -175,7 +177,7 @@ def test_a_part_that_is_gone_or_damaged_costs_the_hit_and_no_answer(kind: GroupK
     family = model_of("kimi_linear" if kind is not GroupKind.KV else "gemma3")
     group = next(i for i, each in enumerate(groups_of(family, BLOCK)) if each.group.kind is kind)
     with attach(family, tmp_path, block_tokens=BLOCK) as cached:
-        name = cached._identity.groups[group].group.name
+        name = cached.identity.groups[group].group.name
         meta = cached.prefixes.metas(prompt[0, :-1].numpy())[group][3]
         assert cached.cache.tiers.delete(meta.id, "removed")
         cached.cache.index.remove(meta.id.key)
@@ -335,7 +337,9 @@ def test_faulty_reads_of_a_group_never_give_a_wrong_tensor(
     limits = Limits(memory_bytes_max=1)
     with attach(model_of(family), tmp_path, block_tokens=BLOCK, limits=limits) as cached:
         good, outcomes, tiers = tensors_of(cached.restored(prompt)), Counter[bool](), cached.cache.tiers
-        (namespace,) = [space for group, space in cached.groups if group.name == name]
+        identity = cached.identity
+        each = next(number for number, own in enumerate(identity.groups) if own.group.name == name)
+        namespace = identity.namespaces[each]
         monkeypatch.setattr(tiers, "delete", lambda *arguments: False)
         faulty = Faulty(tiers.get_into, namespace, 1)
         monkeypatch.setattr(tiers, "get_into", faulty)

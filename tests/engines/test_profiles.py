@@ -255,7 +255,7 @@ def codecs_by_group(cached: CachedModel, prompt: torch.Tensor) -> Counter[tuple[
     cached.generate(prompt, max_new_tokens=1, do_sample=False)
     assert cached.flush(60)
     found = Counter[tuple[str, str]]()
-    for (group, _), metas in zip(cached.groups, cached.prefixes.metas(prompt[0, :-1].numpy()), strict=True):
+    for (group, *_), metas in zip(cached.identity.groups, cached.prefixes.metas(prompt[0, :-1].numpy()), strict=True):
         found.update((group.name, codec) for codec, _ in codec_ids_of(cached.cache.tiers, metas))
     return found
 
@@ -278,8 +278,8 @@ def test_every_group_of_rows_is_tide_s_and_the_model_says_what_was_asked_for(fam
             parts += codecs_by_group(cached, prompt)
             codecs_by_group(exact, prompt)
             kls.append(restored_kl(cached, exact, prompt, ids_of(JUDGED_TOKENS, 100 + seed)))
-        rows = {group.name for group, _ in cached.groups if group.layout.tokens == BLOCK}
-        states = {group.name for group, _ in cached.groups} - rows
+        rows = {group.name for group, *_ in cached.identity.groups if group.layout.tokens == BLOCK}
+        states = {group.name for group, *_ in cached.identity.groups} - rows
         # And one for engines that keep all rows together, where they have one shape and turn keys alike.
         together = ALL_ROWS in {each.group for each in profiles}
         assert len(profiles) == len(rows) + together and together == (family in TOGETHER)
@@ -305,8 +305,8 @@ def test_calibrating_into_the_store_is_all_that_groups_need(tmp_path: Path, monk
     prompt = torch.tensor([ids_of(PROMPT_TOKENS, 100)])
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with attach(model, store, codec="tide", block_tokens=BLOCK) as cached:
-        parts = codecs_by_group(cached, prompt)
-        assert {name for name, codec in parts if codec == "tide-1"} == {group.name for group, _ in cached.groups}
+        parts, groups = codecs_by_group(cached, prompt), cached.identity.groups
+        assert {name for name, codec in parts if codec == "tide-1"} == {each.group.name for each in groups}
     # The weights of another model don't take them.
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)

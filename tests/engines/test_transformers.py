@@ -318,7 +318,7 @@ def test_request_for_the_latest_finds_what_another_region_has_and_no_stale_copy(
         assert restored(one, prompt) == 0
         assert restored(two, prompt, kvtide_force_latest=True) == 96
         assert restored(one, prompt, kvtide_force_latest=True) == 96
-        invalidate(regions[1], one.namespace)
+        invalidate(regions[1], one.identity.namespace)
         assert restored(one, prompt) == 96, "its memory has not heard of it"
         assert restored(one, prompt, kvtide_force_latest=True) == 0
 
@@ -345,7 +345,8 @@ def test_server_says_which_tokens_its_engines_restored(tiny_model: Any, prompt: 
             with attach(tiny_model, server.url, block_tokens=16) as cached:
                 cached.generate(prompt[:, :tokens], max_new_tokens=1, do_sample=False)
                 assert cached.cache.flush(10)
-    metric, labels = "kvtide_prompt_tokens_total", {"namespace": cached.namespace.hex()[:12], "tenant": "(open)"}
+    space = cached.identity.namespace.hex()[:12]
+    metric, labels = "kvtide_prompt_tokens_total", {"namespace": space, "tenant": "(open)"}
     assert counted(server, metric, decision="load", reason="in_time", **labels) == 96
     assert counted(server, metric, decision="recompute", reason="absent", **labels) == 96
     assert counted(server, metric) == 192

@@ -90,8 +90,8 @@ def check_quality(cached: CachedModel, ids: torch.Tensor, asked: Codec, others: 
     past = cached.restored(ids)
     if not past.get_seq_length():
         return
-    meta = block_metas(ids[0].tolist(), cached.layout)[0]
-    true, decoded = block_bits(prefill(cached.model, ids), meta), np.empty(cached.layout.shape, np.uint32)
+    meta = block_metas(ids[0].tolist(), cached.identity.layout)[0]
+    true, decoded = block_bits(prefill(cached.model, ids), meta), np.empty(cached.identity.layout.shape, np.uint32)
     own = 0.0
     for codec in [asked, *(other for other in others if other.quality <= asked.quality)]:
         # What a codec refuses is kept losslessly.

@@ -129,7 +129,7 @@ class World:
             truth.check_restored(cached, ids)
         else:
             registry = CodecRegistry(self.profiles)
-            made = {codec: registry.make(codec, cached.layout) for codec in CODECS if codec not in EXACT}
+            made = {codec: registry.make(codec, cached.identity.layout) for codec in CODECS if codec not in EXACT}
             truth.check_quality(cached, ids, made[seat.codec], list(made.values()))
 
     def audit_all(self) -> None:

@@ -78,6 +78,7 @@ def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
         name = model_fingerprint(model)
         opened = attach(model, job.store, codec=job.codec, profiles=installed_profiles(), fingerprint=name)
     with opened as cached:
+        layout = cached.identity.layout if cached else None
         for question in job.questions:
             prompt_ids = _prompt_ids(tokenizer, job, chat, question)
             input_ids, watch = tensor([prompt_ids]), _Watch()
@@ -92,7 +93,7 @@ def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
                 prompt_tokens=len(prompt_ids),
                 hit_tokens=hit_tokens,
                 ttft_s=watch.ttft_s,
-                raw_bytes=hit_tokens // cached.layout.tokens * cached.layout.raw_bytes if cached else 0,
+                raw_bytes=hit_tokens // layout.tokens * layout.raw_bytes if layout else 0,
                 read_bytes=last.stored_bytes_read if last else 0,
                 answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
                 chat=chat,

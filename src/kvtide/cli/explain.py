@@ -168,7 +168,8 @@ def _tokenized(path: Path | None, model: str | None) -> list[int]:
 def _groups_of(model: str | None, block_tokens: int) -> Sequence[tuple[LayerGroup, Namespace]]:
     from kvtide.engines.transformers import attach, converted_folder, load_model
 
-    return attach(load_model(model or converted_folder()), "memory://", block_tokens=block_tokens).groups
+    identity = attach(load_model(model or converted_folder()), "memory://", block_tokens=block_tokens).identity
+    return [(each.group, space) for each, space in zip(identity.groups, identity.namespaces, strict=True)]
 
 
 class _Look(NamedTuple):

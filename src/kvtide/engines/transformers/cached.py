@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers import DynamicCache
 
-from kvtide.block import BlockLayout
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, Profile
 from kvtide.config import Limits
@@ -37,13 +36,11 @@ from kvtide.engines.transformers.prefixes import Prefixes, SequenceRow
 from kvtide.engines.transformers.selective import Impress, ObservedPrefix, SparseSettings, check_ratio
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
 from kvtide.evict import Advice, ScoreRanking
-from kvtide.group import LayerGroup
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
 from kvtide.plan.policies import policy_named
 from kvtide.store import Cache, PendingBlock, cache_for
 from kvtide.store.load.streamed import Streamed
-from kvtide.types import Namespace
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +81,9 @@ class CachedModel:
         self.cache = cache
         self.last: GenerateReport | None = None
         self._clock = clock
-        self._identity = ModelIdentity(model, settings)
-        self.prefixes = Prefixes(model, cache, clock, self._identity, settings.block_tokens, state_every_tokens)
+        # The model's groups of layers, and where the parts of each belong.
+        self.identity = ModelIdentity(model, settings)
+        self.prefixes = Prefixes(model, cache, clock, self.identity, settings.block_tokens, state_every_tokens)
         self._block_tokens = settings.block_tokens
         self._streaming = streaming
         self._importance = importance
@@ -93,22 +91,6 @@ class CachedModel:
         self._seek_profile = seek_profile
         # The fingerprint of the model whose profile was looked for.
         self._sought = b""
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Return the layout of the model's blocks."""
-        return self._identity.layout
-
-    @property
-    def namespace(self) -> Namespace:
-        """Return where the model's blocks belong."""
-        return self._identity.namespace
-
-    @property
-    def groups(self) -> list[tuple[LayerGroup, Namespace]]:
-        """Return the model's groups of layers, one for a plain model, and where the parts of each belong."""
-        identity = self._identity
-        return [(each.group, space) for each, space in zip(identity.groups, identity.namespaces, strict=True)]
 
     def __enter__(self) -> Self:
         self.cache.open()
@@ -137,7 +119,7 @@ class CachedModel:
 
         fingerprint: the new one, for who gave one at the beginning; by default all weights are read.
         """
-        self._identity.renew(fingerprint)
+        self.identity.renew(fingerprint)
 
     def hit_tokens(self, input_ids: torch.Tensor) -> int:
         """Return how many tokens of the prompt a call of `generate` would try to restore."""
@@ -183,7 +165,7 @@ class CachedModel:
             raise ValueError(f"input_ids must be (sequences, tokens), at least one token, got {tuple(input_ids.shape)}")
         call = CallSettings.of(self.model, input_ids, arguments)
         bypass = bypass_reason(self.model, input_ids, call) or self._follow()
-        bypass = bypass or misfit_reason(call, self._identity.is_plain, self._importance is not None)
+        bypass = bypass or misfit_reason(call, self.identity.is_plain, self._importance is not None)
         if bypass is not None:
             self._note_bypass(bypass, input_ids.shape[1])
             return self.model.generate(input_ids, **arguments)
@@ -194,22 +176,22 @@ class CachedModel:
         columns = zip(input_ids.cpu().numpy(), pads, strict=True)
         rows = [self.prefixes.row(ids, pad, kvtide_force_latest) for ids, pad in columns]
         if call.is_single:
-            begun = self._begin(rows, streaming if self._identity.is_plain else None, kvtide_hint, self._importance)
+            begun = self._begin(rows, streaming if self.identity.is_plain else None, kvtide_hint, self._importance)
         else:
             begun = self._begin(rows)
         return self._run(input_ids, call, begun, began_s, arguments)
 
     def _follow(self) -> str | None:
         """Follow changes of the model, and look for the profile of what it is now. Return why it can't be served."""
-        refusal = self._identity.follow()
-        if self._sought != self._identity.fingerprint:
+        refusal = self.identity.follow()
+        if self._sought != self.identity.fingerprint:
             self._look_for_profile()
         return refusal
 
     def _look_for_profile(self) -> None:
-        if self._seek_profile is not None and self._identity.refusal is None:
-            self._seek_profile(self._identity)
-        self._sought = self._identity.fingerprint
+        if self._seek_profile is not None and self.identity.refusal is None:
+            self._seek_profile(self.identity)
+        self._sought = self.identity.fingerprint
 
     def _note_bypass(self, reason: str, prompt_tokens: int) -> None:
         self._note(GenerateReport(prompt_tokens, 0, 0.0, 0, 0, reason))
@@ -250,7 +232,7 @@ class CachedModel:
             hit_tokens=sum(max(0, restored.columns - each.pad) for each in rows),
             load_s=self._clock.monotonic_s() - began_s,
             stored_bytes_read=restored.stored_bytes,
-            ended_by=None if ended_by is None else self._identity.groups[ended_by].group.name,
+            ended_by=None if ended_by is None else self.identity.groups[ended_by].group.name,
             found_in=self._found_in(restored.is_near),
         )
         return _Begun(rows, restored.past, restored.columns, report)
@@ -260,7 +242,7 @@ class CachedModel:
         metas = row.metas[0]
         if self.cache.is_near([meta.id for meta in metas]):
             return None
-        engine = StreamedPrefill(self.model, row.tokens.tolist(), self.layout)
+        engine = StreamedPrefill(self.model, row.tokens.tolist(), self.identity.layout)
         speed = self.cache.judge.prefill() or PrefillSpeed(PREFILL_GUESS)
         request, policy = streaming.request(speed, self.cache.quality), policy_named(streaming.policy)
         streamed = Streamed(engine, request, policy, chunk_tokens=streaming.chunk_tokens)
@@ -286,12 +268,12 @@ class CachedModel:
             past = made_cache(self.model, past, input_ids.shape[1], call)
         started_s, ran, observed = self._clock.monotonic_s(), 0, None
         states: Sequence[PendingBlock] = ()
-        if not self._identity.is_plain:
+        if not self.identity.is_plain:
             ran, states = self.prefixes.run_to_cuts(input_ids, past, begun.columns, row)
         first_token, arguments = watched(self._clock, call.mask, past, arguments, self.prefixes.argument)
         if begun.opened is None or importance is None:
             # Models of states alone don't tell `generate` how many tokens their cache has.
-            cut = leaving_out(self.model, ran) if self._identity.is_of_states else nullcontext()
+            cut = leaving_out(self.model, ran) if self.identity.is_of_states else nullcontext()
             learning = nullcontext() if importance is None else importance.observed(self.model, row.metas[0])
             with learning as observed, cut:
                 output = self.model.generate(input_ids, **arguments)
@@ -301,7 +283,7 @@ class CachedModel:
         else:
             output, layers = importance.answer(self.model, input_ids, begun.opened, arguments)
             absent = len(row.metas[0]) * self._block_tokens - report.hit_tokens
-            self.cache.decisions.add_absent(absent, self.namespace)
+            self.cache.decisions.add_absent(absent, self.identity.namespace)
             report = report._replace(stored_bytes_read=layers.read_bytes, selected=layers)
         if importance is not None:
             is_part, is_near = begun.opened is not None, self.prefixes.is_near(row, min(1, len(row.metas[0])))
@@ -333,7 +315,7 @@ class CachedModel:
         """Queue what is new of each row, up to the end of its own answer; return how many blocks wait now."""
         size = self._block_tokens
         # The last token of an answer was never run, so the cache ends before it.
-        last = 0 if self._identity.is_of_states else int(past.get_seq_length())
+        last = 0 if self.identity.is_of_states else int(past.get_seq_length())
         tokens, loaded = [], list[Collection[int]]()
         for row, sequence in zip(begun.rows, sequences.cpu().numpy(), strict=True):
             ended = next((at for at in range(call.mask.shape[1], last) if int(sequence[at]) in call.ends), last)
