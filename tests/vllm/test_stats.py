@@ -33,8 +33,8 @@ class Counting:
     def stats(self, names: list[str]) -> Any:
         self.asked.append(names)
         counts = {"blocks_stored": self.stored, "misses": {"corrupt": 1}, "tiers": self.found}
-        zeros = "bytes_stored blocks_dropped blocks_damaged blocks_unencodable hints_heard hints_ignored"
-        return SimpleNamespace(**dict.fromkeys(zeros.split(), 0), **counts)
+        zeros = "bytes_stored blocks_dropped blocks_damaged blocks_unencodable hints_heard hints_ignored blocks_checked"
+        return SimpleNamespace(**dict.fromkeys([*zeros.split(), "blocks_without_profile"], 0), **counts)
 
 
 def _taken(counts: Any) -> dict[str, float]:

@@ -119,11 +119,6 @@ class ProfileFollower:
             self._counts.add("unprofiled_blocks")
         return sections
 
-    def totals(self) -> dict[str, int]:
-        """Return blocks that were decoded again and kept the promise, that don't fit, and that had no profile."""
-        counts = self._counts.all()
-        return {name: counts[name] for name in ("checked_blocks", "unfit_blocks", "unprofiled_blocks")}
-
     def seek(self, fingerprint: bytes, tenant_salt: bytes, hint: str) -> None:
         """Use the newest profile of a model from now on, and look for it now, for at most START_S_MAX. Raises nothing.
 

@@ -103,8 +103,6 @@ class WorkerHalf:
         self._outcome = LoadOutcome(set(), set(), set())
         self._report = WorkerReport(0)
         self._counts: Counter[str] = Counter()
-        # Totals of blocks and their profiles that were told.
-        self._told: Counter[str] = Counter()
 
     def take_memory(self) -> None:
         """Take memory in the background before blocks need it: the engine's thread would wait for it to be cleared."""
@@ -348,12 +346,10 @@ class WorkerHalf:
         return found._replace(step=step, lost=lost, is_refused=self._is_refused)
 
     def take_counts(self) -> dict[str, float]:
-        """Return what was counted since the last call, by name: of loads that ended, of blocks and their profiles."""
-        totals = self.cache.profiles.totals()
+        """Return what was counted of loads that ended since the last call, by name."""
         with self._changed:
-            found: dict[str, float] = dict(self._counts)
-            found |= {name: count - self._told[name] for name, count in totals.items() if count > self._told[name]}
-            self._counts, self._told = Counter(), Counter(totals)
+            found: dict[str, float] = {**self._counts}
+            self._counts.clear()
         return found
 
     def check(self) -> None:

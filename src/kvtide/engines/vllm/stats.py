@@ -114,6 +114,8 @@ class CacheCounts:
             found["stored_blocks"], found["stored_bytes"] = stats.blocks_stored, stats.bytes_stored
             found["dropped_blocks"], found["damaged_blocks"] = stats.blocks_dropped, stats.blocks_damaged
             found["hints_heard"], found["hints_ignored"] = stats.hints_heard, stats.hints_ignored
+            found["unfit_blocks"], found["checked_blocks"] = stats.blocks_unencodable, stats.blocks_checked
+            found["unprofiled_blocks"] = stats.blocks_without_profile
             found |= {counted("missed_blocks", reason): count for reason, count in stats.misses.items()}
             for slowest in stats.tiers[-1:]:
                 self.has_room = slowest.used_bytes < ROOM_SHARE * slowest.bytes_max
