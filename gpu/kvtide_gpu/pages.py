@@ -21,7 +21,7 @@ from kvtide.codec import Codec
 from kvtide.codec.published.cachegen import ProfiledCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.engines.paged import Captured, PagePool
-from kvtide.engines.paged.device import DevicePages, DeviceStream
+from kvtide.engines.paged.device import DevicePages, DeviceStream, coming
 from kvtide.engines.paged.proof import prove
 from kvtide.errors import CorruptPayload, DeviceFault, UnencodableBlock
 from kvtide.tier.breaker import Breaker
@@ -169,7 +169,14 @@ class KernelPages:
         def by_kernel() -> Captured | None:
             starts = self._target.token_starts(pages)
             host = self._copier.gather(self._kernels.at_current(), starts, self._out)
-            return _KernelCaptured(self, host, self._out.mark())
+            event = self._out.mark()
+
+            def wait() -> None:
+                with device_faults():
+                    if event is not None:
+                        event.synchronize()
+
+            return coming(self, host, wait)
 
         captured = self._tried(by_kernel, None)
         if captured is None:
@@ -202,28 +209,6 @@ class KernelPages:
 
 def _key(codec: Codec) -> tuple[str, float, bytes]:
     return codec.codec_id, codec.quality, codec.profile or b""
-
-
-class _KernelCaptured:
-    """A block of pinned memory that the pages' values are on their way to."""
-
-    def __init__(self, pool: KernelPages, host: torch.Tensor, event: Any) -> None:
-        self._pool = pool
-        self._host = host
-        self._event = event
-
-    def wait(self) -> None:
-        with device_faults():
-            if self._event is not None:
-                self._event.synchronize()
-
-    def block(self) -> BlockBits:
-        self.wait()
-        bits: BlockBits = self._host.numpy().view(self._pool.layout.bits_dtype).reshape(self._pool.layout.shape)
-        return bits
-
-    def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        self._pool.scatter(self.block(), pages, skip_pages)
 
 
 def cuda_pages(

@@ -170,7 +170,13 @@ class DevicePages(PagePool):
             host = self._room()
             host.copy_(gathered, non_blocking=True)
         self._copies.uses(gathered)
-        return _DeviceCaptured(self, host, self._copies.mark())
+        event = self._copies.mark()
+
+        def wait() -> None:
+            if event is not None:
+                event.synchronize()
+
+        return coming(self, host, wait)
 
     def _own(self, pages: Sequence[int], skip_pages: int) -> dict[Any, tuple[torch.Tensor, list[int]]]:
         """Return by their slots the numbers of layers' pages on the device, and where they come in a block."""
@@ -196,22 +202,12 @@ def _span(numbers: list[int]) -> slice | list[int]:
     return slice(numbers[0], numbers[-1] + 1) if is_dense else numbers
 
 
-class _DeviceCaptured(Captured):
-    """A block on its way to the host; `wait` returns when it is there."""
+def coming(pool: PagePool, host: torch.Tensor, wait: Callable[[], None]) -> Captured:
+    """Return the block whose values are on their way to this machine's memory; `wait` returns when they are there."""
 
-    def __init__(self, pool: DevicePages, host: torch.Tensor, event: Any) -> None:
-        self._pool = pool
-        self._host = host
-        self._event = event
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def block(self) -> BlockBits:
-        self.wait()
-        bits: BlockBits = self._host.numpy().view(self._pool.layout.bits_dtype).reshape(self._pool.layout.shape)
+    def block() -> BlockBits:
+        wait()
+        bits: BlockBits = host.numpy().view(pool.layout.bits_dtype).reshape(pool.layout.shape)
         return bits
 
-    def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        self._pool.scatter(self.block(), pages, skip_pages)
+    return Captured(pool, block, wait)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -49,18 +50,23 @@ class CellOrder(Enum):
     TRANSPOSED_KEYS = "transposed keys"
 
 
-class Captured(Protocol):
-    """The pages of a block as they were. Safe to use from several threads. DeviceFault if the device fails."""
+class Captured:
+    """The pages of a block as they were. Safe to use from several threads. DeviceFault if the device fails.
 
-    def wait(self) -> None:
-        """Return when the pages may be overwritten by whomever: at once, unless a device copies."""
-        return
+    block: returns them as a block. wait: returns when the pages may be overwritten by whomever: at once, unless a
+    device copies. restore: writes them into pages, from so many pages into the block on; by default the block.
+    """
 
-    def block(self) -> BlockBits:
-        """Return them as a block."""
-
-    def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        """Write them into `pages`, from `skip_pages` pages into the block on. Done on return."""
+    def __init__(
+        self,
+        pool: PagePool,
+        block: Callable[[], BlockBits],
+        wait: Callable[[], None] = lambda: None,
+        restore: Callable[[Sequence[int], int], None] | None = None,
+    ) -> None:
+        self.block = block
+        self.wait = wait
+        self.restore = restore or (lambda pages, skip_pages: pool.scatter(block(), pages, skip_pages))
 
 
 class PagePool(Protocol):
@@ -203,10 +209,10 @@ class HostPages(PagePool):
                 raise ValueError(f"layer {number} has given up a page of the block")
             for position, page in own:
                 copy[position] = layer[page]
-        return _HostCaptured(self, cells)
+        block = partial(_block_of_cells, cells, self.layout, self.order)
+        return Captured(self, block, restore=partial(self._write, cells))
 
-    def write(self, cells: Cells, pages: Sequence[int], skip_pages: int) -> None:
-        """Write captured cells into pages."""
+    def _write(self, cells: Cells, pages: Sequence[int], skip_pages: int) -> None:
         for number, (layer, copy) in enumerate(zip(self._layers, cells, strict=True)):
             for position, page in self._own_pages(number, pages, skip_pages):
                 layer[page] = copy[position]
@@ -220,24 +226,12 @@ class HostPages(PagePool):
         return ((position, page) for position, page in own if page)
 
 
-class _HostCaptured(Captured):
-    def __init__(self, pool: HostPages, cells: Cells) -> None:
-        self._pool = pool
-        self._cells = cells
-
-    def block(self) -> BlockBits:
-        return block_of_cells(self._cells, self._pool.layout, self._pool.order)
-
-    def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        self._pool.write(self._cells, pages, skip_pages)
-
-
 def _mapped(shape: Sequence[int], dtype: Any) -> Cells:
     """Return room for a block, with whatever was left in it, outside of the heap, which large blocks would fragment."""
     return np.frombuffer(recycled_buffer(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
 
 
-def block_of_cells(cells: Cells, layout: BlockLayout, order: CellOrder) -> BlockBits:
+def _block_of_cells(cells: Cells, layout: BlockLayout, order: CellOrder) -> BlockBits:
     """Return the block in cells (layers, pages, kv_heads, page_tokens, 2 * head_dim)."""
     bits: BlockBits = _mapped(layout.shape, layout.bits_dtype)
     layers, pages, kv_heads, tokens, content = cells.shape
@@ -278,7 +272,7 @@ class OpaquePages(PagePool):
             if not page:
                 raise ValueError("a page of the block was given up")
             data[part] = layer[page]
-        return _OpaqueCaptured(self, bits)
+        return Captured(self, lambda: bits)
 
     def _rooms(self, pages: Sequence[int], skip_pages: int) -> Iterator[tuple[Bytes, int, slice]]:
         """Return for each of the engine's pages its layer, its number and where it lies in a block."""
@@ -290,15 +284,3 @@ class OpaquePages(PagePool):
                     at = start + (position * len(slots) + number) * size
                     yield layer, slot_page(page, slot), slice(at, at + size)
             start += self._pages * len(slots) * size
-
-
-class _OpaqueCaptured(Captured):
-    def __init__(self, pool: OpaquePages, bits: BlockBits) -> None:
-        self._pool = pool
-        self._bits = bits
-
-    def block(self) -> BlockBits:
-        return self._bits
-
-    def restore(self, pages: Sequence[int], skip_pages: int) -> None:
-        self._pool.scatter(self._bits, pages, skip_pages)
