@@ -34,7 +34,6 @@ from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
 from kvtide.tier.faults import FaultGuard
 from kvtide.tier.ram import MemoryTier
-from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId, Section
 
 # Requests that load at the same time; more wait their turn.
@@ -108,7 +107,12 @@ class WorkerHalf:
         """Take memory in the background before blocks need it: the engine's thread would wait for it to be cleared."""
 
         def take() -> None:
-            touch_rooms(self.cache.tiers, self._pool, self._kept.bytes_max, lambda: not self._is_closed)
+            # Behind all else that computes.
+            step_back(TOUCH_NICE)
+            self._pool.reserve(self._kept.bytes_max // self._pool.room_bytes, lambda: not self._is_closed)
+            memory = self.cache.tiers.open_tiers.get(MemoryTier.name)
+            if isinstance(memory, MemoryTier):
+                memory.touch(TOUCHED_BYTES_MAX, lambda: not self._is_closed)
 
         take_all = partial(self.cache.guarded, "take memory", take, None)
         threading.Thread(target=take_all, name="kvtide-memory", daemon=True).start()
@@ -198,7 +202,7 @@ class WorkerHalf:
         goal = (self.cache.quality if how.quality is None else how.quality) * (1 + QUALITY_SLACK)
         request = LoadRequest(NO_PREFILL, max(0.0, until_s), goal)
         limits = FetchLimits(read_s_max=max(left_s, READ_S_MIN))
-        streamed = Streamed(StreamedPages(load), request, None, computes=False, limits=limits)
+        streamed = Streamed(load, request, None, computes=False, limits=limits)
         report = self.cache.load(self._metas(load, kept), streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             load.is_rough = True
@@ -470,10 +474,7 @@ class PageLoad:
         return True
 
     def write(self, position: int, layers: Any, first: int = 0, is_kept: bool = True) -> None:
-        """Write a block, or HostPages' layers of one from `first` on, into its pages; a BlockSink and a LayerSink.
-
-        What is not to be kept may be rough.
-        """
+        """Write a block, or HostPages' layers of one from `first` on, into its pages; a BlockSink and a LayerSink."""
         pool, position, stop = self._pool, self._first + position, first + len(layers)
         with self._gate.enter() as is_in:
             if not is_in:
@@ -489,6 +490,14 @@ class PageLoad:
             self._note_layers(first, stop)
             if is_kept and position < len(self._ids) and stop == pool.layout.layers:
                 self._keep(position)
+
+    def append(self, block: int, bits: BlockBits) -> None:
+        """Write a block of a stream, for this request alone: it may be rough."""
+        self.write(block, bits, is_kept=False)
+
+    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
+        """Compute nothing: between steps nobody does."""
+        return False
 
     def take(self, metas: Sequence[BlockMeta], position: int, codec: Codec, sections: Sequence[Section]) -> bool:
         """Let the pool decode a block, of those that come from tiers, into its pages. False if it does not."""
@@ -545,27 +554,3 @@ class PageLoad:
             return ()
         blocks = min(came, len(self.order.blocks))
         return self.order.pages[max(0, blocks * self._pages_per_block - self.order.skip_pages) :]
-
-
-class StreamedPages:
-    """The engine's pages after those that are kept, as what a stream is appended to. It computes nothing."""
-
-    def __init__(self, load: PageLoad) -> None:
-        self._load = load
-
-    def compute(self, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
-        """Compute nothing: between steps nobody does."""
-        return False
-
-    def append(self, block: int, bits: BlockBits) -> None:
-        """Write a block, for this request alone: it may be rough."""
-        self._load.write(block, bits, is_kept=False)
-
-
-def touch_rooms(tiers: TierStack, pool: PagePool, kept_bytes: int, is_wanted: Callable[[], bool]) -> None:
-    """Take memory from the system for captured blocks and the memory tier, behind all else that computes."""
-    step_back(TOUCH_NICE)
-    pool.reserve(kept_bytes // pool.room_bytes, is_wanted)
-    memory = tiers.open_tiers.get(MemoryTier.name)
-    if isinstance(memory, MemoryTier):
-        memory.touch(TOUCHED_BYTES_MAX, is_wanted)
