@@ -22,7 +22,7 @@ from tests.engines.paged.pools import (
 )
 
 from kvtide.engines.chunks import chunk_layout
-from kvtide.engines.paged import OpaqueLayer, OpaquePages, ScheduledRequest
+from kvtide.engines.paged import OpaquePages, ScheduledRequest
 from kvtide.engines.paged.pages import CellOrder, join_pages
 from kvtide.engines.paged.sequence import EndedLoad, TrackedSequence, WorkerReport, tail_namespace
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions
@@ -246,7 +246,7 @@ class StateEngine(ToyEngine):
 
     def __init__(self, open_cache: Callable[..., Cache], store: str, every: int = 0) -> None:
         self.states = np.zeros((PAGES, STATE_BYTES + 8), np.uint8)
-        pool = OpaquePages([OpaqueLayer(self.states[:, :STATE_BYTES], (0,))], chunk_layout(STATE_BYTES, 1, 1), 1)
+        pool = OpaquePages([(self.states[:, :STATE_BYTES], (0,))], chunk_layout(STATE_BYTES, 1, 1), 1)
         super().__init__(open_cache, store, states=pool, every=every)
 
     def run(self, request: str, tokens: list[int], *ends: int, options: RequestOptions = NO_OPTIONS) -> int:
@@ -343,7 +343,7 @@ def test_state_that_is_gone_fails_the_load_and_is_not_promised_again(engines: St
 def test_blocks_of_several_shapes_go_and_come_as_bytes() -> None:
     rng = np.random.default_rng(0)
     wide, narrow = (rng.integers(256, size=(9, size), dtype=np.uint8) for size in (64, 32))
-    pool = OpaquePages([OpaqueLayer(wide, (0,)), OpaqueLayer(narrow, (1, 2))], chunk_layout(2 * 128, 1, 8), 4)
+    pool = OpaquePages([(wide, (0,)), (narrow, (1, 2))], chunk_layout(2 * 128, 1, 8), 4)
     pages = join_pages([[1, 2], [3, 4, 5, 6]], [1, 2])
     bits, before = pool.capture(pages).block(), (wide.copy(), narrow.copy())
     wide[1:3], narrow[3:7] = 0, 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,21 +241,17 @@ def _block_of_cells(cells: Cells, layout: BlockLayout, order: CellOrder) -> Bloc
     return bits
 
 
-class OpaqueLayer(NamedTuple):
-    """One layer's pages (pages, bytes), and its slots in a joined page (`join_pages`)."""
-
-    pages: Bytes
-    slots: tuple[int, ...]
-
-
 class OpaquePages(PagePool):
-    """Pages whose bytes mean something to the engine alone: a block holds for each layer its pages in order."""
+    """Pages whose bytes mean something to the engine alone: a block holds for each layer its pages in order.
 
-    def __init__(self, layers: Sequence[OpaqueLayer], layout: BlockLayout, page_tokens: int) -> None:
+    layers: the pages (pages, bytes) of each, and its slots in a joined page (`join_pages`).
+    """
+
+    def __init__(self, layers: Sequence[tuple[Bytes, tuple[int, ...]]], layout: BlockLayout, page_tokens: int) -> None:
         self.layout = layout
         self.page_tokens = page_tokens
         self._layers = list(layers)
-        page_bytes = sum(len(layer.slots) * int(layer.pages.shape[1]) for layer in layers)
+        page_bytes = sum(len(slots) * int(pages.shape[1]) for pages, slots in layers)
         self._pages = layout.raw_bytes // page_bytes
         assert self._pages * page_bytes == layout.raw_bytes, f"{layout} is not whole pages of {page_bytes} bytes"
 

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from kvtide.clock import Clock
 from kvtide.codec import Codec
 from kvtide.engines import device_part
-from kvtide.engines.paged import CellOrder, HostPages, OpaqueLayer, OpaquePages, PagePool, cell_order
+from kvtide.engines.paged import CellOrder, HostPages, OpaquePages, PagePool, cell_order
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import BYTE_DTYPES, DTYPES, ServedModel
 from kvtide.engines.vllm.stats import counted
@@ -58,7 +58,7 @@ def page_pools(
     bytes_of = [(_bytes_of(kv_caches[name])[:, :size], (slot,)) for name, size, slot in parts]
     if vllm_config.device_config.device_type == "cpu":
         pool = _host_pool(model, layers, vllm_config)
-        pages_of = [OpaqueLayer(pages.numpy(), slots) for pages, slots in bytes_of]
+        pages_of = [(pages.numpy(), slots) for pages, slots in bytes_of]
         return EnginePages(pool, None if states is None else OpaquePages(pages_of, states.layout, 1), {})
     attention = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(model.layer_names))
     unknown = {layer.get_attn_backend().get_name() for layer in attention.values()} - KNOWN_BACKENDS
@@ -81,7 +81,7 @@ def _host_pool(model: ServedModel, layers: list[torch.Tensor], vllm_config: Any)
     if model.dtype is None:
         assert model.slots is not None
         parts = zip(map(_bytes_of, layers), model.slots, strict=True)
-        return OpaquePages([OpaqueLayer(pages.numpy(), slots) for pages, slots in parts], layout, model.page_tokens)
+        return OpaquePages([(pages.numpy(), slots) for pages, slots in parts], layout, model.page_tokens)
     layers = _checked_rows(model, layers)
     order = CellOrder.SPLIT if model.opaque else _probed_order(layers[0], vllm_config)
     bits = [layer.view(_INT_BITS[layout.dtype.item_bytes]).numpy().view(layout.bits_dtype) for layer in layers]
