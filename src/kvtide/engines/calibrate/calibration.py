@@ -39,7 +39,6 @@ from kvtide.engines.calibrate.judge import (
     WholeJudge,
     cache_sensitivity,
     coded_prefixes,
-    context_tokens,
     finer_weights,
     loss_shares,
     own_losses,
@@ -217,7 +216,7 @@ class TideCalibration:
         weights = [codec.model.weight for codec in codecs if codec.model is not None]
         chosen = _spread(self._texts.fitted, SHARED_TEXTS)
         for _, ids in self._each("shares", chosen, state, done, progress):
-            tokens = context_tokens(ids, self._block_tokens)
+            tokens = self._context(ids, SHARE_TOKENS)
             context, behind = self._contexts.capture(ids[:tokens]), ids[tokens:][: SHARE_TOKENS + 1]
             (coded,) = coded_prefixes(codecs, context)
             found = loss_shares(self._contexts, context, coded.decoded, behind, self._rotaries, weights)
@@ -296,9 +295,9 @@ class TideCalibration:
         blocks = tokens // self._block_tokens
         return np.array([coded.bits_per_element * blocks, blocks])
 
-    def _context(self, ids: Sequence[int]) -> int:
-        blocks = (len(ids) - JUDGED_TOKENS - 1) // self._block_tokens
-        return blocks * self._block_tokens
+    def _context(self, ids: Sequence[int], behind: int = JUDGED_TOKENS) -> int:
+        """Return the whole blocks of a text that leave tokens to predict behind them, one at least, in tokens."""
+        return max(1, (len(ids) - behind - 1) // self._block_tokens) * self._block_tokens
 
     @property
     def _identity(self) -> str:

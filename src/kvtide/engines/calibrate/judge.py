@@ -181,11 +181,6 @@ class LossShares(NamedTuple):
     error: Doubles
 
 
-def context_tokens(ids: Sequence[int], block_tokens: int) -> int:
-    """Return the whole blocks of a text that leave SHARE_TOKENS to predict behind them, one at least, in tokens."""
-    return max(1, (len(ids) - SHARE_TOKENS - 1) // block_tokens) * block_tokens
-
-
 def loss_shares(
     contexts: ModelContexts,
     context: Context,
