@@ -169,11 +169,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Return the user's profiles, then the installed ones. ValueError for a file that is none."""
         return [*(read_profile(Path(file)) for file in self.profiles), *installed_profiles()]
 
-    @property
-    def is_local(self) -> bool:
-        """True for a store on this machine."""
-        return is_local(self.store)
-
     def check_device(self, kind: str) -> None:
         """ValueError for options that an engine on a device of this kind ("cpu", "cuda") does not take."""
         if self.load == "layers" and kind != "cpu":
@@ -206,7 +201,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Return the tokens of a piece. is_possible: parts of this model's pages can be stored."""
         if self.tail_tokens is not None:
             return self.tail_tokens
-        is_usual = is_possible and self.is_local and self.start_within_s is None
+        is_usual = is_possible and is_local(self.store) and self.start_within_s is None
         return TAIL_TOKENS if is_usual and page_tokens > TAIL_TOKENS and page_tokens % TAIL_TOKENS == 0 else 0
 
     def block_tokens_for(self, page_tokens: int) -> int:

@@ -38,7 +38,7 @@ from kvtide.engines.paged import (
     WorkerReport,
     join_pages,
 )
-from kvtide.engines.settings import ConnectorSettings
+from kvtide.engines.settings import ConnectorSettings, is_local
 from kvtide.engines.vllm.model import ServedRequest, check_policy, profile_fingerprint, served_model
 from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, option_counts
@@ -94,7 +94,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._codec = self._registry.make_by_group(settings.codec, [shape])
         self._layers = {name: position for position, name in enumerate(self._model.layer_names)}
         # Layers that come in turn are worth waiting for where they come from this machine and into its memory.
-        self._may_load_in_step = settings.is_local and isinstance(self._codec, LayeredCodec) and device == "cpu"
+        self._may_load_in_step = is_local(settings.store) and isinstance(self._codec, LayeredCodec) and device == "cpu"
         self._requests: dict[str, ServedRequest] = {}
         self._worker: WorkerHalf | None = None
         self._cache_counts: CacheCounts | None = None
@@ -198,7 +198,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # vLLM 0.31 has no such sources, and does not ask.
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        source = CacheHitSource.DISK if self._settings.is_local else CacheHitSource.EXTERNAL_UNSPECIFIED
+        source = CacheHitSource.DISK if is_local(self._settings.store) else CacheHitSource.EXTERNAL_UNSPECIFIED
         if self._settings.store.startswith("memory://"):
             source = CacheHitSource.HOST
         return {source: num_external_tokens} if num_external_tokens else {}
@@ -266,7 +266,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model.tail_tokens,
             bool(found.refused),
             # Of servers nobody asks what they hold.
-            lambda: counts.has_room or not settings.is_local,
+            lambda: counts.has_room or not is_local(settings.store),
         )
         self._counts.update(found.counts)
         if not found.refused:
