@@ -7,16 +7,14 @@
 from pathlib import Path
 
 import vllm
-from kvtide.engines import untested_vllm
 
 try:
     from kvtide.engines.vllm.connector import KVTideConnector
 except ImportError:
     # Names move between versions: a text of all that this one lacks says more than the first.
-    if untested_vllm(vllm.__version__) is not None:
-        from kvtide.engines.surface import vllm_warning
+    from kvtide.engines.surface import vllm_warning
 
-        vllm_warning(vllm.__version__, Path(vllm.__file__).parent)
+    vllm_warning(vllm.__version__, Path(vllm.__file__).parent)
     raise
 
 __all__ = ["KVTideConnector"]
