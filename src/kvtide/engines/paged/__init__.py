@@ -15,11 +15,10 @@ from kvtide.engines.paged.pages import (
     keys_values,
 )
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
-from kvtide.engines.paged.sequence import BlockRef, Namespaces, StepCommands, WorkerReport
+from kvtide.engines.paged.sequence import Namespaces, StepCommands, WorkerReport
 from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf
 
 __all__ = [
-    "BlockRef",
     "Captured",
     "CellOrder",
     "HostPages",
