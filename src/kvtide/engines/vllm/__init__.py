@@ -1,8 +1,4 @@
-"""vLLM: a KV connector, and a tier below vLLM's own offloading.
-
---kv-transfer-config '{"kv_connector": "KVTideConnector", "kv_role": "kv_both",
-                       "kv_connector_extra_config": {"store": "disk:///var/cache/kvtide"}}'
-"""
+"""vLLM: a KV connector, and a tier below vLLM's own offloading (docs/vllm.md)."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""kvtide below vLLM's own offloading, as a secondary tier: its stores, checksums and lossless codecs.
-
-secondary_tiers: [{"type": "KVTideTier", "store": "disk:///var/cache/x"}]
-"""
+"""kvtide below vLLM's own offloading, as a secondary tier: its stores, checksums and lossless codecs (docs/vllm.md)."""
 
 from __future__ import annotations
 
