@@ -27,7 +27,7 @@ from kvtide.engines.paged.sequence import (
 )
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
 from kvtide.group import Parts
-from kvtide.outcomes import Choice, Decided, Why
+from kvtide.outcomes import Choice, Why
 from kvtide.store import Cache
 from kvtide.store.load import MissReason
 from kvtide.types import BlockKey, ObjectId
@@ -211,12 +211,10 @@ class SchedulerHalf:
 
     def _count(self, sequence: TrackedSequence, why: Why, tokens: int) -> None:
         """Count once for each shard why a request's tokens are computed, however often the engine asks."""
-        decided = Decided(Choice.RECOMPUTE, why)
-        if decided not in sequence.counted:
-            sequence.counted.add(decided)
-            sequence.summary.computed |= {why: tokens} if tokens else {}
+        if why not in sequence.summary.computed:
+            sequence.summary.computed[why] = tokens
             for namespace in sequence.namespaces:
-                self.cache.decisions.add(*decided, tokens, namespace)
+                self.cache.decisions.add(Choice.RECOMPUTE, why, tokens, namespace)
 
     def allocated(self, request: str, pages: Sequence[int], loaded_tokens: int, is_in_step: bool = False) -> None:
         """Order the load that the last match offered, into the pages that the request got for it."""

@@ -14,7 +14,7 @@ from kvtide.engines.settings import NO_OPTIONS, StreamOrder
 from kvtide.evict import Hint
 from kvtide.group import part_keys
 from kvtide.keys import KeyChain
-from kvtide.outcomes import Decided, Why
+from kvtide.outcomes import Why
 from kvtide.store.load import MissReason
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -132,7 +132,7 @@ class RequestSummary:
             saved = "" if self.saved_s is None else f", {self.saved_s:.3f} s saved"
             failed = f" ({self.ended.reason.value})" if self.ended.reason else ""
             found.append(f"{self.ended.tokens} loaded{failed} in {self.ended.seconds:.3f} s{saved}")
-        found += [f"{tokens} computed: {why.meaning}" for why, tokens in self.computed.items()]
+        found += [f"{tokens} computed: {why.meaning}" for why, tokens in self.computed.items() if tokens]
         return "; ".join([*found, f"{self.stored_blocks} blocks to store"])
 
 
@@ -223,8 +223,6 @@ class TrackedSequence:
         self.offered: tuple[BlockRef, ...] = ()
         # When it was first asked for a match, until that has an answer.
         self.asked_s: float | None = None
-        # What was decided, and counted, about what is not loaded; and of all of it what a person may want to know.
-        self.counted: set[Decided] = set()
         self.summary = RequestSummary()
         # Where its last load began; the first of its blocks that came rougher than the store has it, on top of which
         # nothing is stored.
