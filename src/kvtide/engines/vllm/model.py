@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -100,9 +99,9 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
             "tail_tokens stores parts of pages: it takes keys and values of full attention, an exact codec, no drafts"
         )
     layout = _row_layout(spec, len(layers.names), tokens) if is_uniform else _mixed_layout(layers, tokens)
-    states = _states_of(kv_cache_config, layers)
+    states = _states_of(layers)
     # Of states each bit is kept, whatever the rows' codec.
-    of_states = "" if states is None else _state_order(vllm_config, kv_cache_config)
+    of_states = "" if states is None else _state_order(vllm_config, layers)
     text = " beside ".join(filter(None, [opaque, of_states]))
     if layers.slots is not None:
         # Grouping is vLLM's own, and decides the order of layers in a block.
@@ -201,7 +200,7 @@ def _is_drafted(vllm_config: Any) -> bool:
 class _Layers(NamedTuple):
     """Layers with rows of tokens, each one's spec and slots (None for one group of full attention).
 
-    counts, firsts: of all groups, the pages in a joined one, of `page_tokens`, and the first slot.
+    counts: of all groups, the pages in a joined one, of `page_tokens`. states: of layers of states name, spec and slot.
     """
 
     names: tuple[str, ...]
@@ -209,7 +208,7 @@ class _Layers(NamedTuple):
     slots: tuple[tuple[int, ...], ...] | None
     page_tokens: int
     counts: tuple[int, ...]
-    firsts: tuple[int, ...]
+    states: list[tuple[str, Any, int]]
 
 
 def _layers_of(kv_cache_config: Any) -> _Layers:
@@ -225,31 +224,25 @@ def _layers_of(kv_cache_config: Any) -> _Layers:
         raise UnsupportedModel("caches of states alone are not supported: use KVTideTier")
     page_tokens = math.lcm(*(spec.block_size for spec in specs))
     counts = tuple(page_tokens // spec.block_size for spec in specs)
-    firsts = (0, *itertools.accumulate(counts))[:-1]
-    rows = [
-        (name, _checked_rows(group.kv_cache_spec), tuple(range(first, first + count)))
-        for group, first, count in zip(found, firsts, counts, strict=True)
-        if type(group.kv_cache_spec) is not MambaSpec
-        for name in group.layer_names
-    ]
+    rows, states, first = list[tuple[str, Any, tuple[int, ...]]](), list[tuple[str, Any, int]](), 0
+    for group, spec, count in zip(found, specs, counts, strict=True):
+        if type(spec) is MambaSpec:
+            # In a joined page it is the one at the end of what that covers.
+            states += [(name, _checked_states(spec), first + count - 1) for name in group.layer_names]
+        else:
+            rows += [(name, _checked_rows(spec), tuple(range(first, first + count))) for name in group.layer_names]
+        first += count
     # As the model has them: a profile knows nothing of vLLM's grouping.
     rows.sort(key=lambda row: [int(part) for part in row[0].split(".") if part.isdecimal()])
     names, checked, slots = zip(*rows, strict=True)
     is_plain = len(specs) == 1 and type(specs[0]) not in _WINDOWS
-    return _Layers(names, checked, None if is_plain else slots, page_tokens, counts, firsts)
+    return _Layers(names, checked, None if is_plain else slots, page_tokens, counts, states)
 
 
-def _states_of(kv_cache_config: Any, layers: _Layers) -> ServedStates | None:
-    # In a joined page it is the one at the end of what that covers.
-    found = [
-        (name, first + count - 1, _checked_states(group.kv_cache_spec))
-        for group, first, count in zip(kv_cache_config.kv_cache_groups, layers.firsts, layers.counts, strict=True)
-        if type(group.kv_cache_spec) is MambaSpec
-        for name in group.layer_names
-    ]
-    if not found:
+def _states_of(layers: _Layers) -> ServedStates | None:
+    if not layers.states:
         return None
-    names, slots, specs = zip(*found, strict=True)
+    names, specs, slots = zip(*layers.states, strict=True)
     sizes = tuple(spec.state_content_size_bytes for spec in specs)
     is_float32 = {dtype for spec in specs for dtype in spec.dtypes} == {torch.float32}
     unit = KVDtype.FLOAT32 if is_float32 else KVDtype.BFLOAT16
@@ -302,9 +295,9 @@ def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
     return f"{cache_type} of {precision} by {isa} {_in_version()}" if is_opaque else ""
 
 
-def _state_order(vllm_config: Any, kv_cache_config: Any) -> str:
+def _state_order(vllm_config: Any, layers: _Layers) -> str:
     """Return what decides what the bytes of states mean: their kernels, which go by the device."""
-    specs = [each.kv_cache_spec for each in kv_cache_config.kv_cache_groups if type(each.kv_cache_spec) is MambaSpec]
+    specs = [spec for _, spec, _ in layers.states]
     kinds = sorted({f"{spec.mamba_type.name} {spec.shapes} {list(map(str, spec.dtypes))}" for spec in specs})
     device = vllm_config.device_config.device_type
     if device == "cpu":
