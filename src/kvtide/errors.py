@@ -8,7 +8,6 @@ KvtideError
 │   └── WrongServer             a pool's server that does not keep this object, as its newer map says
 ├── RequestRefused              a request that a server answers with an error, or bytes that are no HTTP head
 ├── DeviceFault                 a GPU can't compile or run the kernels
-├── QueueFull                   a tenant has as much waiting as it may: try again later
 └── UnsupportedModel            (also ValueError) a model that kvtide can't serve; the message names the reason
 
 A miss is None, never an error. The user's mistake is ValueError at the edge.
@@ -52,10 +51,6 @@ class RequestRefused(KvtideError):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
-
-
-class QueueFull(KvtideError):
-    """A tenant may not queue more now."""
 
 
 class UnsupportedModel(KvtideError, ValueError):

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvtide.errors import QueueFull
+from kvtide.errors import RequestRefused
 from kvtide.server.scheduler import (
     POLICIES,
     Flow,
@@ -75,7 +75,7 @@ class TestEveryPolicy:
         scheduler = scheduler_for(policy, tenant_sends_max=2)
         scheduler.enqueue("a", "a1", 50, 0.0)
         cancelled = scheduler.enqueue("a", "a1", 50, 0.0)
-        with pytest.raises(QueueFull, match="tenant 'a'"):
+        with pytest.raises(RequestRefused, match="tenant 'a'"):
             scheduler.enqueue("a", "a2", 50, 0.0)
         scheduler.enqueue("b", "b1", 50, 0.0)
         scheduler.cancel(cancelled)

@@ -33,7 +33,6 @@ from kvtide.server.http import (
     lent_pieces,
     piece_bytes,
     receive,
-    take_buffer,
 )
 from kvtide.server.quotas import Quotas
 from kvtide.server.regions import Backing, Latest, stored_quality
@@ -98,7 +97,7 @@ class Lending:
             with ExitStack() as held:
 
                 def take(size: int) -> memoryview:
-                    buffer = take_buffer(self._shared.buffers, size, tenant)
+                    buffer = self._shared.buffers.take(size, tenant)
                     held.callback(self._shared.buffers.give_back, buffer, tenant)
                     return buffer
 
@@ -161,7 +160,7 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_
     size = object_bytes(head[:came])
     if not HEADER_BYTES <= size <= size_max:
         raise CorruptPayload(f"{stored}: {came} bytes of a head say that the object has {size}")
-    buffer = take_buffer(buffers, size, tenant)
+    buffer = buffers.take(size, tenant)
     give_back = partial(buffers.give_back, buffer, tenant)
     try:
         read = tier.get_into(stored, buffer[:size])

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtide.errors import QueueFull
+from kvtide.errors import RequestRefused
 
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 # Owners without anything to send whose counters are remembered.
@@ -327,14 +327,16 @@ class Scheduler:
         """Queue a body of `size` bytes after the others of its client, which is one connection.
 
         The owner is the tenant, or where nobody shows a token the client's address. A higher priority goes before the
-        owner's other clients and takes nothing from other owners. QueueFull if the owner has as much here as it may.
+        owner's other clients and takes nothing from other owners. RequestRefused (429) if the owner has as much here as
+        it may.
         """
         assert size > 0
         owner = Owner(tenant, address)
         flow = self._flows.get(owner)
         if flow is not None and flow.sends >= self.settings.tenant_sends_max:
             whose = address or f"tenant {tenant!r}"
-            raise QueueFull(f"{whose} has {flow.sends} sends waiting, the most that it may have")
+            text = f"{whose} has {flow.sends} sends waiting, the most that it may have"
+            raise RequestRefused(429, text, retry_after_s=1.0)
         if flow is None:
             flow = self._flows[owner] = Flow(owner, self.settings.weights.get(tenant, 1.0))
             self._policy.enter(flow)

@@ -1,7 +1,7 @@
 """Connections of the server: heads, bodies, and how much of both anyone may hold."""
 
 from kvtide.server.http.connections import Acceptor, Connection, Guest, bound, listener_on
-from kvtide.server.http.exchange import Exchange, Headers, Reception, Resources, receive, take_buffer
+from kvtide.server.http.exchange import Exchange, Headers, Reception, Resources, receive
 from kvtide.server.http.sender import Sender, SendOrder, lent_pieces, piece_bytes
 from kvtide.server.http.shares import BodyBuffers, Rates, Shares, Workers
 
@@ -24,5 +24,4 @@ __all__ = [
     "listener_on",
     "piece_bytes",
     "receive",
-    "take_buffer",
 ]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtide.errors import QueueFull, RequestRefused
+from kvtide.errors import RequestRefused
 from kvtide.server.auth import NOBODY, Caller
 from kvtide.server.http.connections import (
     ADDRESS_MARK,
@@ -250,17 +250,6 @@ class ReceivedBody(NamedTuple):
     give_back: Callable[[], None]
 
 
-def take_buffer(buffers: BodyBuffers, size: int, tenant: str, held_bytes: int = 0) -> memoryview:
-    """Return a buffer, for one of `held_bytes` that comes back next. RequestRefused: 429 over the share, or 503."""
-    try:
-        buffer = buffers.take(size, tenant, held_bytes)
-    except QueueFull as error:
-        raise RequestRefused(429, str(error), retry_after_s=1.0) from error
-    if buffer is None:
-        raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
-    return buffer
-
-
 async def receive(exchange: Exchange, shared: Resources, size: int) -> ReceivedBody:
     """Read a request's body of `size` bytes. RequestRefused (429, 503) without room, TimeoutError if it is slow."""
     buffers, limits = shared.buffers, shared.live.limits
@@ -268,7 +257,7 @@ async def receive(exchange: Exchange, shared: Resources, size: int) -> ReceivedB
     await exchange.expect_body(pace)
     # Two buffers are held while one is copied.
     first = size if size + size // _GROWTH >= limits.buffer_bytes_max else min(size, _FIRST_BYTES)
-    buffer, done = take_buffer(buffers, first, tenant), 0
+    buffer, done = buffers.take(first, tenant), 0
     try:
         while True:
             stop = min(size, len(buffer))
@@ -276,7 +265,7 @@ async def receive(exchange: Exchange, shared: Resources, size: int) -> ReceivedB
             done = stop
             if done == size:
                 break
-            larger = take_buffer(buffers, min(size, _GROWTH * len(buffer)), tenant, len(buffer))
+            larger = buffers.take(min(size, _GROWTH * len(buffer)), tenant, len(buffer))
             copy_bytes(larger[:done], buffer[:done])
             buffers.give_back(buffer, tenant)
             buffer = larger

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from kvtide.errors import QueueFull, RequestRefused
 from kvtide.server.http.connections import Body, BodyProgress, Connection, following
 from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
@@ -163,10 +162,7 @@ class Sender:
         if not self._has_slots(tenant, 1):
             # Before it is queued: a slot that is given up by then comes back to its run.
             self._make_way()
-        try:
-            return self.scheduler.enqueue(tenant, order.client, size, now_s, order.priority, order.share)
-        except QueueFull as error:
-            raise RequestRefused(429, str(error), retry_after_s=1.0) from error
+        return self.scheduler.enqueue(tenant, order.client, size, now_s, order.priority, order.share)
 
     def _leave(self, send: Send) -> None:
         self.scheduler.cancel(send)

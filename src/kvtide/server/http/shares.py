@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from kvtide.errors import QueueFull, RequestRefused
+from kvtide.errors import RequestRefused
 from kvtide.tier.buffers import aligned_buffer
 
 # Owners that no tenant or address can be called like.
@@ -134,27 +134,27 @@ class BodyBuffers:
         self._free_bytes = 0
         self.lent_bytes = 0
 
-    def take(self, size: int, tenant: str = "", returning_bytes: int = 0) -> memoryview | None:
-        """Return a buffer of at least `size` bytes with any content; None if there is none for it.
+    def take(self, size: int, tenant: str = "", returning_bytes: int = 0) -> memoryview:
+        """Return a buffer of at least `size` bytes with any content. RequestRefused (503) if there is none for it.
 
-        QueueFull if the tenant has its share: of `tenant_bytes_max`, and as much as it leaves free, so that the next
-        one finds some. `returning_bytes` of what it holds don't count: they come back when the new buffer is here.
+        429 if the tenant has its share: of `tenant_bytes_max`, and as much as it leaves free, so that the next one
+        finds some. `returning_bytes` of what it holds don't count: they come back when the new buffer is here.
         """
         wanted = _buffer_bytes(size)
         with self._lock:
             held = self._tenants.get(tenant, 0) - returning_bytes
             share = min(self._tenant_bytes_max, self._bytes_max - self.lent_bytes - wanted + returning_bytes)
-            if tenant and held + wanted > share:
-                if not held:
-                    return None
-                raise QueueFull(f"bodies of a tenant may hold {max(share, 0)} bytes of buffers now, {held} are held")
+            has_share = not tenant or held + wanted <= share
+            if held and not has_share:
+                text = f"bodies of a tenant may hold {max(share, 0)} bytes of buffers now, {held} are held"
+                raise RequestRefused(429, text, retry_after_s=1.0)
             free = self._free.get(wanted)
+            if not (has_share and (free or self.lent_bytes + wanted <= self._bytes_max)):
+                raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
             if free:
                 self._free_bytes -= wanted
                 self._lend(wanted, tenant)
                 return free.pop()
-            if self.lent_bytes + wanted > self._bytes_max:
-                return None
             self._make_room(wanted)
             self._lend(wanted, tenant)
         return aligned_buffer(wanted)
