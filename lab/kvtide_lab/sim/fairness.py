@@ -148,10 +148,10 @@ def _simulate(policy: str, setup: FairnessSetup) -> list[Served]:
         if isinstance(event, Slice):
             send = event.send
             scheduler.finish(event, event.size, now_s)
-            clients[send.tenant].note(send, event.size)
+            clients[send.owner].note(send, event.size)
             if send.ended_s is not None:
                 number += 1
-                heapq.heappush(events, (now_s + setup.round_trip_s, number, (send.tenant, send.client)))
+                heapq.heappush(events, (now_s + setup.round_trip_s, number, (send.owner, send.client)))
         else:
             scheduler.enqueue(*event, clients[event[0]].kind.size, now_s)
         for part in scheduler.grant(now_s):

@@ -28,18 +28,11 @@ _LEFT_OWNERS_MAX = 1024
 _CREDIT_SLICES = 8
 
 
-class Owner(NamedTuple):
-    """A sharer of the send slots: a tenant, or an address where nobody shows a token."""
-
-    tenant: str
-    address: str = ""
-
-
 @dataclass(slots=True, eq=False)
 class Send:
     """One body to send. Others only read it. `turn`: its arrival, then after each slice the next free number."""
 
-    owner: Owner
+    owner: str
     client: str
     size: int
     priority: int
@@ -50,11 +43,6 @@ class Send:
     sent_bytes: int = 0
     is_in_flight: bool = False
     is_cancelled: bool = False
-
-    @property
-    def tenant(self) -> str:
-        """The tenant whose body it is; empty where nobody shows a token."""
-        return self.owner.tenant
 
     @property
     def wait_s(self) -> float:
@@ -80,7 +68,7 @@ class Slice:
 class Flow:
     """One owner's sends that wait, until none is left. A client's keep their order and go one at a time."""
 
-    def __init__(self, owner: Owner, weight: float) -> None:
+    def __init__(self, owner: str, weight: float) -> None:
         self.owner = owner
         self.weight = weight
         self.in_flight = 0
@@ -214,7 +202,7 @@ class VtcPolicy(SendPolicy):
     def __init__(self, slice_bytes: int) -> None:
         self._credit_bytes = float(_CREDIT_SLICES * slice_bytes)
         self._served: dict[Flow, float] = {}
-        self._left: dict[Owner, float] = {}
+        self._left: dict[str, float] = {}
         self._highest = 0.0
 
     def enter(self, flow: Flow) -> None:
@@ -282,10 +270,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 )
 
 
-class TenantLoad(NamedTuple):
-    """The sends of one tenant, or of one address without a token, in the scheduler."""
+class OwnerLoad(NamedTuple):
+    """The sends of one owner in the scheduler."""
 
-    tenant: str
+    owner: str
     waiting_sends: int
     in_flight_slices: int
     unsent_bytes: int
@@ -297,7 +285,7 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, rng: random.Random) -> None:
         self.settings = settings
         self._policy = POLICIES[settings.policy](settings.slice_bytes, rng)
-        self._flows: dict[Owner, Flow] = {}
+        self._flows: dict[str, Flow] = {}
         self._in_flight: set[Slice] = set()
         self._turns = 0
         # When the link will have sent what was granted, if it sends at its rate.
@@ -309,36 +297,31 @@ class Scheduler:
         assert (settings.policy, settings.slice_bytes) == (self.settings.policy, self.settings.slice_bytes)
         self.settings = settings
         for flow in self._flows.values():
-            flow.weight = settings.weights.get(flow.owner.tenant, 1.0)
+            flow.weight = settings.weights.get(flow.owner, 1.0)
 
     @property
     def slots_used(self) -> int:
         """Slices in flight."""
         return len(self._in_flight)
 
-    def loads(self) -> list[TenantLoad]:
-        """Return what each owner has here; several of one tenant are several loads."""
-        return [
-            TenantLoad(flow.owner.tenant, flow.waiting, flow.in_flight, flow.unsent_bytes)
-            for flow in self._flows.values()
-        ]
+    def loads(self) -> list[OwnerLoad]:
+        """Return what each owner has here."""
+        flows = self._flows.values()
+        return [OwnerLoad(flow.owner, flow.waiting, flow.in_flight, flow.unsent_bytes) for flow in flows]
 
-    def enqueue(self, tenant: str, client: str, size: int, now_s: float, priority: int = 0, address: str = "") -> Send:
+    def enqueue(self, owner: str, client: str, size: int, now_s: float, priority: int = 0) -> Send:
         """Queue a body of `size` bytes after the others of its client, which is one connection.
 
-        The owner is the tenant, or where nobody shows a token the client's address. A higher priority goes before the
-        owner's other clients and takes nothing from other owners. RequestRefused (429) if the owner has as much here as
-        it may.
+        A higher priority goes before the owner's other clients and takes nothing from other owners. RequestRefused
+        (429) if the owner has as much here as it may.
         """
         assert size > 0
-        owner = Owner(tenant, address)
         flow = self._flows.get(owner)
         if flow is not None and flow.sends >= self.settings.tenant_sends_max:
-            whose = address or f"tenant {tenant!r}"
-            text = f"{whose} has {flow.sends} sends waiting, the most that it may have"
+            text = f"{owner!r} has {flow.sends} sends waiting, the most that it may have"
             raise RequestRefused(429, text, retry_after_s=1.0)
         if flow is None:
-            flow = self._flows[owner] = Flow(owner, self.settings.weights.get(tenant, 1.0))
+            flow = self._flows[owner] = Flow(owner, self.settings.weights.get(owner, 1.0))
             self._policy.enter(flow)
         send = Send(owner, client, size, priority, now_s, self._next_turn())
         flow.add(send)

@@ -103,9 +103,10 @@ class Exchange:
 
     @property
     def share(self) -> str:
-        """The sharer of the link where no tenant is known: the address, or the connection where all have that one."""
+        """The sharer of the link: the tenant, else the address, or the connection where all have that one."""
         if not self.owner.startswith(ADDRESS_MARK):
-            return ""
+            return self.caller.tenant
+        # Where nobody shows a token a tenant is what anybody calls himself.
         return f"{self.owner}#{self.client}" if self.owner in SHARED_ADDRESSES else self.owner
 
     async def expect_body(self, pace: ProgressBudget) -> None:

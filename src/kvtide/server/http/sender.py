@@ -61,7 +61,7 @@ class SendOrder:
     """A body to be sent: its pieces, to whom, behind which head, and how slowly.
 
     `on_start` is called when its first slice is here; `is_in_the_way` tells whether somebody waits for what is lent.
-    `share` is whose share of the link it takes; empty for the tenant's.
+    `share` is whose share of the link it takes.
     """
 
     stream: Connection
@@ -155,14 +155,12 @@ class Sender:
             self._leave(send)
 
     def _enqueue(self, order: SendOrder, size: int) -> Send:
-        # Where nobody shows a token a tenant is what anybody calls himself.
-        tenant, now_s = "" if order.share else order.tenant, self._loop.time()
         for run in self._runs.values():
             self._catch_up(run)
-        if not self._has_slots(tenant, 1):
+        if not self._has_slots(order.share, 1):
             # Before it is queued: a slot that is given up by then comes back to its run.
             self._make_way()
-        return self.scheduler.enqueue(tenant, order.client, size, now_s, order.priority, order.share)
+        return self.scheduler.enqueue(order.share, order.client, size, self._loop.time(), order.priority)
 
     def _leave(self, send: Send) -> None:
         self.scheduler.cancel(send)
@@ -183,7 +181,7 @@ class Sender:
         """Wait for a slice; go on after it, up to a bound, if nobody else waits for a slot."""
         piece = await self._slice(send, order)
         settings, size = self.scheduler.settings, piece.size
-        is_alone = not self._waiting and self._has_slots(send.owner.tenant, 0)
+        is_alone = not self._waiting and self._has_slots(send.owner, 0)
         if is_alone and not (settings.link_bits_s or order.is_cold or order.is_mixed or order.stream.is_encrypted):
             size = max(size, min(order.size - position, _RUN_SLICES_MAX * settings.slice_bytes))
         run = self._runs[send] = _Run(piece, size)
@@ -204,10 +202,10 @@ class Sender:
         # Nobody else waits, or the run would have been shortened to the slice that is finished here.
         (run.piece,) = self.scheduler.grant(now_s)
 
-    def _has_slots(self, tenant: str, count: int) -> bool:
-        """True if so many more slices of this tenant would fit. Those without tokens are one."""
+    def _has_slots(self, owner: str, count: int) -> bool:
+        """True if so many more slices of this owner would fit."""
         settings, loads = self.scheduler.settings, self.scheduler.loads()
-        held = count + sum(load.in_flight_slices for load in loads if load.tenant == tenant)
+        held = count + sum(load.in_flight_slices for load in loads if load.owner == owner)
         return self.scheduler.slots_used + count <= settings.slots and held <= settings.tenant_slots_max
 
     def adopt(self, settings: SchedulerSettings) -> None:
