@@ -18,13 +18,15 @@ from tests.server.worlds import ask
 from tests.servers import running_server
 from tests.suites.tier_suite import object_bytes
 
-from kvtide.server.http.connections import Body, BodyProgress, Connection, Mover
+from kvtide.server.http.connections import Body, BodyProgress, Connection, Guest, Mover
+from kvtide.server.http.exchange import Exchange
 from kvtide.server.http.sender import Sender, SendOrder
 from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import ProgressBudget
 from kvtide.tier.base import FilePart
+from kvtide.wire.http import RequestHead
 
 SLICE = 64 << 10
 SIZE = 4 << 20
@@ -56,7 +58,8 @@ class Rig:
         ours, theirs = self.pair()
         stream = Connection(ours, asyncio.get_running_loop(), self.mover)
         pace, pieces = ProgressBudget(1e9, 1.0, stream.now_s()), [memoryview(CONTENT)]
-        order = SendOrder(stream, b"head", pieces, client, client, client, "", 0, pace, lambda: None, lambda: False)
+        guest, asked = Guest(client, f"@{client}", f"@{client}"), RequestHead("GET", "/", {}, None, True)
+        order = SendOrder(Exchange(stream, guest, asked, 10.0), b"head", pieces, pace, lambda: False)
         return asyncio.create_task(self.sender.send(order)), theirs
 
     def __enter__(self) -> Rig:

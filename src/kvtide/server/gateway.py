@@ -70,8 +70,8 @@ class Gateway:
         """Answer a connection's requests until one of both sides ends it."""
         self._shared.metrics.connections.inc()
         try:
-            common_name = await stream.handshake(stream.now_s() + self._shared.live.limits.head_s_max)
-            while await self._serve_one(stream, guest, common_name):
+            guest.common_name = await stream.handshake(stream.now_s() + self._shared.live.limits.head_s_max)
+            while await self._serve_one(stream, guest):
                 pass
         except (OSError, TimeoutError) as error:
             _log.debug("connection %s: %s", guest.client, error or "too slow")
@@ -79,7 +79,7 @@ class Gateway:
             stream.close()
             self._shared.metrics.connections.dec()
 
-    async def _serve_one(self, stream: Connection, guest: Guest, common_name: str | None) -> bool:
+    async def _serve_one(self, stream: Connection, guest: Guest) -> bool:
         """Answer the next request. False if the connection ends with it."""
         limits = self._shared.live.limits
         try:
@@ -89,21 +89,21 @@ class Gateway:
                 return False
             head = parse_request_head(data)
         except RequestRefused as error:
-            exchange = Exchange.begun(stream, guest, RequestHead("", "", {}, None, False), limits.head_s_max)
+            exchange = Exchange(stream, guest, RequestHead("", "", {}, None, False), limits.head_s_max)
             try:
                 await exchange.refuse(error)
             finally:
                 self._note(exchange, Route.MALFORMED)
             await stream.linger(stream.now_s() + _LINGER_S_MAX)
             return False
-        exchange = Exchange.begun(stream, guest, head, limits.head_s_max)
+        exchange = Exchange(stream, guest, head, limits.head_s_max)
         exchange.is_kept_alive = head.is_kept_alive and not self._is_draining
         self._busy.add(guest)
         try:
             if self._is_draining:
                 await exchange.refuse(RequestRefused(503, "draining", retry_after_s=1.0))
             else:
-                await self._answer(exchange, guest, common_name)
+                await self._answer(exchange)
             if exchange.has_unread_body:
                 await stream.linger(stream.now_s() + _LINGER_S_MAX)
             return exchange.is_kept_alive and not self._is_draining
@@ -115,14 +115,14 @@ class Gateway:
         self._shared.metrics.count_request(kind, exchange.status)
         self._access_log.note(exchange, kind)
 
-    async def _answer(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:
+    async def _answer(self, exchange: Exchange) -> None:
         """Answer a request, or say that its deadline has passed, wherever it waits by then."""
         try:
             if exchange.start_deadline_s is None:
-                await self._answer_at_leisure(exchange, guest, common_name)
+                await self._answer_at_leisure(exchange)
                 return
             async with asyncio.timeout_at(exchange.start_deadline_s) as exchange.start_timeout:
-                await self._answer_at_leisure(exchange, guest, common_name)
+                await self._answer_at_leisure(exchange)
         except RequestRefused as error:
             await exchange.refuse(error)
         except TimeoutError:
@@ -130,9 +130,9 @@ class Gateway:
                 raise
             await exchange.refuse(RequestRefused(504, "the deadline passed before the answer could begin"))
 
-    async def _answer_at_leisure(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:
+    async def _answer_at_leisure(self, exchange: Exchange) -> None:
         try:
-            await self._reception.let_in(exchange, guest, common_name)
+            await self._reception.let_in(exchange)
             _, allowed = _ROUTES[type(exchange.route)]
             if exchange.head.method not in allowed:
                 refused = RequestRefused(405, f"expected one of {', '.join(allowed)}")

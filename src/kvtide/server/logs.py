@@ -59,7 +59,7 @@ class AccessLog:
         """Write the lines of a request that has ended. Status 0: before an answer began, or within a body."""
         who = {
             "time_s": round(self._clock.wall_s(), 3),
-            "client": exchange.client,
+            "client": exchange.guest.client,
             "address": exchange.address,
             "tenant": exchange.caller.tenant,
         }

@@ -315,16 +315,10 @@ class ObjectRequests:
             # Whoever loads layer by layer reads an object in several ranges.
             self._shared.metrics.count_read(exchange.caller.tenant)
         order = SendOrder(
-            stream=exchange.stream,
+            exchange,
             head=exchange.begin(status, count, common),
             pieces=pieces,
-            tenant=exchange.caller.tenant,
-            owner=exchange.owner,
-            client=exchange.client,
-            share=exchange.share,
-            priority=exchange.priority,
             pace=self._limits.pace(exchange.stream.now_s()),
-            on_start=exchange.started,
             is_in_the_way=partial(self._lending.is_waited_for, exchange.owner),
         )
         exchange.wait_s = await self._sender.send(order)

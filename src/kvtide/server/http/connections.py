@@ -406,6 +406,8 @@ class Guest:
     # The whole address, for logs.
     host: str = ""
     is_known: bool = False
+    # In its verified certificate.
+    common_name: str | None = None
 
 
 Serve = Callable[[Connection, Guest], Coroutine[None, None, None]]

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -49,16 +49,16 @@ class Exchange:
     """A request whose head has come, by whom, and what has been done about it. Times are the loop's."""
 
     stream: Connection
-    client: str
-    # Where the client is, as logs say it.
-    address: str
+    guest: Guest
     head: RequestHead
-    # On whose account it is: a tenant, or an address where nobody says which.
-    owner: str
-    arrived_s: float
     send_s_max: float
-    is_kept_alive: bool
-    has_unread_body: bool
+    # Where the client is, as logs say it.
+    address: str = field(init=False)
+    # On whose account it is: a tenant, or an address where nobody says which.
+    owner: str = field(init=False)
+    arrived_s: float = field(init=False)
+    is_kept_alive: bool = field(init=False)
+    has_unread_body: bool = field(init=False)
     # Of nobody, and for no page, until it is let in.
     route: Route = _NO_PAGE
     caller: Caller = NOBODY
@@ -75,20 +75,10 @@ class Exchange:
     # What was changed, for the audit log.
     change: str = ""
 
-    @classmethod
-    def begun(cls, stream: Connection, guest: Guest, head: RequestHead, send_s_max: float) -> Exchange:
-        """Return the exchange of a head that has just come."""
-        return cls(
-            stream=stream,
-            client=guest.client,
-            address=guest.host,
-            head=head,
-            owner=guest.address,
-            arrived_s=stream.head_began_s,
-            send_s_max=send_s_max,
-            is_kept_alive=head.is_kept_alive,
-            has_unread_body=bool(head.content_length),
-        )
+    def __post_init__(self) -> None:
+        self.address, self.owner = self.guest.host, self.guest.address
+        self.arrived_s = self.stream.head_began_s
+        self.is_kept_alive, self.has_unread_body = self.head.is_kept_alive, bool(self.head.content_length)
 
     @property
     def start_deadline_s(self) -> float | None:
@@ -107,7 +97,7 @@ class Exchange:
         if not self.owner.startswith(ADDRESS_MARK):
             return self.caller.tenant
         # Where nobody shows a token a tenant is what anybody calls himself.
-        return f"{self.owner}#{self.client}" if self.owner in SHARED_ADDRESSES else self.owner
+        return f"{self.owner}#{self.guest.client}" if self.owner in SHARED_ADDRESSES else self.owner
 
     async def expect_body(self, pace: ProgressBudget) -> None:
         """Wait for the first bytes of the request's body, asking for it if the client waits for that."""
@@ -194,12 +184,13 @@ class Reception:
         self._rates = Rates(lambda: live.limits.tenant_requests_s_max)
         self._stranger_rates = Rates(lambda: live.limits.stranger_requests_s_max)
 
-    async def let_in(self, exchange: Exchange, guest: Guest, common_name: str | None) -> None:
+    async def let_in(self, exchange: Exchange) -> None:
         """Note route, caller and owner of a request whose turn it is.
 
         RequestRefused for a stranger, no sooner than strangers of that address may hear so, and for one who asks too
         often, or has too many connections.
         """
+        guest = exchange.guest
         exchange.address = self._live.proxies.client_of(exchange.head.headers, guest.host)
         account = guest.address if exchange.address == guest.host else account_of(exchange.address)
         try:
@@ -209,7 +200,7 @@ class Reception:
                 return
             if self._is_checked:
                 check_site(exchange.head.headers)
-            exchange.caller = self._live.gate.caller(exchange.head.headers, common_name)
+            exchange.caller = self._live.gate.caller(exchange.head.headers, guest.common_name)
         except RequestRefused:
             if not guest.is_known:
                 wait_s = self._stranger_rates.wait_s(account, exchange.arrived_s, self._live.limits.head_s_max)

@@ -13,7 +13,8 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from kvtide.server.http.connections import Body, BodyProgress, Connection, following
+from kvtide.server.http.connections import Body, BodyProgress, following
+from kvtide.server.http.exchange import Exchange
 from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
@@ -60,20 +61,13 @@ def lent_pieces(lent: LentObject, part: ByteRange) -> list[Piece]:
 class SendOrder:
     """A body to be sent: its pieces, to whom, behind which head, and how slowly.
 
-    `on_start` is called when its first slice is here; `is_in_the_way` tells whether somebody waits for what is lent.
-    `share` is whose share of the link it takes.
+    `is_in_the_way` tells whether somebody waits for what is lent.
     """
 
-    stream: Connection
+    exchange: Exchange
     head: bytes
     pieces: Sequence[Piece]
-    tenant: str
-    owner: str
-    client: str
-    share: str
-    priority: int
     pace: ProgressBudget
-    on_start: Callable[[], None]
     is_in_the_way: Callable[[], bool]
     size: int = field(init=False)
     # Sending would wait for the disk.
@@ -135,10 +129,10 @@ class Sender:
                 sent = 0
                 try:
                     if wait_s is None:
-                        order.on_start()
+                        order.exchange.started()
                         wait_s = send.wait_s
-                        self._metrics.count_wait(order.tenant, wait_s)
-                        await order.stream.send_all(order.head, order.pace.due_s, has_more=True)
+                        self._metrics.count_wait(order.exchange.caller.tenant, wait_s)
+                        await order.exchange.stream.send_all(order.head, order.pace.due_s, has_more=True)
                     sent = await self._send_run(order, position, run)
                 finally:
                     self._finish(run, sent)
@@ -157,10 +151,12 @@ class Sender:
     def _enqueue(self, order: SendOrder, size: int) -> Send:
         for run in self._runs.values():
             self._catch_up(run)
-        if not self._has_slots(order.share, 1):
+        exchange = order.exchange
+        if not self._has_slots(exchange.share, 1):
             # Before it is queued: a slot that is given up by then comes back to its run.
             self._make_way()
-        return self.scheduler.enqueue(order.share, order.client, size, self._loop.time(), order.priority)
+        client, now_s = exchange.guest.client, self._loop.time()
+        return self.scheduler.enqueue(exchange.share, client, size, now_s, exchange.priority)
 
     def _leave(self, send: Send) -> None:
         self.scheduler.cancel(send)
@@ -171,7 +167,7 @@ class Sender:
         since_s = self._loop.time()
         while self._loop.time() < since_s + _LATE_S_MAX or not order.is_in_the_way():
             look_s = self._loop.time() + _LOOK_AGAIN_S
-            if await order.stream.is_writable(min(look_s, order.pace.due_s)):
+            if await order.exchange.stream.is_writable(min(look_s, order.pace.due_s)):
                 return
             if order.pace.due_s < look_s:
                 break
@@ -180,9 +176,9 @@ class Sender:
     async def _granted(self, send: Send, order: SendOrder, position: int) -> _Run:
         """Wait for a slice; go on after it, up to a bound, if nobody else waits for a slot."""
         piece = await self._slice(send, order)
-        settings, size = self.scheduler.settings, piece.size
+        settings, size, stream = self.scheduler.settings, piece.size, order.exchange.stream
         is_alone = not self._waiting and self._has_slots(send.owner, 0)
-        if is_alone and not (settings.link_bits_s or order.is_cold or order.is_mixed or order.stream.is_encrypted):
+        if is_alone and not (settings.link_bits_s or order.is_cold or order.is_mixed or stream.is_encrypted):
             size = max(size, min(order.size - position, _RUN_SLICES_MAX * settings.slice_bytes))
         run = self._runs[send] = _Run(piece, size)
         return run
@@ -280,12 +276,12 @@ class Sender:
 
     async def _send_pieces(self, order: SendOrder, run: _Run, pieces: Sequence[Piece], ahead_bytes: int) -> int:
         """Send memory, or one piece of a file, of which the disk may read so many bytes ahead."""
-        stream, slice_bytes, first = order.stream, self.scheduler.settings.slice_bytes, pieces[0]
+        stream, slice_bytes, first = order.exchange.stream, self.scheduler.settings.slice_bytes, pieces[0]
         if isinstance(first, FilePiece):
             if stream.is_encrypted:
                 return self._paced(order, await self._send_encrypted(order, *first))
             if order.is_cold:
-                await self._workers.read(order.owner, partial(_warm, *first, max(first.size, ahead_bytes)))
+                await self._workers.read(order.exchange.owner, partial(_warm, *first, max(first.size, ahead_bytes)))
             body = stream.start_file(first.file, first.size, slice_bytes)
         else:
             views = [piece for piece in pieces if isinstance(piece, memoryview)]
@@ -311,10 +307,10 @@ class Sender:
         while done < count:
             wanted = min(_TLS_READ_BYTES, count - done)
             read = partial(os.pread, file.descriptor, wanted, file.offset + done)
-            data = await self._workers.read(order.owner, read)
+            data = await self._workers.read(order.exchange.owner, read)
             if len(data) < wanted:
                 raise ConnectionAbortedError("the object was evicted while it was sent")
-            sent = await order.stream.send_encrypted([memoryview(data)], self._stall_s_max)
+            sent = await order.exchange.stream.send_encrypted([memoryview(data)], self._stall_s_max)
             done += sent
             if sent < wanted:
                 break
