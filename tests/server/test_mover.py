@@ -25,7 +25,6 @@ from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import ProgressBudget
-from kvtide.tier.base import FilePart
 from kvtide.wire.http import RequestHead
 
 SLICE = 64 << 10
@@ -95,9 +94,8 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 async def test_reader_that_takes_nothing_ends_a_body_and_nothing_follows() -> None:
     with Rig() as rig:
         ours, theirs = rig.pair()
-        sent = await rig.mover.send(ours.fileno(), [memoryview(CONTENT)], 0).end(
-            lambda progress: progress.moved_s + 0.05
-        )
+        body = Body(rig.mover, rig.mover.native.send(ours.fileno(), [memoryview(CONTENT)], 0))
+        sent = await body.end(lambda progress: progress.moved_s + 0.05)
         ours.close()
         got = b""
         while data := await asyncio.get_running_loop().sock_recv(theirs, SIZE):
@@ -110,7 +108,8 @@ async def test_cancelled_upload_writes_to_its_buffer_no_more() -> None:
     with Rig() as rig:
         ours, theirs = rig.pair()
         buffer = bytearray(SIZE)
-        task = asyncio.create_task(rig.mover.receive(ours.fileno(), memoryview(buffer), 0).end(lambda progress: 1e9))
+        body = Body(rig.mover, rig.mover.native.receive(ours.fileno(), memoryview(buffer), 0))
+        task = asyncio.create_task(body.end(lambda progress: 1e9))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -141,7 +140,7 @@ async def test_dribble_below_what_wakes_the_thread_counts_as_progress() -> None:
 
         theirs.sendall(CONTENT[:1000])
         buffer = bytearray(SIZE)
-        body = rig.mover.receive(ours.fileno(), memoryview(buffer)[:taken], 2 * taken)
+        body = Body(rig.mover, rig.mover.native.receive(ours.fileno(), memoryview(buffer)[:taken], 2 * taken))
         assert await body.end(due_s) == taken and buffer[:taken] == CONTENT[:taken]
     assert looks[0].size == 0 and looks[1].size == 1000
 
@@ -154,7 +153,7 @@ async def test_file_that_ends_early_and_peer_that_closes_are_told_apart(is_cut: 
         os.ftruncate(file.fileno(), 1000 if is_cut else SIZE)
         if not is_cut:
             theirs.close()
-        body = rig.mover.send_file(ours.fileno(), FilePart(file.fileno(), 0), SIZE, 0)
+        body = Body(rig.mover, rig.mover.native.send_file(ours.fileno(), file.fileno(), 0, SIZE, 0))
         with pytest.raises(EOFError if is_cut else BrokenPipeError):
             await body.end(lambda progress: 1e9)
 

@@ -35,7 +35,7 @@ from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 _Outcome = asyncio.Future[tuple[int, int, int]]
 
 
-# The mover wakes for a body only when so much of it has come: 16 times for 4 MiB instead of 60.
+# The mover wakes for a body only when so much of it has come (0: for any byte): 16 times for 4 MiB instead of 60.
 WAKE_BYTES = 256 << 10
 # What a connection that is being closed may still send before we stop listening.
 LINGER_BYTES_MAX = 1 << 20
@@ -104,18 +104,6 @@ class Mover:
             waiter.cancel()
         del self.native
 
-    def receive(self, descriptor: int, view: memoryview, wake_bytes: int) -> Body:
-        """Fill memory from a socket; the thread wakes for so many bytes at once, for any if that is 0."""
-        return Body(self, self.native.receive(descriptor, view, wake_bytes))
-
-    def send(self, descriptor: int, views: Sequence[memoryview], slice_bytes: int) -> Body:
-        """Send memory in pieces."""
-        return Body(self, self.native.send(descriptor, views, slice_bytes))
-
-    def send_file(self, descriptor: int, file: FilePart, size: int, slice_bytes: int) -> Body:
-        """Send a part of a file."""
-        return Body(self, self.native.send_file(descriptor, file.descriptor, file.offset, size, slice_bytes))
-
     def _take(self) -> None:
         for outcome in self.native.take():
             waiter = self.waiting.pop(outcome[0])
@@ -124,7 +112,7 @@ class Mover:
 
 
 class Body:
-    """A body that moves."""
+    """A body that moves. `begun`: what the native thread said when it was given it."""
 
     def __init__(self, mover: Mover, begun: tuple[int, int, int]) -> None:
         self._mover = mover
@@ -273,7 +261,8 @@ class Connection:
             pace.moved(came, self._loop.time())
 
     async def _receive(self, view: memoryview, pace: ProgressBudget) -> None:
-        body, due_s = self._mover.receive(self._descriptor, view, self._wake_bytes), following(pace)
+        body = Body(self._mover, self._mover.native.receive(self._descriptor, view, self._wake_bytes))
+        due_s = following(pace)
         try:
             done = await body.end(due_s)
         except EOFError as error:
@@ -292,11 +281,12 @@ class Connection:
 
     def start_views(self, views: Sequence[memoryview], slice_bytes: int) -> Body:
         """Begin to send memory in pieces, by calls that end where slices do."""
-        return self._mover.send(self._descriptor, views, slice_bytes)
+        return Body(self._mover, self._mover.native.send(self._descriptor, views, slice_bytes))
 
     def start_file(self, file: FilePart, size: int, slice_bytes: int) -> Body:
         """Begin to send a part of a file, as `start_views` does."""
-        return self._mover.send_file(self._descriptor, file, size, slice_bytes)
+        begun = self._mover.native.send_file(self._descriptor, file.descriptor, file.offset, size, slice_bytes)
+        return Body(self._mover, begun)
 
     async def send_encrypted(self, views: Sequence[memoryview], stall_s_max: float) -> int:
         """Send memory in pieces over TLS. Return how much went out before the peer took nothing for so long."""
