@@ -379,6 +379,7 @@ class CentralRecords:
         self._records = records
         self._clock = clock
         self._asking = Repeater(self._ask, "kvtide-records")
+        self.stop = self._asking.stop
         # Nothing after a restart of ours or of the centre: comparing all mends what a file lost, here or there.
         self._heard = _Heard("", 0)
         self._lock = threading.Lock()
@@ -393,10 +394,6 @@ class CentralRecords:
         """Begin to ask."""
         self._client.open()
         self._asking.open()
-
-    def stop(self) -> None:
-        """Ask for nothing more by itself. Does not wait."""
-        self._asking.stop()
 
     def close(self) -> None:
         """Stop asking. Idempotent."""

@@ -194,6 +194,7 @@ class Recovery:
         self._regions = list(regions)
         self._records = records
         self._asking = Repeater(self._ask, "kvtide-recovery")
+        self.stop = self._asking.stop
         self._fault = LastingFault(_log, "the centre waits for what its regions know")
         self.is_over = False
 
@@ -202,10 +203,6 @@ class Recovery:
         for region in self._regions:
             region.open()
         self._asking.open()
-
-    def stop(self) -> None:
-        """Ask nobody more. Does not wait."""
-        self._asking.stop()
 
     def close(self) -> None:
         """Stop asking. Idempotent."""
@@ -305,6 +302,7 @@ class Synchroniser:
         self._object_bytes_max = object_bytes_max
         self._clock = clock
         self._sending = Repeater(self._send, "kvtide-sync")
+        self.stop = self._sending.stop
         self._buffer = memoryview(b"")
         self._tries: Counter[ObjectId] = Counter()
         self.sent_objects = self.sent_bytes = self.given_up = 0
@@ -314,10 +312,6 @@ class Synchroniser:
         self.manifest.open()
         self._central.open()
         self._sending.open()
-
-    def stop(self) -> None:
-        """Send nothing more after what is under way. Does not wait."""
-        self._sending.stop()
 
     def close(self) -> None:
         """Stop after what is under way; the manifest keeps the rest. Idempotent."""
