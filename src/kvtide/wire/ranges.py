@@ -63,19 +63,15 @@ def _parsed(text: str, size: int) -> ByteRange:
     return ByteRange(int(first), size if last is None else min(size, int(last) + 1))
 
 
-class _Multipart(NamedTuple):
-    """The answer to many ranges, without their bytes: what stands in front of each, and behind the last one."""
+def multipart(boundary: str, size: int, ranges: Sequence[ByteRange]) -> tuple[str, list[bytes]]:
+    """Return an answer's content type, and what stands in front of each range's bytes and behind the last ones.
 
-    content_type: str
-    leads: list[bytes]
-
-
-def multipart(boundary: str, size: int, ranges: Sequence[ByteRange]) -> _Multipart:
-    """Return the answer for ranges of an object of `size` bytes. boundary: text that no body has by chance."""
+    size: of the object. boundary: text that no body has by chance.
+    """
     kind = "Content-Type: application/octet-stream\r\nContent-Range: bytes"
     leads = [f"\r\n--{boundary}\r\n{kind} {start}-{stop - 1}/{size}\r\n\r\n" for start, stop in ranges]
     end = f"\r\n--{boundary}--\r\n"
-    return _Multipart(f"multipart/byteranges; boundary={boundary}", [lead.encode() for lead in (*leads, end)])
+    return f"multipart/byteranges; boundary={boundary}", [lead.encode() for lead in (*leads, end)]
 
 
 def parse_parts(content_type: str, body: memoryview, asked: Sequence[ByteRange]) -> list[memoryview]:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -235,15 +234,11 @@ class Resources:
     buffers: BodyBuffers
 
 
-class ReceivedBody(NamedTuple):
-    """A whole body in a buffer. `give_back` gives that back; call it once, from any thread."""
+async def receive(exchange: Exchange, shared: Resources, size: int) -> tuple[memoryview, Callable[[], None]]:
+    """Read a request's body of `size` bytes; return it, and how its buffer is given back, once and from any thread.
 
-    view: memoryview
-    give_back: Callable[[], None]
-
-
-async def receive(exchange: Exchange, shared: Resources, size: int) -> ReceivedBody:
-    """Read a request's body of `size` bytes. RequestRefused (429, 503) without room, TimeoutError if it is slow."""
+    RequestRefused (429, 503) without room, TimeoutError if it is slow.
+    """
     buffers, limits = shared.buffers, shared.live.limits
     tenant, pace = exchange.caller.tenant, limits.pace(exchange.stream.now_s())
     await exchange.expect_body(pace)
@@ -265,4 +260,4 @@ async def receive(exchange: Exchange, shared: Resources, size: int) -> ReceivedB
         buffers.give_back(buffer, tenant)
         raise
     exchange.note_received(size)
-    return ReceivedBody(buffer[:size], partial(buffers.give_back, buffer, tenant))
+    return buffer[:size], partial(buffers.give_back, buffer, tenant)
