@@ -5,6 +5,7 @@ Its runs are `demo_run`, in processes of their own: a job goes there and its res
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -106,6 +107,9 @@ def demo(
     CodecRegistry().make(codec)
     if model is not None and not model.is_file():
         raise ValueError(f"no file {model}: --model takes a model in GGUF, as kvtide llama does")
+    engine = "transformers" if model is None else "llama_cpp"
+    if importlib.util.find_spec(engine) is None:
+        raise ModuleNotFoundError(f"no module {engine}", name=engine)
     store = str(path.absolute())
     job = DemoJob(str(model or ""), store, codec, prefix_tokens, answer_tokens, QUESTIONS[:_BEFORE])
     with _processes() as ask:

@@ -104,12 +104,10 @@ def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
 
 def _llama_runs(job: DemoJob) -> Iterator[DemoRun]:
     """Ask a job's questions of a GGUF model in llama.cpp, each as if another chat had been in between."""
-    try:
-        from llama_cpp import Llama
+    from llama_cpp import Llama
 
-        from kvtide.engines.llamacpp import attach as attach_llama
-    except ImportError as error:
-        raise ValueError(f"llama.cpp is not installed ({error}): pip install 'kvtide[llamacpp]'") from error
+    from kvtide.engines.llamacpp import attach as attach_llama
+
     room = max(len(job.chat), job.context_tokens) + len(job.questions) * (_QUESTION_TOKENS + job.answer_tokens)
     llm = Llama(job.model, n_ctx=room, n_batch=128, n_ubatch=128, verbose=False)
     clock, size = SystemClock(), job.context_tokens
@@ -147,12 +145,6 @@ def _answered(job: DemoJob, loaded: tuple[Any, Any] | None) -> None:
         _say(DemoAnswer(mistake=str(error)))
 
 
-def _loaded() -> tuple[Any, Any]:
-    from kvtide.engines.transformers import load_to_fork
-
-    return load_to_fork()
-
-
 def _say(answer: DemoAnswer) -> None:
     print(msgspec.json.encode(answer).decode(), flush=True)
 
@@ -163,7 +155,10 @@ def main() -> None:
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=DemoJob)
         try:
-            loaded = None if job.model else loaded or _loaded()
+            if not job.model and loaded is None:
+                from kvtide.engines.transformers import load_to_fork
+
+                loaded = load_to_fork()
         except ValueError as error:
             _say(DemoAnswer(mistake=str(error)))
             return

@@ -31,10 +31,8 @@ def llama(
     ] = "",
 ) -> None:
     """Serve a model by OpenAI's API on this machine until Ctrl-C or SIGTERM, with its prompts kept in a store."""
-    try:
-        from kvtide.engines.llamacpp import serve_model
-    except ImportError as error:
-        raise ValueError(f"llama.cpp is not installed ({error}): pip install 'kvtide[llamacpp]'") from error
+    from kvtide.engines.llamacpp import serve_model
+
     threads = threads or os.cpu_count() or 1
     options = {"n_ctx": context, "n_batch": batch, "n_ubatch": batch, "n_gpu_layers": gpu_layers}
     options |= {"flash_attn": flash_attention, "n_threads": threads, "n_threads_batch": threads}
