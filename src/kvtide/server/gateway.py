@@ -159,7 +159,8 @@ class Gateway:
         if isinstance(route, protocol.PageRoute):
             await self._page(exchange, route.path)
             return
-        self._backing.require_recovered()
+        if self._backing.recovery is not None:
+            self._backing.recovery.require_over()
         if isinstance(route, protocol.ObjectRoute):
             await self._objects.answer(exchange, route.id)
             return

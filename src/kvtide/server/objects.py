@@ -211,8 +211,10 @@ class ObjectRequests:
     async def catch_up(self, exchange: Exchange) -> None:
         """Have the centre's records for a request that wants fresher ones than ours. RequestRefused if it can't be."""
         central = self._backing.central
-        if central is not None and (central.is_too_old_for(exchange.head.headers) or central.is_needed):
-            # Objects can't be out of date, but their namespace's generation can.
+        if central is None:
+            return
+        # Objects can't be out of date, but their namespace's generation can; of any, where records are missing.
+        if central.is_too_old_for(exchange.head.headers) or not self._backing.records.is_complete:
             await self._shared.workers.read(exchange.owner, central.require_latest)
 
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
@@ -272,7 +274,9 @@ class ObjectRequests:
 
     def _tier_for(self, exchange: Exchange, stored: ObjectId) -> Tier:
         """The tier to look in: what is here alone if a region asks, or if the latest is looked for apart."""
-        self._backing.note_use(stored)
+        if (sync := self._backing.synchroniser) is not None:
+            # What is hot is synchronised first.
+            sync.manifest.note_use(stored)
         is_local = protocol.Header.LOCAL in exchange.head.headers or protocol.Header.FORCE in exchange.head.headers
         return self._local if is_local else self._tier
 

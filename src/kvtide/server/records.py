@@ -512,11 +512,6 @@ class CentralRecords:
             # Between the centre and us: the client can do nothing about it.
             raise RequestRefused(502, f"the centre does not do what it was asked for: {error}") from error
 
-    @property
-    def is_needed(self) -> bool:
-        """True if records are missing here, so that nothing is to be served before the centre was asked."""
-        return not self._records.is_complete
-
     def is_too_old_for(self, headers: Mapping[str, str]) -> bool:
         """True if a request wants the latest, or what is newer than we have. RequestRefused (400) for nonsense."""
         staleness_s_max = staleness_s(headers)

@@ -468,16 +468,6 @@ class Backing:
         for part in reversed(self._parts):
             part.close()
 
-    def require_recovered(self) -> None:
-        """RequestRefused (503) at a centre that may have lost what its regions know."""
-        if self.recovery is not None:
-            self.recovery.require_over()
-
-    def note_use(self, object_id: ObjectId) -> None:
-        """Count a read, so that what is hot is synchronised first."""
-        if self.synchroniser is not None:
-            self.synchroniser.manifest.note_use(object_id)
-
     def as_of_s(self) -> float | None:
         """Wall time until which we know what the centre has written; None at the centre, or if it never answered."""
         return self.central.as_of_s if self.central is not None else None
