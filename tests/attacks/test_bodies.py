@@ -294,13 +294,13 @@ def test_rates_forget_who_has_not_asked_for_a_while() -> None:
     rates = Rates(lambda: 10.0)
     for number in range(5000):
         rates.take(f"junk-{number}", number / 1000)
-    assert len(rates) < 1200
+    assert len(rates._left) < 1200
     rates.take("one", 100.0)
-    assert len(rates) <= 64
+    assert len(rates._left) <= 64
     bounded = Rates(lambda: 10.0, owners_max=80)
     for number in range(100):
         bounded.take(str(number), 0.0)
-    assert len(bounded) == 80
+    assert len(bounded._left) == 80
 
 
 # Requests that are not what they seem: pages of a browser, upgrades, ranges of another version, two names.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.faults.conftest import Tally
 from tests.faults.schedules import Host, Load, Node, network_hosts, nodes, seeds
@@ -44,11 +45,11 @@ class Pool:
 
     def publish(self, members: Sequence[PoolServer]) -> None:
         self.epoch += 1
-        self._write(PoolMap(self.epoch, tuple(members)).to_json())
+        self._write(msgspec.json.encode(PoolMap(self.epoch, tuple(members))))
 
     def damage(self, rng: random.Random) -> None:
         """Put something there that is no map, or an old one."""
-        old = PoolMap(0, tuple(self.known[:1])).to_json()
+        old = msgspec.json.encode(PoolMap(0, tuple(self.known[:1])))
         self._write(rng.choice([b"", b"{}", b"\xff", old, old[: len(old) // 2]]))
 
     def _write(self, data: bytes) -> None:

@@ -422,7 +422,7 @@ def check_when_settled(server: RunningServer) -> None:
             server.service.check()
         except AssertionError:
             return False
-        return server.service.acceptor.connections <= 1
+        return len(server.service.acceptor.limits) <= 1
 
     wait_until(is_settled, "what the client had to be given back")
 

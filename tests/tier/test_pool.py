@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.servers import RunningServer, counted, hints_heard, running_server
 from tests.stores import opened
@@ -57,7 +58,7 @@ class Pool:
         """Replace the map, and wait until every server has it."""
         self.map = new
         aside = self.path.with_suffix(".new")
-        aside.write_bytes(new.to_json())
+        aside.write_bytes(msgspec.json.encode(new))
         aside.rename(self.path)
         members = [server.service._member for server in self.servers.values()]
         wait_until(
@@ -241,9 +242,9 @@ def test_map_that_can_not_be_read_changes_nothing(tmp_path: Path, caplog: pytest
     for content in (
         None,
         b"{",
-        PoolMap(3, (server_at("a:1"),)).to_json(),
+        msgspec.json.encode(PoolMap(3, (server_at("a:1"),))),
         b"x",
-        PoolMap(2, (server_at("a:1"),)).to_json(),
+        msgspec.json.encode(PoolMap(2, (server_at("a:1"),))),
     ):
         if content is not None:
             path.write_bytes(content)

@@ -305,7 +305,7 @@ class Synchroniser:
         self.stop = self._sending.stop
         self._buffer = memoryview(b"")
         self._tries: Counter[ObjectId] = Counter()
-        self.sent_objects = self.sent_bytes = self.given_up = 0
+        self.sent_objects = self.given_up = 0
 
     def open(self) -> None:
         """Read the manifest and start."""
@@ -349,7 +349,6 @@ class Synchroniser:
                 _log.warning("the centre does not take %s, it stays here: %s", object_id, error)
             else:
                 self.sent_objects += is_stored
-                self.sent_bytes += len(found)
         del self._tries[object_id]
         self.manifest.done(object_id)
         return 0 if found is None else len(found)

@@ -509,11 +509,6 @@ class Acceptor:
         limits, descriptors = live.limits, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.limits = ConnectionLimits(connections_for(limits, descriptors), limits.tenant_connections_max, self._cut)
 
-    @property
-    def connections(self) -> int:
-        """Return how many connections are open."""
-        return len(self._tasks)
-
     async def accept(self, listener: socket.socket, serve: Serve) -> None:
         """Take connections until the task is cancelled. OSError if the listener is closed."""
         loop = asyncio.get_running_loop()

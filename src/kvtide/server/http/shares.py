@@ -243,10 +243,6 @@ class Rates:
     def _burst(self) -> float:
         return max(1.0, self._requests_s())
 
-    def __len__(self) -> int:
-        """Return how many buckets are not full, as far as anybody looked."""
-        return len(self._left)
-
     def take(self, owner: str, now_s: float) -> None:
         """Count one request. RequestRefused (429) if the owner has none left."""
         left = self._refilled(owner, now_s)

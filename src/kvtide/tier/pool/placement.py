@@ -70,10 +70,6 @@ class PoolMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 < self.slots <= SLOTS_MAX or self.slots & (self.slots - 1):
             raise ValueError(f"the number of slots is a power of two up to {SLOTS_MAX}, got {self.slots}")
 
-    def to_json(self) -> bytes:
-        """Return the map as JSON."""
-        return msgspec.json.encode(self)
-
     @staticmethod
     def from_json(data: bytes) -> PoolMap:
         """Read a map. ValueError for what is none."""
