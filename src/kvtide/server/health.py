@@ -11,12 +11,11 @@ import msgspec
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server.http import Headers
 from kvtide.server.regions import Backing
 from kvtide.tier import Tier
 from kvtide.tier.pool import Member
 from kvtide.types import BlockKey, Namespace, ObjectId
-from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, pack_response_head, parse_request_head
+from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, Headers, pack_response_head, parse_request_head
 
 _log = logging.getLogger(__name__)
 

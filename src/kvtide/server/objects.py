@@ -25,7 +25,6 @@ from kvtide.server.auth import Scope
 from kvtide.server.http import (
     BodyBuffers,
     Exchange,
-    Headers,
     Resources,
     Sender,
     SendOrder,
@@ -53,6 +52,7 @@ from kvtide.wire import (
     protocol,
     version_tag,
 )
+from kvtide.wire.http import Headers
 from kvtide.wire.protocol import etag
 from kvtide.wire.ranges import ByteRange, multipart, parse_ranges
 from kvtide.wire.receiver import Receiver, is_frame, parse_frame_header
@@ -280,7 +280,7 @@ class ObjectRequests:
         is_local = protocol.Header.LOCAL in exchange.head.headers or protocol.Header.FORCE in exchange.head.headers
         return self._local if is_local else self._tier
 
-    def _as_of(self) -> list[tuple[str, str | int]]:
+    def _as_of(self) -> Headers:
         as_of_s = self._backing.as_of_s()
         return [] if as_of_s is None else [(protocol.Header.AS_OF, f"{as_of_s:.3f}")]
 

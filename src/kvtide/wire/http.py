@@ -20,9 +20,9 @@ HEAD_END = b"\r\n\r\n"
 _ONCE = frozenset(
     {"authorization", "content-range", "etag", "host", "if-none-match", "if-range", "range", "transfer-encoding"}
 )
-_NO_BODY = frozenset({204, 304})
+NO_BODY = frozenset({204, 304})
 
-_Headers = Sequence[tuple[str, str | int]]
+Headers = Sequence[tuple[str, str | int]]
 
 
 class RequestHead(NamedTuple):
@@ -143,22 +143,22 @@ def parse_response_head(data: bytes) -> ResponseHead:
     except RequestRefused as error:
         raise RequestRefused(502, str(error)) from error
     status = parser.get_status_code()
-    if "transfer-encoding" in found.headers or (length is None and status >= 200 and status not in _NO_BODY):
+    if "transfer-encoding" in found.headers or (length is None and status >= 200 and status not in NO_BODY):
         raise RequestRefused(502, "the answer does not say how long it is")
     return ResponseHead(status, found.headers, length or 0, found.is_kept_alive)
 
 
-def pack_request_head(method: str, target: str, headers: _Headers) -> bytes:
+def pack_request_head(method: str, target: str, headers: Headers) -> bytes:
     """Return a request's head. The caller gives Host and Content-Length."""
     return _packed(f"{method} {target} HTTP/1.1", headers)
 
 
-def pack_response_head(status: int, headers: _Headers) -> bytes:
+def pack_response_head(status: int, headers: Headers) -> bytes:
     """Return a response's head. The caller gives Content-Length."""
     return _packed(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", headers)
 
 
-def _packed(first_line: str, headers: _Headers) -> bytes:
+def _packed(first_line: str, headers: Headers) -> bytes:
     lines = "".join(f"\r\n{name}: {value}" for name, value in headers)
     assert lines.count("\r") == lines.count("\n") == len(headers), "a header's value must not break its line"
     return f"{first_line}{lines}\r\n\r\n".encode("latin-1")

@@ -1,7 +1,7 @@
 """Connections of the server: heads, bodies, and how much of both anyone may hold."""
 
 from kvtide.server.http.connections import Acceptor, Connection, Guest, bound, listener_on
-from kvtide.server.http.exchange import Exchange, Headers, Reception, Resources, receive
+from kvtide.server.http.exchange import Exchange, Reception, Resources, receive
 from kvtide.server.http.sender import Sender, SendOrder, lent_pieces, piece_bytes
 from kvtide.server.http.shares import BodyBuffers, Rates, Shares, Workers
 
@@ -11,7 +11,6 @@ __all__ = [
     "Connection",
     "Exchange",
     "Guest",
-    "Headers",
     "Rates",
     "Reception",
     "Resources",

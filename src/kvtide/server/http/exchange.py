@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,14 +26,12 @@ from kvtide.server.http.shares import HEALTH, STRANGERS, BodyBuffers, Rates, Tur
 from kvtide.server.metrics import Metrics
 from kvtide.server.settings import Live, ProgressBudget
 from kvtide.tier.buffers import copy_bytes
-from kvtide.wire.http import RequestHead, pack_response_head
+from kvtide.wire.http import NO_BODY, Headers, RequestHead, pack_response_head
 from kvtide.wire.protocol import PageRoute, Route, deadline_ms, parse_target, urgency
 
 _URGENCY_MAX = 7
 _NO_PAGE = PageRoute("")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_WITHOUT_LENGTH = frozenset({204, 304})
-Headers = Sequence[tuple[str, str | int]]
 # Addresses, names without a dot and those below localhost: nobody can own one on the Internet.
 _OURS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|\d{1,3}(?:\.\d{1,3}){3}|[\w-]+|(?:[\w-]+\.)+localhost)(?::\d{1,5})?")
 
@@ -120,7 +118,7 @@ class Exchange:
         """Return the answer's head. Whoever sends it sets `status`."""
         self.is_kept_alive = self.is_kept_alive and not self.has_unread_body
         lines = list(headers)
-        if status not in _WITHOUT_LENGTH:
+        if status not in NO_BODY:
             lines.append(("Content-Length", length))
         if not self.is_kept_alive:
             lines.append(("Connection", "close"))

@@ -10,7 +10,7 @@ import math
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import Buffer, Take
 from kvtide.tier.breaker import Breaker, caller_deadline_s
 from kvtide.types import NamedId, Namespace, ObjectId
-from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, pack_request_head, parse_response_head
+from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, Headers, pack_request_head, parse_response_head
 from kvtide.wire.protocol import Header
 
 # Answers that are not an object: errors, listings.
@@ -34,7 +34,6 @@ _REASON_BYTES_MAX = 200
 _RETRIED = frozenset({408, 422, 429, 500, 502, 503})
 _OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest", "upload"})
 
-Headers = Sequence[tuple[str, str]]
 # Waits so many seconds.
 Sleep = Callable[[float], None]
 

@@ -12,9 +12,10 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import POOL_SCHEMES
-from kvtide.tier.http.peer import Call, Headers, HttpAnswer, Patience, Peer, PeerSettings, servers_of
+from kvtide.tier.http.peer import Call, HttpAnswer, Patience, Peer, PeerSettings, servers_of
 from kvtide.tier.http.tier import OPERATION_S_MAX
 from kvtide.tier.pool import server_urls
+from kvtide.wire.http import Headers
 from kvtide.wire.protocol import Header, Record, RecordKind, RecordList, RecordName
 
 _VERSION_DIGITS_MAX = 18

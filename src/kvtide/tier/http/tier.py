@@ -24,7 +24,6 @@ from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.peer import (
     Call,
-    Headers,
     HttpAnswer,
     Patience,
     Peer,
@@ -38,6 +37,7 @@ from kvtide.tier.http.peer import (
 from kvtide.tier.source import read_from_any
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire import StoredObject, parse_object
+from kvtide.wire.http import Headers
 from kvtide.wire.protocol import (
     EXISTS_KEYS_MAX,
     LIST_MAX,
