@@ -90,7 +90,7 @@ def test_answer_to_many_ranges_holds_them_or_is_refused(edges: list[int], data: 
 
 
 def test_targets_name_what_they_say() -> None:
-    assert protocol.parse_target(OBJECT_PATH) == protocol.ObjectRoute(object_id(1))
+    assert protocol.parse_target(OBJECT_PATH) == object_id(1)
     space = f"/v1/{object_id(1).namespace.hex()}"
     assert protocol.parse_target(f"{space}/exists") == protocol.ExistsRoute(object_id(1).namespace)
     assert protocol.parse_target(f"{space}?limit=5&after={'00' * 32}") == protocol.ListRoute(

@@ -22,7 +22,7 @@ from kvtide.server.names import Listing
 from kvtide.server.objects import ObjectRequests
 from kvtide.server.records import RecordRequests
 from kvtide.server.regions import Backing
-from kvtide.types import Namespace
+from kvtide.types import Namespace, ObjectId
 from kvtide.wire import protocol
 from kvtide.wire.http import RequestHead, parse_request_head
 
@@ -36,7 +36,7 @@ _READ = ("GET", "HEAD")
 _PAGES = {"/healthz": Route.HEALTH, "/metrics": Route.METRICS, "/v1": Route.LIST}
 # What a request counts as, and its methods. Pages count one by one.
 _ROUTES: dict[type[protocol.Route], tuple[Route, tuple[str, ...]]] = {
-    protocol.ObjectRoute: (Route.OBJECT, (*_READ, "PUT", "POST", "DELETE")),
+    ObjectId: (Route.OBJECT, (*_READ, "PUT", "POST", "DELETE")),
     protocol.ExistsRoute: (Route.EXISTS, ("POST",)),
     protocol.PrefetchRoute: (Route.PREFETCH, ("POST",)),
     protocol.ListRoute: (Route.LIST, _READ),
@@ -142,7 +142,8 @@ class Gateway:
             await self._dispatch(exchange)
             # What comes with a request that is refused may be anybody's.
             if told and exchange.status < HTTPStatus.BAD_REQUEST:
-                namespace = _namespace(exchange.route)
+                # As its owner calls it; empty for a request about none.
+                namespace = getattr(exchange.route, "namespace", Namespace(b""))
                 self._shared.metrics.count_decisions(exchange.caller.tenant, namespace, told)
         except RequestRefused as error:
             await exchange.refuse(error)
@@ -161,8 +162,8 @@ class Gateway:
             return
         if self._backing.recovery is not None:
             self._backing.recovery.require_over()
-        if isinstance(route, protocol.ObjectRoute):
-            await self._objects.answer(exchange, route.id)
+        if isinstance(route, ObjectId):
+            await self._objects.answer(exchange, route)
             return
         if isinstance(route, protocol.RecordName | protocol.RecordsRoute):
             await self._records.answer(exchange, route)
@@ -210,7 +211,7 @@ class Gateway:
         self._reception.charge(exchange, len(keys))
         tenant, size_max = exchange.caller.tenant, self._shared.live.limits.object_bytes_max
         ask = partial(self._listing.prefetch, tenant, route.namespace, keys, size_max)
-        await exchange.reply_json(protocol.PrefetchAnswer(await self._shared.workers.read(exchange.owner, ask)))
+        await exchange.reply_json({"queued": await self._shared.workers.read(exchange.owner, ask)})
 
     async def _exists(self, exchange: Exchange, route: protocol.ExistsRoute) -> None:
         """Answer a batched look-up. Its keys cost as much as requests for each, and no more of them go at a time."""
@@ -248,13 +249,6 @@ class Gateway:
         """Answer 503 to requests that come from now on. Return connections that are busy with an earlier one."""
         self._is_draining = True
         return self._busy
-
-
-def _namespace(route: protocol.Route) -> Namespace:
-    """Namespace that a request is about, as its owner says it; empty if it is about none."""
-    if isinstance(route, protocol.ObjectRoute):
-        return route.id.namespace
-    return getattr(route, "namespace", Namespace(b""))
 
 
 def _kind(route: protocol.Route) -> Route:

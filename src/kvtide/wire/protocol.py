@@ -140,12 +140,6 @@ class RecordList(msgspec.Struct, frozen=True):
     epoch: str
 
 
-class ObjectRoute(NamedTuple):
-    """One object."""
-
-    id: ObjectId
-
-
 class ExistsRoute(NamedTuple):
     """The batched look-up of a namespace."""
 
@@ -172,7 +166,7 @@ class PageRoute(NamedTuple):
     path: str
 
 
-Route = ObjectRoute | ExistsRoute | PrefetchRoute | ListRoute | RecordName | RecordsRoute | PageRoute
+Route = ObjectId | ExistsRoute | PrefetchRoute | ListRoute | RecordName | RecordsRoute | PageRoute
 
 
 def parse_target(target: str) -> Route:
@@ -180,7 +174,7 @@ def parse_target(target: str) -> Route:
     path, _, query = target.partition("?")
     found = _OBJECT_PATH.fullmatch(path)
     if found and not query:
-        return ObjectRoute(ObjectId(Namespace(bytes.fromhex(found[1])), BlockKey(bytes.fromhex(found[2]))))
+        return ObjectId(Namespace(bytes.fromhex(found[1])), BlockKey(bytes.fromhex(found[2])))
     found = _NAMESPACE_PATH.fullmatch(path)
     if found and found[2]:
         return (ExistsRoute if found[2] == "/exists" else PrefetchRoute)(Namespace(bytes.fromhex(found[1])))
@@ -319,12 +313,6 @@ class ExistsAnswer(msgspec.Struct, frozen=True):
 
     present: list[bool]
     leading: int
-
-
-class PrefetchAnswer(msgspec.Struct, frozen=True):
-    """The number of leading objects that are being brought."""
-
-    queued: int
 
 
 class PiecesAnswer(msgspec.Struct, frozen=True):

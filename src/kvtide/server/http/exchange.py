@@ -138,7 +138,7 @@ class Exchange:
         await self.stream.send_all(data, self.stream.now_s() + self.send_s_max)
         self.sent_bytes = len(data) - len(head)
 
-    async def reply_json(self, value: msgspec.Struct) -> None:
+    async def reply_json(self, value: msgspec.Struct | dict[str, int]) -> None:
         """Send a value as JSON."""
         await self.reply(200, msgspec.json.encode(value) + b"\n", [("Content-Type", "application/json")])
 
