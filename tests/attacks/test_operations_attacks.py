@@ -68,7 +68,7 @@ def stalled(server: RunningServer, number: int) -> Iterator[None]:
     seen = [0, 0]
 
     def stands_still() -> bool:
-        seen.append(sum(each.unsent_bytes for each in server.service.scheduler.loads()))
+        seen.append(sum(each.unsent_bytes for each in server.service.scheduler.flows()))
         time.sleep(0.1)
         return seen[-1] > 0 and seen[-1] == seen[-2]
 

@@ -91,7 +91,7 @@ class TestEveryPolicy:
         assert scheduler.grant(0.0) == []
         scheduler.finish(part, 10, 0.0)
         assert {each.send for each in drain(scheduler)} == {send, other} - {victim}
-        assert scheduler.loads() == []
+        assert not scheduler.flows()
 
     def test_bad_input_is_a_bug(self, policy: str) -> None:
         scheduler = scheduler_for(policy)
@@ -137,7 +137,7 @@ class _Walk(RuleBasedStateMachine):
         assert self.scheduler.grant(self.now_s) == []
         assert len(self.in_flight) == self.scheduler.slots_used <= 3
         if len(self.in_flight) < 3:
-            assert not any(load.waiting_sends and self._could_send(load.owner) for load in self.scheduler.loads())
+            assert not any(flow.waiting and self._could_send(flow.owner) for flow in self.scheduler.flows())
 
     def _could_send(self, tenant: str) -> bool:
         """Whether a tenant below its slots has a connection with nothing in flight and something to send."""
@@ -171,7 +171,7 @@ class _Walk(RuleBasedStateMachine):
             self.scheduler.finish(part, part.size, self.now_s)
         drain(self.scheduler)
         assert all(send.is_cancelled or send.sent_bytes == send.size for send in self.sends)
-        assert self.scheduler.loads() == []
+        assert not self.scheduler.flows()
 
 
 def shares(scheduler: Scheduler, bodies: dict[str, int], slices: int) -> Counter[str]:
@@ -324,7 +324,7 @@ def test_lottery_does_not_share_bytes() -> None:
     assert sent["a"] > 20 * sent["b"]
 
 
-def test_wait_is_the_time_to_the_first_slice_and_loads_say_what_is_here() -> None:
+def test_wait_is_the_time_to_the_first_slice_and_flows_say_what_is_here() -> None:
     scheduler = scheduler_for("vtc")
     send = scheduler.enqueue("a", "a", 200, 1.0)
     (part,) = scheduler.grant(3.5)
@@ -333,7 +333,8 @@ def test_wait_is_the_time_to_the_first_slice_and_loads_say_what_is_here() -> Non
     assert send.wait_s == 2.5
     for number in range(2):
         scheduler.enqueue("a", f"a{number}", 150, 0.0)
-    assert [tuple(load) for load in scheduler.loads()] == [("a", 2, 1, 400)]
+    (flow,) = scheduler.flows()
+    assert (flow.owner, flow.waiting, flow.in_flight, flow.unsent_bytes) == ("a", 2, 1, 400)
 
 
 @pytest.mark.parametrize(
@@ -371,4 +372,4 @@ def test_addresses_share_where_there_are_no_tenants(policy: str) -> None:
     scheduler = Scheduler(SchedulerSettings(policy=policy), random.Random(0))
     scheduler.enqueue("@10.0.0.1", "1", 100, 0.0)
     scheduler.enqueue("@10.0.0.1", "2", 100, 0.0)
-    assert [load.waiting_sends for load in scheduler.loads()] == [2]
+    assert [flow.waiting for flow in scheduler.flows()] == [2]

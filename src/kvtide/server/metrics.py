@@ -145,10 +145,10 @@ class SourceCollector(Collector):
         for name, text in {"objects": "Objects", "used_bytes": "Bytes", "bytes_max": "Most bytes"}.items():
             sizes = {each.name: getattr(each, name) for each in stats}
             yield _family(GaugeMetricFamily, f"kvtide_tier_{name}", f"{text} in a tier", "tier", sizes)
-        loads, used = self._scheduler.loads(), self._scheduler.slots_used
+        flows, used = self._scheduler.flows(), self._scheduler.slots_used
         slots = {"used": used, "free": self._scheduler.settings.slots - used}
         yield _family(GaugeMetricFamily, "kvtide_send_slots", "Send slots", "state", slots)
-        waiting, unsent = (sum(load.waiting_sends for load in loads), sum(load.unsent_bytes for load in loads))
+        waiting, unsent = sum(flow.waiting for flow in flows), sum(flow.unsent_bytes for flow in flows)
         yield GaugeMetricFamily("kvtide_waiting_sends", "Bodies that wait for a slot", value=waiting)
         yield GaugeMetricFamily("kvtide_unsent_bytes", "Bytes queued and in flight", value=unsent)
         if self._quotas.is_counting:

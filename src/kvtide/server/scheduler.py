@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 
@@ -270,15 +269,6 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 )
 
 
-class OwnerLoad(NamedTuple):
-    """The sends of one owner in the scheduler."""
-
-    owner: str
-    waiting_sends: int
-    in_flight_slices: int
-    unsent_bytes: int
-
-
 class Scheduler:
     """Grants slices of queued sends, at most `slots` at a time."""
 
@@ -304,10 +294,9 @@ class Scheduler:
         """Slices in flight."""
         return len(self._in_flight)
 
-    def loads(self) -> list[OwnerLoad]:
-        """Return what each owner has here."""
-        flows = self._flows.values()
-        return [OwnerLoad(flow.owner, flow.waiting, flow.in_flight, flow.unsent_bytes) for flow in flows]
+    def flows(self) -> list[Flow]:
+        """Return what each owner has here, to be read only."""
+        return list(self._flows.values())
 
     def enqueue(self, owner: str, client: str, size: int, now_s: float, priority: int = 0) -> Send:
         """Queue a body of `size` bytes after the others of its client, which is one connection.

@@ -200,8 +200,8 @@ class Sender:
 
     def _has_slots(self, owner: str, count: int) -> bool:
         """True if so many more slices of this owner would fit."""
-        settings, loads = self.scheduler.settings, self.scheduler.loads()
-        held = count + sum(load.in_flight_slices for load in loads if load.owner == owner)
+        settings = self.scheduler.settings
+        held = count + sum(flow.in_flight for flow in self.scheduler.flows() if flow.owner == owner)
         return self.scheduler.slots_used + count <= settings.slots and held <= settings.tenant_slots_max
 
     def adopt(self, settings: SchedulerSettings) -> None:
