@@ -268,7 +268,8 @@ class ObjectRequests:
         there = self._member.redirect(object_id.key) if self._member else None
         if there is None:
             return False
-        place: Headers = [("Location", f"{there.origin}{exchange.head.target}"), (protocol.Header.EPOCH, there.epoch)]
+        origin, epoch = there
+        place: Headers = [("Location", f"{origin}{exchange.head.target}"), (protocol.Header.EPOCH, epoch)]
         await exchange.refuse(RequestRefused(307, "another server of the pool keeps this object"), place)
         return True
 

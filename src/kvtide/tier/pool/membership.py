@@ -305,13 +305,6 @@ class Watcher:
         return pause_s
 
 
-class Redirect(NamedTuple):
-    """The server that keeps a block in this one's place, and the epoch of the map that says so."""
-
-    origin: str
-    epoch: int
-
-
 class Member:
     """Follows the pool's map for the server `me`. A map without it, or none, sends nobody away."""
 
@@ -344,8 +337,8 @@ class Member:
     def _adopt(self, pool: PoolMap) -> None:
         self.placement = Placement(pool)
 
-    def redirect(self, key: BlockKey) -> Redirect | None:
-        """Return where a block is kept; None if that is here, as far as is known."""
+    def redirect(self, key: BlockKey) -> tuple[str, int] | None:
+        """Return the origin of who keeps a block, and the epoch of the map; None if we do, as far as is known."""
         placement = self.placement
         if placement is None:
             return None
@@ -354,7 +347,7 @@ class Member:
         is_member = any(each.name == self.name for each in servers)
         if not is_member or any(owner.name == self.name for owner in owners):
             return None
-        return Redirect(owners[0].origin, placement.map.epoch)
+        return owners[0].origin, placement.map.epoch
 
 
 def membership_of(url: str) -> Membership:
