@@ -32,9 +32,9 @@ def labels_of() -> dict[str, set[str]]:
     """Return the labels of every sample that a server which has done something exposes."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
-    metrics.count_request(Route.OBJECT, 200)
-    metrics.count_sent("a", 1)
-    metrics.count_received("a", 1)
+    metrics.requests.labels(Route.OBJECT, "200").inc()
+    metrics.count(metrics.sent, "a", 1)
+    metrics.count(metrics.received, "a", 1)
     metrics.count_wait("a", 1.0)
     metrics.count_read("a")
     metrics.count_decisions("a", Namespace(bytes(32)), {Decided(Choice.LOAD, Why.IN_TIME): 1})

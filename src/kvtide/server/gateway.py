@@ -112,7 +112,7 @@ class Gateway:
             self._note(exchange, _kind(exchange.route))
 
     def _note(self, exchange: Exchange, kind: Route) -> None:
-        self._shared.metrics.count_request(kind, exchange.status)
+        self._shared.metrics.requests.labels(kind, str(exchange.status)).inc()
         self._access_log.note(exchange, kind)
 
     async def _answer(self, exchange: Exchange) -> None:
@@ -220,7 +220,7 @@ class Gateway:
         await self._objects.catch_up(exchange)
         tenant, advice = exchange.caller.tenant, protocol.hint(exchange.head.headers)
         if advice is not None:
-            self._shared.metrics.count_hint(tenant)
+            self._shared.metrics.count(self._shared.metrics.hints, tenant)
         look = self._listing.leading if leading_only else self._listing.present
         present: list[bool] = []
         for start in range(0, len(keys), _LOOK_UPS_A_TURN):

@@ -59,22 +59,22 @@ class Metrics:
         # Each tenant label's namespace labels.
         self._namespaces: dict[str, set[str]] = {}
         counter = partial(Counter, registry=registry)
-        self._requests = counter("kvtide_requests", "Requests answered", ["route", "status"])
+        self.requests = counter("kvtide_requests", "Requests answered", ["route", "status"])
         reads = "Objects that were read or not here, once each"
         self._reads = counter("kvtide_object_reads", reads, ["tenant", "result"])
-        self._sent = counter("kvtide_sent_bytes", "Body bytes sent", ["tenant"])
-        self._received = counter("kvtide_received_bytes", "Body bytes received", ["tenant"])
+        self.sent = counter("kvtide_sent_bytes", "Body bytes sent", ["tenant"])
+        self.received = counter("kvtide_received_bytes", "Body bytes received", ["tenant"])
         waits, text = "kvtide_queue_wait_seconds", "Time from a body's queueing to its first slice"
         self._waits = Histogram(waits, text, ["tenant"], buckets=_WAIT_BUCKETS_S, registry=registry)
         tokens = "Tokens of prompts' full blocks that clients loaded or recomputed"
         self._tokens = counter("kvtide_prompt_tokens", tokens, ["tenant", "namespace", "decision", "reason"])
-        self._hints = counter("kvtide_hints", "Requests with advice", ["tenant"])
+        self.hints = counter("kvtide_hints", "Requests with advice", ["tenant"])
         self.corrupt_objects = counter("kvtide_corrupt_objects", "Objects that failed a check")
         self.connections = Gauge("kvtide_connections", "Open connections", registry=registry)
 
-    def count_request(self, route: Route, status: int) -> None:
-        """Count an answered request."""
-        self._requests.labels(route, str(status)).inc()
+    def count(self, counter: Counter, tenant: str, count: int = 1) -> None:
+        """Add to what a tenant has: `sent`, `received` or `hints`."""
+        counter.labels(self.label(tenant)).inc(count)
 
     def count_read(self, tenant: str) -> None:
         """Count an object whose beginning was sent: once, whatever ranges of it follow."""
@@ -85,21 +85,9 @@ class Metrics:
         why = "absent" if reason is None else reason if reason in _REMOVED_REASONS else "removed"
         self._reads.labels(self.label(tenant), why).inc()
 
-    def count_sent(self, tenant: str, size: int) -> None:
-        """Count body bytes that went out."""
-        self._sent.labels(self.label(tenant)).inc(size)
-
-    def count_received(self, tenant: str, size: int) -> None:
-        """Count body bytes that came in."""
-        self._received.labels(self.label(tenant)).inc(size)
-
     def count_wait(self, tenant: str, wait_s: float) -> None:
         """Count a body's wait for its first slice."""
         self._waits.labels(self.label(tenant)).observe(wait_s)
-
-    def count_hint(self, tenant: str) -> None:
-        """Count a request that came with advice."""
-        self._hints.labels(self.label(tenant)).inc()
 
     def count_decisions(self, tenant: str, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Count tokens about which a client says that it decided."""

@@ -328,7 +328,7 @@ class ObjectRequests:
         )
         exchange.wait_s = await self._sender.send(order)
         exchange.status, exchange.sent_bytes = status, count
-        self._shared.metrics.count_sent(exchange.caller.tenant, count)
+        self._shared.metrics.count(self._shared.metrics.sent, exchange.caller.tenant, count)
 
     async def _put(self, exchange: Exchange, object_id: ObjectId) -> None:
         size, tenant = self._body_bytes(exchange), exchange.caller.tenant
@@ -342,7 +342,7 @@ class ObjectRequests:
         with self._quotas.room(tenant, size):
             body, give_back = await receive(exchange, self._shared, size)
             is_new = await self._write(exchange, partial(self._store, tenant, object_id, stored, body), give_back)
-            self._shared.metrics.count_received(tenant, size)
+            self._shared.metrics.count(self._shared.metrics.received, tenant, size)
             await exchange.reply(201 if is_new else 200)
 
     def _body_bytes(self, exchange: Exchange) -> int:
@@ -410,7 +410,7 @@ class ObjectRequests:
             return upload, upload.receiver.missing() if upload is not None else []
 
         upload, missing = await self._write(exchange, take, give_back)
-        self._shared.metrics.count_received(tenant, size)
+        self._shared.metrics.count(self._shared.metrics.received, tenant, size)
         if upload is None:
             await exchange.reply(200)
             return
