@@ -69,11 +69,7 @@ class Lending:
         # As they were at the start: what memory tiers hold does not change.
         self._limits = limits = shared.live.limits
         # Of the memory tier all readers hold a half at a time and one tenant's a quarter: the rest can be evicted.
-        self._memory = Shares(max(1, limits.memory_bytes_max // 2), max(1, limits.memory_bytes_max // 4))
-
-    def is_waited_for(self, owner: str) -> bool:
-        """Tell whether readers of this owner wait for memory that others of its readers hold."""
-        return self._memory.is_waited_for(owner)
+        self.memory = Shares(max(1, limits.memory_bytes_max // 2), max(1, limits.memory_bytes_max // 4))
 
     async def lend(self, exchange: Exchange, tier: Tier, stored: ObjectId) -> LentObject | None:
         """Lend an object, to be released once; None if absent or damaged. RequestRefused (429, 503) without room."""
@@ -111,17 +107,17 @@ class Lending:
         if lent is None or lent.file is not None or exchange.head.method == "HEAD":
             return lent
         size = lent.size
-        if not self._memory.take_at_once(owner, size):
+        if not self.memory.take_at_once(owner, size):
             lent.release()
             try:
                 async with asyncio.timeout(self._limits.head_s_max):
-                    await self._memory.take(owner, size)
+                    await self.memory.take(owner, size)
             except TimeoutError:
                 raise RequestRefused(429, "readers hold all the memory they may", retry_after_s=1.0) from None
             lent = tier.lend(stored, can_wait=False)
             if lent is None or lent.file is not None or lent.size != size:
                 # It was evicted or replaced meanwhile: a slower tier may have it in a file, which takes no share.
-                self._memory.give_back(owner, size)
+                self.memory.give_back(owner, size)
                 if lent is not None and lent.file is not None:
                     return lent
                 _release(lent)
@@ -130,7 +126,7 @@ class Lending:
 
     def _take_back(self, lent: LentObject, owner: str) -> None:
         lent.release()
-        self._memory.give_back(owner, lent.size)
+        self.memory.give_back(owner, lent.size)
 
 
 def _in_time(exchange: Exchange, action: Callable[[], _Result]) -> Callable[[], _Result]:
@@ -324,7 +320,7 @@ class ObjectRequests:
             head=exchange.begin(status, count, common),
             pieces=pieces,
             pace=self._limits.pace(exchange.stream.now_s()),
-            is_in_the_way=partial(self._lending.is_waited_for, exchange.owner),
+            is_in_the_way=partial(self._lending.memory.is_waited_for, exchange.owner),
         )
         exchange.wait_s = await self._sender.send(order)
         exchange.status, exchange.sent_bytes = status, count
