@@ -240,8 +240,8 @@ class SetBack(SystemClock):
 def lost(server: RunningServer) -> None:
     """Lose all records, as a server whose file is gone has when it starts again."""
     records = server.records
-    for kept in (records._records, records._generations, records._counts):
-        kept.clear()
+    records._records.clear()
+    records._counts.clear()
     records.version, records.epoch = 0, "another"
 
 

@@ -109,8 +109,6 @@ class Records:
         self._file: BinaryIO | None = None
         self._lines = 0
         self._records: dict[tuple[str, RecordName], Record] = {}
-        # The same as the records of that kind say, to be read without the lock.
-        self._generations: dict[tuple[str, Namespace], int] = {}
         # How many a tenant has, of generations and of others.
         self._counts: Counter[tuple[str, bool]] = Counter()
         # The largest that a record here ever had.
@@ -149,8 +147,9 @@ class Records:
                 self._file = None
 
     def generation(self, tenant: str, namespace: Namespace) -> int:
-        """Return a namespace's generation: 0 before the first invalidation."""
-        return self._generations.get((tenant, namespace), 0)
+        """Return a namespace's generation: 0 before the first invalidation. Without the lock: it must not wait."""
+        found = self._records.get((tenant, RecordName(RecordKind.GENERATION, namespace.hex())))
+        return int(found.value) if found is not None else 0
 
     def get(self, tenant: str, name: RecordName) -> Record | None:
         """Return a record; a generation that nobody raised is 0, version 0."""
@@ -261,13 +260,12 @@ class Records:
         return found is not None and record.version <= found.version
 
     def _keep(self, record: Record) -> None:
-        place, is_generation = _place(record), record.kind is RecordKind.GENERATION
-        self._counts[record.tenant, is_generation] += bool(record.value) - (self._present(*place) is not None)
+        place = _place(record)
+        more = bool(record.value) - (self._present(*place) is not None)
+        self._counts[record.tenant, record.kind is RecordKind.GENERATION] += more
         self._records[place] = record
         self.version = max(self.version, record.version)
-        if is_generation:
-            self._generations[record.tenant, _of(record)] = int(record.value)
-        elif not record.value:
+        if not record.value:
             # Of what was removed longest ago nobody is told any more, if there is too much.
             removed = [(each.version, place) for place, each in self._records.items() if not each.value]
             for _, oldest in sorted(removed)[: max(0, len(removed) - REMOVED_MAX)]:
@@ -316,12 +314,8 @@ class Records:
         self._lines = len(self._records)
 
     def check(self) -> None:
-        """AssertionError if generations and records differ, or there are too many."""
+        """AssertionError if the accounting is off, or there are too many."""
         with self._lock:
-            raised = [each for each in self._records.values() if each.kind is RecordKind.GENERATION]
-            assert len(raised) == len(self._generations)
-            for each in raised:
-                assert self._generations[each.tenant, _of(each)] == int(each.value)
             assert len(self._records) <= _ALL_MAX
             present = [(owner, name.kind is RecordKind.GENERATION) for owner, name in self._records]
             removed = [each for each in self._records.values() if not each.value]
@@ -340,10 +334,6 @@ def _answering() -> Iterator[None]:
 
 def _place(record: Record) -> tuple[str, RecordName]:
     return record.tenant, RecordName(record.kind, record.name)
-
-
-def _of(named: Record | RecordName) -> Namespace:
-    return Namespace(bytes.fromhex(named.name))
 
 
 def _packed(record: Record) -> bytes:
@@ -599,7 +589,8 @@ class RecordRequests:
         await exchange.read_body(memoryview(body), self._shared.live.limits.pace(exchange.stream.now_s()))
         value = name.kind.checked(body)
         if name.kind is RecordKind.GENERATION:
-            known, most = self._records.generation(caller.tenant, _of(name)), caller.generation_step_max
+            known = self._records.generation(caller.tenant, Namespace(bytes.fromhex(name.name)))
+            most = caller.generation_step_max
             if int(value) > known + most:
                 raise RequestRefused(409, f"the generation is {known}, and rises by {most} at once at most")
         write = partial((self._central or self._records).write, caller.tenant, name, value, _condition(exchange))
