@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
@@ -72,31 +73,18 @@ EPOCHS_MAX = 3
 _PASSED_ON = frozenset({400, 403, 404, 409, 412, 413, 429, 503, 507})
 
 
-class WriteCondition(NamedTuple):
-    """The condition of a write on the record that is there, as ETags."""
-
-    if_match: str = ""
-    if_none_match: str = ""
-
-    def headers(self) -> list[tuple[str, str]]:
-        """Return the headers of a request that say so."""
-        said = (("If-Match", self.if_match), ("If-None-Match", self.if_none_match))
-        return [(name, tags) for name, tags in said if tags]
-
-    def require(self, record: Record | None) -> None:
-        """RequestRefused (412) if it does not hold."""
-        tag = record.tag if record else ""
-        if self.if_match and not (tag and _names(self.if_match, tag)):
-            raise RequestRefused(412, "the record is not what If-Match says")
-        if self.if_none_match and tag and _names(self.if_none_match, tag):
-            raise RequestRefused(412, "the record is what If-None-Match says")
+# Headers by which a write depends on the record that is there, by its ETag.
+_CONDITIONS = ("if-match", "if-none-match")
+_UNCONDITIONAL: Mapping[str, str] = MappingProxyType({})
 
 
-def _names(tags: str, tag: str) -> bool:
-    return any(each.strip() in {tag, "*"} for each in tags.split(","))
-
-
-_UNCONDITIONAL = WriteCondition()
+def _require(headers: Mapping[str, str], record: Record | None) -> None:
+    """RequestRefused (412) if what a write depends on does not hold of the record."""
+    tag, (match, none_match) = record.tag if record else "", (headers.get(name, "") for name in _CONDITIONS)
+    if match and not (tag and any(each.strip() in {tag, "*"} for each in match.split(","))):
+        raise RequestRefused(412, "the record is not what If-Match says")
+    if none_match and tag and is_tag_matched(none_match, tag):
+        raise RequestRefused(412, "the record is what If-None-Match says")
 
 
 class Records:
@@ -158,30 +146,30 @@ class Records:
             return Record(tenant, name.kind, name.name, "0", 0)
         return found
 
-    def write(self, tenant: str, name: RecordName, value: str, condition: WriteCondition = _UNCONDITIONAL) -> Record:
+    def write(self, tenant: str, name: RecordName, value: str, headers: Mapping[str, str] = _UNCONDITIONAL) -> Record:
         """Write a record, on the disk too, and return it; a generation that is higher already stays.
 
-        RequestRefused: 412 if the condition does not hold, 507 if the tenant or the server has too many.
+        RequestRefused: 412 if a condition in `headers` does not hold, 507 if the tenant or the server has too many.
         """
         with self._lock:
             found = self._present(tenant, name)
-            condition.require(found)
+            _require(headers, found)
             if found is not None and name.kind is RecordKind.GENERATION and int(found.value) >= int(value):
                 return found
             if found is None:
                 self._require_room(tenant, name.kind)
             return self._written(tenant, name, value)
 
-    def remove(self, tenant: str, name: RecordName, condition: WriteCondition = _UNCONDITIONAL) -> Record | None:
+    def remove(self, tenant: str, name: RecordName, headers: Mapping[str, str] = _UNCONDITIONAL) -> Record | None:
         """Remove a record; return what tells others of it, None if it was not there.
 
-        RequestRefused: 412 if the condition does not hold, 409 for a generation.
+        RequestRefused: 412 if a condition in `headers` does not hold, 409 for a generation.
         """
         if name.kind is RecordKind.GENERATION:
             raise RequestRefused(409, "a generation can't be removed: what it made invalid would be found again")
         with self._lock:
             found = self._present(tenant, name)
-            condition.require(found)
+            _require(headers, found)
             return self._written(tenant, name, "") if found is not None else None
 
     def _present(self, tenant: str, name: RecordName) -> Record | None:
@@ -467,17 +455,17 @@ class CentralRecords:
             reason = f"the latest state was asked for and can't be had: {error}"
             raise RequestRefused(503, reason, retry_after_s=1.0) from error
 
-    def write(self, tenant: str, name: RecordName, value: str, condition: WriteCondition) -> Record:
+    def write(self, tenant: str, name: RecordName, value: str, headers: Mapping[str, str]) -> Record:
         """Let the centre write a record, then have it here.
 
         RequestRefused: 503 if the centre can't be asked, else what it answers.
         """
-        written = self._asked(lambda: self._client.write(name, value, [*_whose(tenant), *condition.headers()]))
+        written = self._asked(lambda: self._client.write(name, value, _passed(tenant, headers)))
         return self._adopted(tenant, written)
 
-    def remove(self, tenant: str, name: RecordName, condition: WriteCondition) -> Record | None:
+    def remove(self, tenant: str, name: RecordName, headers: Mapping[str, str]) -> Record | None:
         """Let the centre remove a record, then have that here; None if there was none. RequestRefused as in `write`."""
-        removed = self._asked(lambda: self._client.remove(name, [*_whose(tenant), *condition.headers()]))
+        removed = self._asked(lambda: self._client.remove(name, _passed(tenant, headers)))
         return self._adopted(tenant, removed) if removed is not None else None
 
     def latest(self, tenant: str, name: RecordName) -> Record | None:
@@ -512,6 +500,10 @@ class CentralRecords:
 
 def _whose(tenant: str) -> list[tuple[str, str]]:
     return [(Header.TENANT, tenant)] if tenant else []
+
+
+def _passed(tenant: str, headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [*_whose(tenant), *((name, headers[name]) for name in _CONDITIONS if headers.get(name))]
 
 
 @dataclass(eq=False)
@@ -593,20 +585,16 @@ class RecordRequests:
             most = caller.generation_step_max
             if int(value) > known + most:
                 raise RequestRefused(409, f"the generation is {known}, and rises by {most} at once at most")
-        write = partial((self._central or self._records).write, caller.tenant, name, value, _condition(exchange))
+        write = partial((self._central or self._records).write, caller.tenant, name, value, exchange.head.headers)
         record = await self._shared.workers.write(exchange.owner, write)
         exchange.change = f"wrote {name.kind}/{name.name}: {value}"
         await self._reply(exchange, record)
 
     async def _delete(self, exchange: Exchange, name: RecordName) -> None:
-        remove = partial((self._central or self._records).remove, exchange.caller.tenant, name, _condition(exchange))
+        whose, headers = exchange.caller.tenant, exchange.head.headers
+        remove = partial((self._central or self._records).remove, whose, name, headers)
         removed = await self._shared.workers.write(exchange.owner, remove)
         if removed is None:
             raise RequestRefused(404, "no such record")
         exchange.change = f"removed {name.kind}/{name.name}"
         await exchange.reply(204, headers=self._headers(removed.tag))
-
-
-def _condition(exchange: Exchange) -> WriteCondition:
-    headers = exchange.head.headers
-    return WriteCondition(headers.get("if-match", ""), headers.get("if-none-match", ""))
