@@ -118,9 +118,6 @@ class Gateway:
     async def _answer(self, exchange: Exchange) -> None:
         """Answer a request, or say that its deadline has passed, wherever it waits by then."""
         try:
-            if exchange.start_deadline_s is None:
-                await self._answer_at_leisure(exchange)
-                return
             async with asyncio.timeout_at(exchange.start_deadline_s) as exchange.start_timeout:
                 await self._answer_at_leisure(exchange)
         except RequestRefused as error:
