@@ -155,15 +155,20 @@ class PoolTier(CountingTier):
                 found += [member for member in owners if member not in found]
         return found
 
+    def _found(self, object_id: ObjectId, ask: Callable[[_Member], _Result]) -> list[tuple[_Member, _Result]]:
+        """Ask who may have an object until one has it; once more if a server has a newer map than we had."""
+        for is_last in (False, True):
+            state = self._now()
+            try:
+                return self._each(self._askable(state, object_id.key), ask, until=bool)
+            except WrongServer:
+                self._watcher.refresh()
+                if is_last or self._state is state:
+                    break
+        return []
+
     def contains(self, object_id: ObjectId) -> bool:
-        members = self._askable(self._now(), object_id.key)
-        try:
-            asked = self._each(members, lambda each: each.tier.contains(object_id), until=bool)
-        except WrongServer:
-            # A server has a newer map than we have; the next call asks by that.
-            self._watcher.refresh()
-            return False
-        return any(is_here for _, is_here in asked)
+        return any(is_here for _, is_here in self._found(object_id, lambda each: each.tier.contains(object_id)))
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the first owners, all at the same time, each once for all of its objects; of one that fails the next."""
@@ -207,29 +212,14 @@ class PoolTier(CountingTier):
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         """Read from the first owner that has the object, by one request where it takes so many."""
-        sizes = self._read(object_id, ranges)
+        asked = self._found(object_id, partial(self._read_from, object_id, ranges))
+        sizes, (offset, buffer) = asked[-1][1] if asked else None, ranges[0]
+        if sizes is not None and offset == 0 and sizes[0] < len(buffer):
+            owners = self._owners(self._now(), object_id.key)
+            lacking = [member for member, found in asked if found is None and member in owners]
+            self._repair(object_id, buffer[: sizes[0]], lacking)
         self._note(is_hit=sizes is not None)
         return sizes
-
-    def _read(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
-        for is_last in (False, True):
-            state = self._now()
-            members = self._askable(state, object_id.key)
-            owners = members[: state.placement.replicas]
-            try:
-                asked = self._each(members, partial(self._read_from, object_id, ranges), until=bool)
-            except WrongServer:
-                # A server has a newer map than we have.
-                self._watcher.refresh()
-                if is_last or self._state is state:
-                    return None
-                continue
-            sizes, (offset, buffer) = asked[-1][1] if asked else None, ranges[0]
-            if sizes is not None and offset == 0 and sizes[0] < len(buffer):
-                lacking = [member for member, found in asked if found is None and member in owners]
-                self._repair(object_id, buffer[: sizes[0]], lacking)
-            return sizes
-        return None
 
     def _read_from(self, object_id: ObjectId, ranges: Sequence[RangeRead], member: _Member) -> list[int] | None:
         name, wanted = member.server.name, sum(len(buffer) for _, buffer in ranges)
