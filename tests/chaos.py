@@ -9,6 +9,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Self
 
+from kvtide.server.settings import ListenAddress
+
 POLL_S = 0.1
 
 
@@ -36,7 +38,7 @@ class Fault(NamedTuple):
 class ChaosProxy:
     """Listens on a port of its own in front of another; `choose` gives each connection its fault."""
 
-    def __init__(self, target: tuple[str, int], choose: Callable[[], Fault]) -> None:
+    def __init__(self, target: ListenAddress, choose: Callable[[], Fault]) -> None:
         self._target = target
         self._choose = choose
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -46,8 +48,12 @@ class ChaosProxy:
         self.connections = 0
 
     @property
+    def address(self) -> ListenAddress:
+        return ListenAddress(*self._listener.getsockname())
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"http://{self.address}"
 
     def __enter__(self) -> Self:
         self._threads[0].start()
@@ -67,7 +73,7 @@ class ChaosProxy:
             except TimeoutError:
                 continue
             self.connections += 1
-            server = socket.create_connection(self._target)
+            server = socket.create_connection((self._target.host, self._target.port))
             thread = threading.Thread(target=self._run, args=(client, server, self._choose()))
             self._threads.append(thread)
             thread.start()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,13 @@ def open_cache() -> Iterator[Callable[..., Cache]]:
     yield open_one
     for cache in opened:
         cache.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is left when the test ends, the last first."""
+    with ExitStack() as found:
+        yield found
 
 
 @pytest.fixture

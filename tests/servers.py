@@ -15,6 +15,8 @@ from typing import Any
 from kvtide.clock import SystemClock
 from kvtide.server import Service, backing_for
 from kvtide.server.settings import ListenAddress, ServerSettings
+from kvtide.tier.http import PeerSettings
+from kvtide.tier.http.tier import HttpTier, http_tier
 from kvtide.tier.pool import Member
 
 START_S_MAX = 30.0
@@ -151,6 +153,12 @@ def listening(handler: type[socketserver.BaseRequestHandler]) -> Iterator[int]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def tier_on(*servers: Any, options: str = "", operation_s_max: float = 20.0, **bounds: int) -> HttpTier:
+    """Return the tier, not yet open, of whatever has an `address`. bounds: of PeerSettings."""
+    hosts = ",".join(str(each.address) for each in servers)
+    return http_tier(f"http://{hosts}{options}", SystemClock(), PeerSettings(**bounds), operation_s_max)
 
 
 def disk_arguments(store: Path) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Tiers for the time of a `with`, one that is slow, and looks into a store directory behind the tier's back."""
+"""Tiers that are open, one that is slow, and looks into a store directory behind the tier's back."""
 
 import os
 from collections.abc import Iterator
@@ -6,14 +6,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from kvtide.clock import Clock, ManualClock
 from kvtide.tier import Tier
 from kvtide.tier.base import WrappedTier
 from kvtide.tier.buffers import ALIGN_BYTES
+from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import RecordHeader, RecordState, scan_segment, segment_number
 from kvtide.tier.files import Files
+from kvtide.tier.ram import MemoryTier
 from kvtide_lab.wrapped import Sleep
 
 _Tier = TypeVar("_Tier", bound=Tier)
+
+
+def nothing_pinned(key: bytes) -> bool:
+    return False
+
+
+def open_memory(bytes_max: int = 64 << 20) -> MemoryTier:
+    tier = MemoryTier(bytes_max, ManualClock(), nothing_pinned)
+    tier.open()
+    return tier
+
+
+def open_disk(
+    store: Path, bytes_max: int = 1 << 30, files: Files | None = None, clock: Clock | None = None
+) -> DiskTier:
+    tier = DiskTier(store, bytes_max, clock or ManualClock(1000.0), nothing_pinned, files)
+    tier.open()
+    return tier
 
 
 @contextmanager

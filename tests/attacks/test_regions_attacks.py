@@ -14,6 +14,7 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.processes import frozen
 from tests.server.worlds import World, ask, put
 from tests.servers import RunningServer, ServerProcess, listening, running_server, server_process
+from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
@@ -44,12 +45,10 @@ def by(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def tenants(tmp_path: Path) -> Iterator[World]:
+def tenants(tmp_path: Path, stack: ExitStack) -> World:
     (tmp_path / "token").write_text(TOKENS["relay"])
     option = f"?token_file={tmp_path / 'token'}"
-    with ExitStack() as stack:
-        central: dict[str, object] = {"grants": (*OWN, RELAY)}
-        yield World(tmp_path, stack, central, options=(option, option), grants=(*OWN, RELAY))
+    return World(tmp_path, stack, {"grants": (*OWN, RELAY)}, options=(option, option), grants=(*OWN, RELAY))
 
 
 @pytest.fixture
@@ -186,10 +185,8 @@ def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
         server_process("--tier", "memory://") as other,
         running_server(regions=(silent.url, other.url)) as centre,
     ):
-        tier = http_tier(other.url, SystemClock())
-        tier.open()
-        assert tier.put_from(object_id(7), object_bytes(7))
-        tier.close()
+        with opened(http_tier(other.url, SystemClock())) as tier:
+            assert tier.put_from(object_id(7), object_bytes(7))
         assert centre.region is not None
         recovery = centre.region.recovery
         wait_until(lambda: recovery is not None and recovery.is_over, "the centre to have asked its regions")
@@ -211,13 +208,11 @@ def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
 def test_a_centre_that_trickles_is_given_up(tmp_path: Path) -> None:
     """One byte a second: never silent, never done."""
     with server_process("--tier", "memory://") as centre:
-        tier = http_tier(centre.url, SystemClock())
-        tier.open()
-        assert tier.put_from(object_id(1), object_bytes(1, 50_000))
-        tier.close()
+        with opened(http_tier(centre.url, SystemClock())) as tier:
+            assert tier.put_from(object_id(1), object_bytes(1, 50_000))
         slow = Fault(Kind.TRICKLE, True, 0)
         with (
-            ChaosProxy(("127.0.0.1", centre.port), lambda: slow) as proxy,
+            ChaosProxy(centre.address, lambda: slow) as proxy,
             running_server(central=proxy.url, manifest=tmp_path / "manifest") as region,
         ):
             took_s, (answer, _) = timed(lambda: ask(region, "GET", 1))

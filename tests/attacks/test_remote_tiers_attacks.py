@@ -163,13 +163,11 @@ def bucket(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
 def test_a_hung_bucket_costs_a_bounded_wait_and_is_then_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "SILENCE_S_MAX", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        options = "allow_http=true&skip_signature=true&region=nowhere"
-        tier = s3.S3Tier(f"s3://bucket?endpoint=http://127.0.0.1:{silent.getsockname()[1]}&{options}", CLOCK)
-        tier.open()
-        for _ in range(s3.FAULTS_MAX):
-            assert miss_s(tier) < s3.SILENCE_S_MAX + s3.CONNECT_S_MAX + SPARE_S
-        assert not tier._breaker.allows(), "nobody asks it now"
-        tier.close()
+        place = f"http://127.0.0.1:{silent.getsockname()[1]}&allow_http=true&skip_signature=true&region=nowhere"
+        with opened(s3.S3Tier(f"s3://bucket?endpoint={place}", CLOCK)) as tier:
+            for _ in range(s3.FAULTS_MAX):
+                assert miss_s(tier) < s3.SILENCE_S_MAX + s3.CONNECT_S_MAX + SPARE_S
+            assert not tier._breaker.allows(), "nobody asks it now"
 
 
 def miss_s(tier: Any) -> float:
@@ -260,9 +258,7 @@ def test_a_bucket_keeps_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPat
                 request.wfile.flush()
         stop.wait(60)
 
-    with bucket(respond) as url:
-        tier = s3.S3Tier(url, CLOCK)
-        tier.open()
+    with bucket(respond) as url, opened(s3.S3Tier(url, CLOCK)) as tier:
         buffer = memoryview(bytearray(1000))
         calls: list[Callable[[], object]] = [
             lambda: tier.get_into(object_id(1), buffer),
@@ -273,7 +269,6 @@ def test_a_bucket_keeps_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPat
         took_s = max(asked_until(call) for call in calls)
         is_left_alone = not tier._breaker.allows()
         stop.set()
-        tier.close()
     assert took_s < DEADLINE_S + SPARE_S, "silence alone would end it after 8 s"
     assert not is_left_alone, "a deadline says nothing of the store"
 
@@ -285,14 +280,11 @@ def test_a_bucket_that_only_refuses_to_be_written_is_still_read() -> None:
         request.send_header("Content-Length", "0")
         request.end_headers()
 
-    with bucket(respond) as url:
-        tier = s3.S3Tier(url, CLOCK)
-        tier.open()
+    with bucket(respond) as url, opened(s3.S3Tier(url, CLOCK)) as tier:
         for _ in range(2 * s3.FAULTS_MAX):
             with pytest.raises(TierUnavailable):
                 tier.put_from(object_id(1), object_bytes(1))
             assert read_all(tier, 1) is None
-        tier.close()
 
 
 def test_parts_of_two_objects_are_never_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,12 +304,12 @@ def test_parts_of_two_objects_are_never_joined(monkeypatch: pytest.MonkeyPatch) 
         request.end_headers()
         request.wfile.write(bytes([which]) * (last - start + 1))
 
-    with bucket(respond) as url:
-        tier = s3.S3Tier(url, CLOCK)
-        tier.open()
-        with pytest.raises(TierUnavailable, match="replaced while it was read"):
-            tier.get_into(object_id(1), memoryview(bytearray(4000)))
-        tier.close()
+    with (
+        bucket(respond) as url,
+        opened(s3.S3Tier(url, CLOCK)) as tier,
+        pytest.raises(TierUnavailable, match="replaced while it was read"),
+    ):
+        tier.get_into(object_id(1), memoryview(bytearray(4000)))
 
 
 def etcd_on(port: int) -> EtcdMembership:

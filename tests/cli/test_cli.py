@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.doors.user import kvtide
 from tests.server.worlds import ask, put
 from tests.servers import RunningServer, running_server
 from tests.store.test_cache import fill, metas_of
-from tests.stores import stored_records
+from tests.stores import open_disk, opened, stored_records
 from tests.suites.tier_suite import object_bytes, object_id
 from typer.testing import CliRunner
 
@@ -31,7 +30,6 @@ from kvtide.importance import UseRecord, record_id
 from kvtide.plan import JudgeRecord
 from kvtide.server.settings import read_settings
 from kvtide.store.notes import USES_CODEC, write_judge, write_note
-from kvtide.tier.disk import DiskTier
 from kvtide.tier.http.tier import http_tier
 
 
@@ -55,12 +53,6 @@ def tokens(tmp_path: Path) -> Path:
     return tmp_path / "tokens.json"
 
 
-def tier_at(store: Path) -> DiskTier:
-    tier = DiskTier(store, 1 << 30, SystemClock(), lambda key: False)
-    tier.open()
-    return tier
-
-
 def test_ls_shows_good_and_broken_objects(store: Path) -> None:
     stored_records(store)[0].write_body(b"garbage")
     rows = kvtide("ls", "--store", store)["rows"]
@@ -76,7 +68,7 @@ def test_a_record_of_uses_is_listed_as_one(store: Path, layout: BlockLayout) -> 
     block = metas_of(layout, 1)[0].id
     importance = np.ones((layout.layers, layout.tokens), dtype=np.float32)
     record = UseRecord(block.key, layout.layers, layout.tokens).noted(b"writer-1", importance, 1e9)
-    tier = tier_at(store)
+    tier = open_disk(store)
     assert write_note(tier, record_id(block), USES_CODEC, record.to_bytes())
     tier.close()
     for verify in ([], ["--verify"]):
@@ -88,7 +80,7 @@ def test_a_record_of_uses_is_listed_as_one(store: Path, layout: BlockLayout) -> 
 
 
 def test_what_a_judge_knows_is_no_block(store: Path) -> None:
-    tier = tier_at(store)
+    tier = open_disk(store)
     assert write_judge(tier, JudgeRecord(bytes_per_s=1e9))
     tier.close()
     rows = kvtide("stats", "--store", store)["rows"]
@@ -148,10 +140,8 @@ def test_unix_socket_serves_and_is_taken_over_from_a_killed_server(tmp_path: Pat
         command = [sys.executable, "-m", "kvtide.cli", "serve", "--listen", f"unix:{path}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and str(path) in process.stdout.readline()
-            tier = http_tier(f"http+unix://{path}", SystemClock())
-            tier.open()
-            assert tier.put_from(object_id(1), object_bytes(1)) and tier.contains(object_id(1))
-            tier.close()
+            with opened(http_tier(f"http+unix://{path}", SystemClock())) as tier:
+                assert tier.put_from(object_id(1), object_bytes(1)) and tier.contains(object_id(1))
             process.kill()
 
 
@@ -161,9 +151,8 @@ SPACE = object_id(1).namespace.hex()
 
 
 @pytest.fixture
-def servers() -> Iterator[list[RunningServer]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(running_server()) for _ in range(2)]
+def servers(stack: ExitStack) -> list[RunningServer]:
+    return [stack.enter_context(running_server()) for _ in range(2)]
 
 
 def said(*words: str) -> str:

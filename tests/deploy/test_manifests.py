@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.servers import ServerProcess, server_process
+from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
@@ -215,13 +216,13 @@ def pool_of_compose(stack: ExitStack, folder: Path) -> list[ServerProcess]:
     return servers
 
 
-def test_compose_scenario_serves_and_is_watched_and_a_dead_server_is_an_alert(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        servers = pool_of_compose(stack, tmp_path)
-        watcher = stack.enter_context(prometheus(tmp_path, [str(server.address) for server in servers]))
-        tier = pool_tier("pool://" + ",".join(str(server.address) for server in servers), SystemClock())
-        tier.open()
-        stack.callback(tier.close)
+def test_compose_scenario_serves_and_is_watched_and_a_dead_server_is_an_alert(tmp_path: Path, stack: ExitStack) -> None:
+    servers = pool_of_compose(stack, tmp_path)
+    places = [str(server.address) for server in servers]
+    with (
+        prometheus(tmp_path, places) as watcher,
+        opened(pool_tier(f"pool://{','.join(places)}", SystemClock())) as tier,
+    ):
         assert all(tier.put_from(object_id(number), object_bytes(number)) for number in range(8))
         wait_until(lambda: len(ask(watcher, "up == 1")) == 3, "three targets", 30)
         wait_until(lambda: bool(ask(watcher, "kvtide_tier_objects > 0")), "objects", 30)

@@ -77,7 +77,7 @@ def test_upload_goes_on_after_a_cut(tiny_model: Any, tmp_path: Path) -> None:
         def choose() -> Fault:
             return Fault(Kind.RESET if next(numbers) < 3 else Kind.NOTHING, False, 20_000)
 
-        with ChaosProxy((server.address.host, server.address.port), choose) as proxy:
+        with ChaosProxy(server.address, choose) as proxy:
             answer(tiny_model, f"{proxy.url}?upload=pieces", PROMPT)
             assert proxy.connections > 3
         assert metric(server, HELD) == BLOCKS

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
+from tests.stores import open_memory
 from transformers import DynamicCache
 
-from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import ImpressCodec, PackedCodec
 from kvtide.engines.transformers import CachedModel, Impress, attach, selective
@@ -30,7 +30,6 @@ from kvtide.engines.transformers.selective import (
 from kvtide.importance import AllHeads, FirstHeads, HeadsAgree, packing_orders
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.tier.base import WrappedTier
-from kvtide.tier.ram import MemoryTier
 from kvtide.types import ObjectId
 from kvtide.wire import pack_object, parse_object
 from kvtide_lab.judge.importance_judge import ComparedPrefix, GroupHeads, KnownScores, Recency
@@ -203,8 +202,7 @@ class Prefix:
         self.registry, codec = CodecRegistry([profile]), PackedCodec(profile, 1e-2, 4)
         self.metas = block_metas(self.ids[:PREFIX], layout)
         self.blocks = capture_blocks(model, self.ids[:PREFIX], layout)
-        self.tier = MemoryTier(1 << 24, ManualClock(), lambda key: False)
-        self.tier.open()
+        self.tier = open_memory()
         for meta, bits in zip(self.metas, self.blocks, strict=True):
             self.tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile))
 

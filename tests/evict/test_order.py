@@ -7,8 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.stores import nothing_pinned
 from tests.suites.tier_suite import object_bytes
-from tests.tier.test_stack import nothing_pinned
 
 from kvtide.clock import ManualClock
 from kvtide.config import Limits

@@ -14,7 +14,7 @@ from tests.faults.conftest import Tally
 from tests.faults.files import FAULT_KINDS, FaultyFiles, UnsyncedFiles
 from tests.faults.writers import append_objects, heard, writing
 from tests.store.test_cache import Collector, fill, metas_of
-from tests.stores import disk_bytes, stored_records
+from tests.stores import disk_bytes, open_disk, stored_records
 from tests.suites import block_meta, smooth_bits
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
@@ -51,12 +51,6 @@ FLIPS = 2000
 LAYOUT = BlockLayout(layers=2, tokens=32, kv_heads=2, head_dim=32, dtype=KVDtype.FLOAT32)
 
 
-def open_tier(store: Path, bytes_max: int = 1 << 30, files: Files | None = None) -> DiskTier:
-    tier = DiskTier(store, bytes_max, ManualClock(1000.0), lambda key: False, files or UnsyncedFiles())
-    tier.open()
-    return tier
-
-
 def kill_a_writer(store: Path, bytes_max: int, first: int, rng: random.Random) -> dict[int, int]:
     """Let a writer run for a random time, kill it, and return size by number of what it had committed."""
     with writing(append_objects, store, bytes_max, first, rng.randrange(1 << 30)) as (writer, hears):
@@ -75,7 +69,7 @@ def test_killed_writer_loses_nothing_that_it_committed(
             shutil.rmtree(tmp_path / "store", ignore_errors=True)
             committed = {}
         committed |= kill_a_writer(tmp_path / "store", bytes_max, kill * 10_000, rng)
-        tier = open_tier(tmp_path / "store", bytes_max)
+        tier = open_disk(tmp_path / "store", bytes_max, UnsyncedFiles())
         found = {number: read_all(tier, number, 200_001) for number in committed}
         tier.close()
         contents = {number: object_bytes(number, size) for number, size in committed.items()}
@@ -92,7 +86,7 @@ def real_store(quick_path: Path) -> tuple[Path, dict[ObjectId, bytes]]:
         meta = block_meta(LAYOUT, seed=position)
         packed = pack_object(meta, "raw-1", RawCodec().encode(meta, smooth_bits(LAYOUT, position)))
         contents[meta.id] = bytes(packed)
-    tier = open_tier(quick_path / "store", 1 << 24)
+    tier = open_disk(quick_path / "store", 1 << 24, UnsyncedFiles())
     for each, data in contents.items():
         tier.put_from(each, data)
     tier.close()
@@ -101,7 +95,7 @@ def real_store(quick_path: Path) -> tuple[Path, dict[ObjectId, bytes]]:
 
 def served(store: Path, contents: dict[ObjectId, bytes]) -> dict[ObjectId, bytes | None]:
     """What a consumer would use of each object: all of it, after its checks, or nothing."""
-    tier, found = open_tier(store, 1 << 24), dict[ObjectId, bytes | None]()
+    tier, found = open_disk(store, 1 << 24, UnsyncedFiles()), dict[ObjectId, bytes | None]()
     for each, data in contents.items():
         buffer = memoryview(bytearray(len(data) + 1))
         found[each] = None
@@ -191,7 +185,7 @@ def test_every_failing_system_call_is_a_miss(kind: str, quick_path: Path, tally:
         except TierUnavailable:
             assert not stored
         tier.close()
-        after = open_tier(store, 320_000)
+        after = open_disk(store, 320_000, UnsyncedFiles())
         found = {number: read_all(after, number, 30_001) for number in range(14)}
         kept = [number for number in stored if after.removed_reason(object_id(number)) is None]
         assert after.put_from(object_id(99), object_bytes(99)) and read_all(after, 99) == object_bytes(99)
@@ -209,11 +203,11 @@ def test_every_failing_system_call_is_a_miss(kind: str, quick_path: Path, tally:
 
 def test_full_disk_gives_up_the_oldest_and_nothing_wrong(small_disk: Callable[[str], Path], tally: Tally) -> None:
     disk, objects = small_disk("size=8m"), 200
-    tier = open_tier(disk / "store")
+    tier = open_disk(disk / "store", files=UnsyncedFiles())
     (disk / "ballast").write_bytes(bytes(2 << 20))
     for number in range(objects):
         assert tier.put_from(object_id(number), object_bytes(number, 100_000))
-    for reader in (tier, open_tier(disk / "store")):
+    for reader in (tier, open_disk(disk / "store", files=UnsyncedFiles())):
         found = {number: read_all(reader, number, 100_001) for number in range(objects)}
         contents = {number: object_bytes(number, 100_000) for number in found}
         tally.judge("full", found, contents, range(objects - 30, objects), "the newest stay")
@@ -234,7 +228,7 @@ def test_ten_gigabytes_of_segments_open_in_a_second(tmp_path: Path) -> None:
                 file.write(pack_record_header(RecordHeader(each, ObjectLabel(), number, sequence, offset, size, 0)))
             file.truncate(offset + record_bytes(size))
     started_s = time.monotonic()
-    tier = open_tier(tmp_path, 64 << 30)
+    tier = open_disk(tmp_path, 64 << 30, UnsyncedFiles())
     open_s = time.monotonic() - started_s
     assert tier.stats().objects == segments * records
     assert tier.stats().used_bytes > 10e9
@@ -245,7 +239,7 @@ def test_ten_gigabytes_of_segments_open_in_a_second(tmp_path: Path) -> None:
 def test_cap_holds_at_every_moment(tmp_path: Path) -> None:
     """Five times the cap by four threads while two read: the disk never takes more than the cap."""
     bytes_max, threads, wrong, is_done = 32 << 20, 4, [], threading.Event()
-    tier = open_tier(tmp_path / "store", bytes_max)
+    tier = open_disk(tmp_path / "store", bytes_max, UnsyncedFiles())
 
     def write(thread: int) -> None:
         rng = random.Random(SEED + thread)

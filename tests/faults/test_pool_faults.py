@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from tests.faults.conftest import Tally
 from tests.faults.schedules import Host, Load, Node, network_hosts, nodes, seeds
+from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
@@ -92,17 +93,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @contextmanager
-def opened(pool: Pool) -> Iterator[tuple[TierStack, PoolTier]]:
+def engine_of(pool: Pool) -> Iterator[tuple[TierStack, PoolTier]]:
     tier = pool_tier(f"pool+file://{pool.path}", SystemClock())
-    stack = TierStack([tier])
-    stack.open()
-    yield stack, tier
-    stack.close()
+    with opened(TierStack([tier])) as stack:
+        yield stack, tier
 
 
 @pytest.fixture
 def stack(pool: Pool) -> Iterator[tuple[TierStack, PoolTier]]:
-    with opened(pool) as found:
+    with engine_of(pool) as found:
         for number in range(OBJECTS):
             assert found[0].put_from(object_id(number), object_bytes(number, OBJECT_BYTES))
         yield found
@@ -193,7 +192,7 @@ def local_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.mark.timeout(3600)
 @pytest.mark.real_time
 def test_random_faults_of_a_pool_and_its_map(local_pool: Pool, tally: Tally, fault_factor: int) -> None:
-    with opened(local_pool) as (stack, tier):
+    with engine_of(local_pool) as (stack, tier):
         for seed, rng in seeds(1, SCHEDULES if fault_factor == 1 else SCHEDULES_NIGHTLY):
             for _ in range(STEPS):
                 local_pool.strike(rng)

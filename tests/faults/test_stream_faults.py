@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,9 +22,10 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.engines.test_streaming import SlowPrefill, Stored
 from tests.faults.conftest import Tally
 from tests.faults.writers import FILLED, fill_and_remove, use_server, writing
-from tests.servers import RunningServer, ServerProcess, disk_arguments, running_server, server_process
+from tests.servers import RunningServer, ServerProcess, disk_arguments, running_server, server_process, tier_on
 from tests.store.load.sources import IdleEngine, MadeEngine, access_of, made_job, made_objects, parsed
 from tests.store.test_cache import Collector, fill, metas_of
+from tests.stores import opened
 from tests.suites import smooth_bits
 from tests.suites.tier_suite import object_bytes, object_id
 
@@ -40,7 +42,7 @@ from kvtide.store.load import Whole
 from kvtide.store.load.run import FetchLimits, FetchRun, LoadRequest
 from kvtide.store.load.streamed import Streamed
 from kvtide.tier import Tier
-from kvtide.tier.http.peer import Endpoint, Peer, PeerSettings
+from kvtide.tier.http.peer import PeerSettings
 from kvtide.tier.http.tier import HttpTier, http_tier
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId
@@ -112,12 +114,6 @@ class Servers(Linked):
         disks = [disk_arguments(folder / str(number)) for number in range(3)]
         self.processes = [stack.enter_context(server_process(*disk)) for disk in disks]
         super().__init__(self.processes, objects, bytes_per_s, stack, OPEN)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
 
 
 def fail_later(servers: Servers, stack: ExitStack, cut_s: float, kill_at: int, cut_at: int) -> None:
@@ -310,35 +306,26 @@ def verified(tier: Tier, number: int, size: int = SIZE) -> bytes | None:
     return bytes(buffer[:came])
 
 
-def client(url: str, tries_max: int = 1, operation_s_max: float = 20.0) -> HttpTier:
-    host, port = url.removeprefix("http://").split(":")
-    settings = PeerSettings(tries_max=tries_max, faults_max=10**6)
-    peers = [Peer(Endpoint(host, int(port)), [], settings, SystemClock(), time.sleep)]
-    tier = HttpTier(peers, SystemClock(), operation_s_max)
-    tier.open()
-    return tier
+client = partial(tier_on, tries_max=1, faults_max=10**6)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_damaged_answer_is_a_miss_or_right(server: RunningServer, kind: Kind, tally: Tally, fault_factor: int) -> None:
     rng = random.Random(SEED)
-    direct = client(server.url)
-    assert direct.put_from(object_id(1), object_bytes(1, SIZE))
     # The answer's head is some 200 bytes.
     reach = 200 if kind is Kind.LENGTH else SIZE + 200
-    with ChaosProxy(
-        (server.address.host, server.address.port), lambda: Fault(kind, True, rng.randrange(reach))
-    ) as proxy:
+    with (
+        opened(client(server)) as direct,
+        ChaosProxy(server.address, lambda: Fault(kind, True, rng.randrange(reach))) as proxy,
+    ):
+        assert direct.put_from(object_id(1), object_bytes(1, SIZE))
         for _ in range(FAULTS[kind] * fault_factor):
-            through = client(proxy.url, operation_s_max=1.0)
-            found = verified(through, 1)
-            tally.count(f"get {kind.value}", found not in (None, object_bytes(1, SIZE)), lost_committed=0)
-            assert found in (None, object_bytes(1, SIZE))
-            through.check()
-            through.close()
+            with opened(client(proxy, operation_s_max=1.0)) as through:
+                found = verified(through, 1)
+                tally.count(f"get {kind.value}", found not in (None, object_bytes(1, SIZE)), lost_committed=0)
+                assert found in (None, object_bytes(1, SIZE))
         assert proxy.connections >= FAULTS[kind]
-    assert verified(direct, 1) == object_bytes(1, SIZE)
-    direct.close()
+        assert verified(direct, 1) == object_bytes(1, SIZE)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -346,71 +333,56 @@ def test_damaged_upload_is_stored_whole_or_not_at_all(
     server: RunningServer, kind: Kind, tally: Tally, fault_factor: int
 ) -> None:
     rng = random.Random(SEED)
-    direct = client(server.url)
     reach = 200 if kind is Kind.LENGTH else SIZE + 200
-    with ChaosProxy(
-        (server.address.host, server.address.port), lambda: Fault(kind, False, rng.randrange(reach))
-    ) as proxy:
+    with (
+        opened(client(server)) as direct,
+        ChaosProxy(server.address, lambda: Fault(kind, False, rng.randrange(reach))) as proxy,
+    ):
         for number in range(FAULTS[kind] * fault_factor):
-            through = client(proxy.url, operation_s_max=1.0)
-            try:
-                is_stored = through.put_from(object_id(number), object_bytes(number, SIZE))
-            except TierUnavailable:
-                is_stored = False
+            data, is_stored = object_bytes(number, SIZE), False
+            with opened(client(proxy, operation_s_max=1.0)) as through, suppress(TierUnavailable):
+                is_stored = through.put_from(object_id(number), data)
             found = verified(direct, number)
-            tally.count(f"put {kind.value}", found not in (None, object_bytes(number, SIZE)), is_stored and not found)
-            assert found in (None, object_bytes(number, SIZE))
+            tally.count(f"put {kind.value}", found not in (None, data), is_stored and not found)
+            assert found in (None, data)
             assert not is_stored or found
-            through.check()
-            through.close()
-    direct.close()
 
 
 def test_retries_get_through_a_bad_connection(server: RunningServer) -> None:
     faults = iter([Fault(Kind.RESET, True, 50_000), Fault(Kind.FLIP, False, 100_000), Fault(Kind.TRUNCATE, False, 9)])
-    with ChaosProxy(
-        (server.address.host, server.address.port), lambda: next(faults, Fault(Kind.NOTHING, True, 0))
-    ) as proxy:
-        tier = client(proxy.url, tries_max=4)
+    with (
+        ChaosProxy(server.address, lambda: next(faults, Fault(Kind.NOTHING, True, 0))) as proxy,
+        opened(client(proxy, tries_max=4)) as tier,
+    ):
         assert tier.put_from(object_id(1), object_bytes(1, SIZE))
         assert verified(tier, 1) == object_bytes(1, SIZE)
-        tier.close()
 
 
 def test_killed_server_never_shows_a_partial_object(tmp_path: Path, tally: Tally, fault_factor: int) -> None:
     rng = random.Random(SEED)
     for _ in range(KILLS * fault_factor):
-        server = ServerProcess("--tier", f"disk://{tmp_path}")
-        tier = client(server.url)
-        committed: list[int] = []
+        server, committed = ServerProcess("--tier", f"disk://{tmp_path}"), list[int]()
 
-        def work(tier: HttpTier = tier, committed: list[int] = committed) -> None:
-            try:
+        def work(tier: HttpTier, committed: list[int] = committed) -> None:
+            with suppress(TierUnavailable):
                 for number in range(200):
                     if tier.put_from(object_id(number), object_bytes(number, SIZE)):
                         committed.append(number)
                     found = verified(tier, number)
                     assert found in (None, object_bytes(number, SIZE))
-            except TierUnavailable:
-                return
 
-        worker = threading.Thread(target=work)
-        worker.start()
-        time.sleep(rng.uniform(0.0, 0.3))
-        server.kill()
-        worker.join()
-        tier.check()
-        tier.close()
+        with opened(client(server)) as tier, ThreadPoolExecutor(1) as threads:
+            worker = threads.submit(work, tier)
+            time.sleep(rng.uniform(0.0, 0.3))
+            server.kill()
+            worker.result()
         again = ServerProcess("--tier", f"disk://{tmp_path}")
-        reader = client(again.url)
-        found = {number: verified(reader, number) for number in range(200)}
-        wrong = sum(data not in (None, object_bytes(number, SIZE)) for number, data in found.items())
-        lost = sum(found[number] is None for number in committed)
-        tally.count("kill server", wrong, lost)
-        assert wrong == lost == 0
-        for number in range(200):
-            reader.delete(object_id(number), "removed")
-        reader.close()
+        with opened(client(again)) as reader:
+            found = {number: verified(reader, number) for number in range(200)}
+            contents = {number: object_bytes(number, SIZE) for number in range(200)}
+            tally.judge("kill server", found, contents, committed, f"seed {SEED}")
+            for number in range(200):
+                reader.delete(object_id(number), "removed")
         assert again.terminate() == 0
 
 
@@ -428,27 +400,23 @@ def check_when_settled(server: RunningServer) -> None:
 
 
 def test_killed_client_leaves_no_buffer_slot_or_socket(server: RunningServer, tally: Tally, fault_factor: int) -> None:
-    rng = random.Random(SEED)
-    direct = client(server.url)
-    for _ in range(KILLS * fault_factor):
-        with writing(use_server, server.url):
-            time.sleep(rng.uniform(0.0, 0.2))
-        check_when_settled(server)
-        found = {number: verified(direct, number, 900_000) for number in range(8)}
-        wrong = sum(data not in (None, object_bytes(number, 900_000)) for number, data in found.items())
-        tally.count("kill client", wrong, lost_committed=0)
-        assert wrong == 0
-    direct.close()
+    rng, contents = random.Random(SEED), {number: object_bytes(number, 900_000) for number in range(8)}
+    with opened(client(server)) as direct:
+        for _ in range(KILLS * fault_factor):
+            with writing(use_server, server.url):
+                time.sleep(rng.uniform(0.0, 0.2))
+            check_when_settled(server)
+            found = {number: verified(direct, number, 900_000) for number in contents}
+            tally.judge("kill client", found, contents, (), f"seed {SEED}")
 
 
 def test_stale_pooled_connection_is_no_fault(tmp_path: Path) -> None:
     first = ServerProcess("--tier", f"disk://{tmp_path}")
-    tier = client(first.url)
-    assert tier.put_from(object_id(1), object_bytes(1))
-    assert first.terminate() == 0
-    again = ServerProcess("--tier", f"disk://{tmp_path}", port=first.port)
-    assert verified(tier, 1) == object_bytes(1)
-    tier.close()
+    with opened(client(first)) as tier:
+        assert tier.put_from(object_id(1), object_bytes(1))
+        assert first.terminate() == 0
+        again = ServerProcess("--tier", f"disk://{tmp_path}", port=first.port)
+        assert verified(tier, 1) == object_bytes(1)
     assert again.terminate() == 0
 
 

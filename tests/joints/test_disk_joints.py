@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.store.test_cache import Collector, fill, ids, metas_of
-from tests.stores import disk_bytes, stored_records
+from tests.stores import disk_bytes, nothing_pinned, open_disk, stored_records
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
@@ -32,15 +32,9 @@ DISK_BYTES = 4 << 20
 BIG = BlockLayout(layers=2, tokens=16, kv_heads=4, head_dim=16, dtype=KVDtype.FLOAT32)
 
 
-def opened(store: Path, bytes_max: int = DISK_BYTES, files: Files | None = None, clock_s: float = 1000.0) -> DiskTier:
-    tier = DiskTier(store, bytes_max, ManualClock(clock_s), lambda key: False, files)
-    tier.open()
-    return tier
-
-
 def filled(store: Path, objects: int = 6) -> None:
     """A closed store of so many objects, each in a segment of its own, without a checkpoint."""
-    tier = opened(store)
+    tier = open_disk(store, DISK_BYTES)
     for number in range(objects):
         tier.put_from(object_id(number), object_bytes(number, 60_000))
     tier.close()
@@ -69,7 +63,7 @@ def test_entry_that_is_no_regular_file_is_ignored(name: str, kind: str, tmp_path
     filled(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     ODD[kind](tmp_path / name)
-    tier = opened(tmp_path)
+    tier = open_disk(tmp_path, DISK_BYTES)
     lost = {2} if name.startswith("segments") else set()
     assert found(tier, range(6)) == [number for number in range(6) if number not in lost]
     assert tier.put_from(object_id(9), object_bytes(9, 60_000)) and found(tier, range(9, 10)) == [9]
@@ -81,14 +75,14 @@ def test_entry_that_is_no_regular_file_is_ignored(name: str, kind: str, tmp_path
 def test_odd_entry_under_the_next_number_stops_no_writer(tmp_path: Path) -> None:
     filled(tmp_path, 2)
     os.mkfifo(tmp_path / "segments" / segment_name(3))
-    tier = opened(tmp_path)
+    tier = open_disk(tmp_path, DISK_BYTES)
     assert tier.put_from(object_id(9), object_bytes(9))
 
 
 def test_root_may_be_a_link(tmp_path: Path) -> None:
     filled(tmp_path / "real")
     (tmp_path / "link").symlink_to("real")
-    assert found(opened(tmp_path / "link"), range(6)) == list(range(6))
+    assert found(open_disk(tmp_path / "link", DISK_BYTES), range(6)) == list(range(6))
 
 
 class BadSegment(Files):
@@ -114,7 +108,7 @@ class BadSegment(Files):
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
 def test_one_unreadable_segment_costs_that_segment(code: int, tmp_path: Path) -> None:
     filled(tmp_path)
-    tier = opened(tmp_path, files=BadSegment(segment_name(3), code))
+    tier = open_disk(tmp_path, DISK_BYTES, BadSegment(segment_name(3), code))
     assert found(tier, range(6)) == [0, 1, 3, 4, 5]
     for number in range(10, 200):
         assert tier.put_from(object_id(number), object_bytes(number, 60_000)), "eviction passes it over"
@@ -122,7 +116,7 @@ def test_one_unreadable_segment_costs_that_segment(code: int, tmp_path: Path) ->
     assert disk_bytes(tmp_path) <= DISK_BYTES + 3 * ALIGN_BYTES
     tier.close()
     if code == errno.EACCES:
-        assert found(opened(tmp_path), range(2, 3)) == [2], "whoever may read it still finds it"
+        assert found(open_disk(tmp_path, DISK_BYTES), range(2, 3)) == [2], "whoever may read it still finds it"
 
 
 class SmallDisk(Files):
@@ -151,7 +145,7 @@ class SmallDisk(Files):
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("files_max", [10_000, 5])
 def test_disk_smaller_than_the_cap_keeps_the_newest(code: int, files_max: int, tmp_path: Path) -> None:
-    tier = opened(tmp_path, 1 << 30, SmallDisk(tmp_path, 1 << 20, code, files_max))
+    tier = open_disk(tmp_path, 1 << 30, SmallDisk(tmp_path, 1 << 20, code, files_max))
     for number in range(60):
         assert tier.put_from(object_id(number), object_bytes(number, 60_000))
     kept = found(tier, range(60))
@@ -162,8 +156,7 @@ def test_disk_smaller_than_the_cap_keeps_the_newest(code: int, files_max: int, t
 
 def test_what_others_take_of_a_full_disk_does_not_empty_the_cache(tmp_path: Path) -> None:
     disk, clock = SmallDisk(tmp_path, 1 << 20), ManualClock(1000.0)
-    tier = DiskTier(tmp_path, DISK_BYTES, clock, lambda key: False, disk)
-    tier.open()
+    tier = open_disk(tmp_path, DISK_BYTES, disk, clock)
     for number in range(10):
         tier.put_from(object_id(number), object_bytes(number, 60_000))
     disk.has_greedy_neighbour = True
@@ -207,17 +200,17 @@ def test_store_damaged_under_a_live_process_heals_at_the_next_store(
 
 
 def test_store_moved_under_a_live_process_is_made_anew(tmp_path: Path) -> None:
-    tier = opened(tmp_path / "store")
+    tier = open_disk(tmp_path / "store", DISK_BYTES)
     tier.put_from(object_id(1), object_bytes(1))
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     assert tier.put_from(object_id(2), object_bytes(2))
-    assert read_all(opened(tmp_path / "store"), 2) == object_bytes(2)
-    assert read_all(opened(tmp_path / "elsewhere"), 1) == object_bytes(1)
+    assert read_all(open_disk(tmp_path / "store", DISK_BYTES), 2) == object_bytes(2)
+    assert read_all(open_disk(tmp_path / "elsewhere", DISK_BYTES), 1) == object_bytes(1)
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut"])
 def test_own_segment_damaged_while_it_is_written_is_left(damage: str, tmp_path: Path) -> None:
-    tier = opened(tmp_path, 64 << 20)
+    tier = open_disk(tmp_path, 64 << 20)
     for number in range(3):
         tier.put_from(object_id(number), object_bytes(number, 60_000))
     path = tmp_path / "segments" / segment_name(1)
@@ -227,13 +220,13 @@ def test_own_segment_damaged_while_it_is_written_is_left(damage: str, tmp_path: 
         tier.put_from(object_id(number), object_bytes(number, 60_000))
     assert found(tier, range(3)) == [0, 1, 2]
     tier.close()
-    assert found(opened(tmp_path, 64 << 20), range(3)) == [0, 1, 2]
+    assert found(open_disk(tmp_path, 64 << 20), range(3)) == [0, 1, 2]
 
 
 def test_record_that_its_segment_is_too_short_for_is_not_listed(tmp_path: Path) -> None:
     filled(tmp_path, 1)
     os.truncate(tmp_path / "segments" / segment_name(1), 4 * ALIGN_BYTES)
-    tier = opened(tmp_path)
+    tier = open_disk(tmp_path, DISK_BYTES)
     assert not tier.contains(object_id(0)) and list(tier.objects()) == []
 
 
@@ -271,7 +264,7 @@ def test_other_prompt_takes_the_place_of_one_that_was_refused_its_end(tmp_path: 
 
 def test_parents_that_go_in_circles_end(tmp_path: Path) -> None:
     """Labels are foreign bytes: each may name the other as its parent."""
-    tier = opened(tmp_path, 100_000)
+    tier = open_disk(tmp_path, 100_000)
     for number in range(8):
         meta = BlockMeta(object_id(number), object_id(number ^ 1).key, 16, BIG, "test")
         section = Section(SectionId(SectionKind.DATA, 0, 0, 2), bytes(16_000))
@@ -280,12 +273,12 @@ def test_parents_that_go_in_circles_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wall_s", [-1e6, -1e300, 1e300, float("inf"), float("nan")])
 def test_clock_that_no_field_holds_costs_nothing(wall_s: float, tmp_path: Path) -> None:
-    tier = opened(tmp_path, clock_s=wall_s)
+    tier = open_disk(tmp_path, DISK_BYTES, clock=ManualClock(wall_s))
     assert tier.put_from(object_id(1), object_bytes(1)) and read_all(tier, 1) == object_bytes(1)
     tier.delete(object_id(2), "removed")
     tier.close()
     assert (tmp_path / "checkpoint").exists()
-    assert read_all(opened(tmp_path), 1) == object_bytes(1)
+    assert read_all(open_disk(tmp_path, DISK_BYTES), 1) == object_bytes(1)
 
 
 def test_look_writes_nothing(tmp_path: Path) -> None:
@@ -293,7 +286,7 @@ def test_look_writes_nothing(tmp_path: Path) -> None:
     filled(tmp_path)
     os.truncate(tmp_path / "segments" / segment_name(6), 1 << 20)
     before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
-    tier = DiskTier(tmp_path, DISK_BYTES, ManualClock(1000.0), lambda key: False)
+    tier = DiskTier(tmp_path, DISK_BYTES, ManualClock(1000.0), nothing_pinned)
     tier.open_read_only()
     assert found(tier, range(6)) == list(range(6))
     tier.close()

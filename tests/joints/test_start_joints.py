@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.joints.conftest import no_threads
 from tests.store.test_cache import fill, metas_of
+from tests.stores import nothing_pinned, open_memory
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.block import BlockLayout
@@ -99,7 +100,7 @@ def test_path_that_says_where_it_is_names_a_store_and_makes_nothing(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    stack = stack_of(url, Limits(), ManualClock(), lambda key: False)
+    stack = stack_of(url, Limits(), ManualClock(), nothing_pinned)
     assert stack.tier_names == ["memory", "disk"]
     assert list(tmp_path.rglob("*")) == [tmp_path / "here"]
     records = records_path(ServerSettings(tiers=(url,)))
@@ -165,10 +166,10 @@ def test_tier_that_can_not_be_opened_or_asked_is_left_out(
         raise error
 
     clock = ManualClock()
-    disk = DiskTier(tmp_path, 1 << 20, clock, lambda key: False)
+    disk = DiskTier(tmp_path, 1 << 20, clock, nothing_pinned)
     for verb in ("open",) if when == "open" else ("contains", "get_into", "put_from"):
         setattr(disk, verb, fail)
-    stack = TierStack([disk, MemoryTier(1 << 20, clock, lambda key: False)])
+    stack = TierStack([disk, open_memory()])
     stack.open()
     for _ in range(2):
         assert stack.put_from(object_id(1), object_bytes(1)) and stack.contains(object_id(1))
@@ -177,7 +178,7 @@ def test_tier_that_can_not_be_opened_or_asked_is_left_out(
 
 
 def test_no_thread_to_follow_invalidations_leaves_the_tiers() -> None:
-    memory = MemoryTier(1 << 20, ManualClock(), lambda key: False)
+    memory = open_memory()
     stack = TierStack([memory], invalidations=Invalidations(lambda: [], [memory], None, ManualClock()))
 
     with no_threads():
@@ -189,7 +190,7 @@ def test_no_thread_to_follow_invalidations_leaves_the_tiers() -> None:
 def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
     """Only the one that asked for it gets what memory evicts, and each has its own faults."""
     url = "memory:// http://127.0.0.1:1 http://127.0.0.1:2?write=evicted"
-    stack = stack_of(url, Limits(), ManualClock(), lambda key: False)
+    stack = stack_of(url, Limits(), ManualClock(), nothing_pinned)
     assert stack.tier_names == ["memory", "http-1", "http-2"]
     sent: list[tuple[str, bytes]] = []
 

@@ -1,31 +1,23 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.stores import Slow
+from tests.stores import Slow, open_memory, opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 
 from kvtide.clock import ManualClock
 from kvtide.tier import Tier
-from kvtide.tier.ram import MemoryTier
 from kvtide_lab.wrapped import Counting, Paced
-
-
-def memory() -> MemoryTier:
-    return MemoryTier(TIER_BYTES, ManualClock(0.0), lambda key: False)
 
 
 class TestThatDoNothing(TierSuite):
     @pytest.fixture
     def tier(self, clock: ManualClock) -> Iterator[Tier]:
-        tier = Counting(Slow(memory(), clock.advance, latency_s=0.01))
-        tier.open()
-        yield tier
-        tier.close()
+        with opened(Counting(Slow(open_memory(TIER_BYTES), clock.advance, latency_s=0.01))) as tier:
+            yield tier
 
 
 def test_counting_tier_counts_calls_and_bytes_that_moved() -> None:
-    tier = Counting(memory())
-    tier.open()
+    tier = Counting(open_memory())
     tier.put_from(object_id(1), object_bytes(1))
     read_all(tier, 1)
     read_all(tier, 2)
@@ -35,8 +27,7 @@ def test_counting_tier_counts_calls_and_bytes_that_moved() -> None:
 
 def test_paced_reads_share_one_device() -> None:
     clock = ManualClock()
-    tier = Paced(MemoryTier(1 << 20, clock, lambda key: False), clock, clock.advance, 1e4)
-    tier.open()
+    tier = Paced(open_memory(), clock, clock.advance, 1e4)
     tier.put_from(object_id(1), bytes(1000))
     buffer = memoryview(bytearray(2000))
     for _ in range(3):

@@ -1,7 +1,6 @@
 """What tests of servers share."""
 
 import subprocess
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,7 +27,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path, stack: ExitStack) -> World:
     """Two regions and their centre."""
-    with ExitStack() as stack:
-        yield World(tmp_path, stack)
+    return World(tmp_path, stack)

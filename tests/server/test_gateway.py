@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from tests.server.worlds import ask, exchange, path_of, put
 from tests.servers import RunningServer, counted, running_server
+from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
@@ -330,13 +331,11 @@ def test_pages_tell_what_happened(server: RunningServer) -> None:
 
 
 def test_what_clients_decided_is_counted_and_nonsense_refused(server: RunningServer) -> None:
-    tier = http_tier(server.url, SystemClock())
-    tier.open()
-    name = object_id(1).namespace
-    tier.note_decisions(name, {Decided(Choice.LOAD, Why.BOTH_ENDS): 7, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 2})
-    tier.note_decisions(name, {Decided(Choice.LOAD, Why.BOTH_ENDS): 1})
-    tier.note_decisions(name, {})
-    tier.close()
+    name, load = object_id(1).namespace, Decided(Choice.LOAD, Why.BOTH_ENDS)
+    with opened(http_tier(server.url, SystemClock())) as tier:
+        tier.note_decisions(name, {load: 7, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 2})
+        tier.note_decisions(name, {load: 1})
+        tier.note_decisions(name, {})
     metrics = ask(server, "GET", "/metrics")[1].decode()
     labels = f'namespace="{name.hex()[:12]}",reason="both_ends",tenant="(open)"'
     assert f'kvtide_prompt_tokens_total{{decision="load",{labels}}} 8.0' in metrics

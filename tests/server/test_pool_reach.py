@@ -14,6 +14,7 @@ import pytest
 from tests.processes import etcd_words
 from tests.server.worlds import ask, path_of
 from tests.servers import running_server
+from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.clock import SystemClock
@@ -32,11 +33,9 @@ def test_pool_of_servers_under_tls_is_used_by_one_url(certificates: Path) -> Non
     with running_server(tls=tls) as one, running_server(tls=tls) as other:
         places = ",".join(str(server.address) for server in (one, other))
         url = f"pool://{places}?scheme=https&ca_file={certificates / 'ca.pem'}"
-        tier = pool_tier(url, SystemClock())
-        tier.open()
-        assert tier.put_from(object_id(1), object_bytes(1))
-        assert read_all(tier, 1) == object_bytes(1)
-        tier.close()
+        with opened(pool_tier(url, SystemClock())) as tier:
+            assert tier.put_from(object_id(1), object_bytes(1))
+            assert read_all(tier, 1) == object_bytes(1)
         assert all(each.startswith("https://") for each in server_urls(url))
 
 

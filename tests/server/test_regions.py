@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.server.worlds import World, ask, put
 from tests.servers import RunningServer, counted, hints_heard
+from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
@@ -29,7 +30,7 @@ from kvtide_lab.bench.services import wait_until
 
 
 @contextmanager
-def opened(folder: Path, *numbers: int) -> Iterator[Manifest]:
+def manifest_in(folder: Path, *numbers: int) -> Iterator[Manifest]:
     """Open a folder's manifest and add objects."""
     manifest = Manifest(folder / "manifest")
     manifest.open()
@@ -60,7 +61,7 @@ def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world
 
 
 def test_what_is_replaced_while_it_is_sent_is_sent_again(tmp_path: Path) -> None:
-    with opened(tmp_path, 1) as manifest:
+    with manifest_in(tmp_path, 1) as manifest:
         taken = manifest.next()
         assert taken is not None
         manifest.add(named(1))
@@ -74,7 +75,7 @@ def test_a_dropped_object_that_was_read_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtide.server.regions.PENDING_MAX", 2)
-    with opened(tmp_path, 0) as manifest:
+    with manifest_in(tmp_path, 0) as manifest:
         manifest.note_use(object_id(0))
         for number in (1, 2):
             manifest.add(named(number))
@@ -90,12 +91,10 @@ def test_a_manifest_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -
 
 def test_advice_of_a_regions_engine_reaches_the_centre(world: World) -> None:
     one, two = world.regions
-    engine = TierStack([http_tier(one.url, SystemClock())])
-    engine.open()
-    assert engine.note_request([object_id(0)], Hint(is_last=True))
-    wait_until(lambda: hints_heard(world.centre) == 1, "the advice to come")
-    assert (hints_heard(one), hints_heard(two)) == (1, 0)
-    engine.close()
+    with opened(TierStack([http_tier(one.url, SystemClock())])) as engine:
+        assert engine.note_request([object_id(0)], Hint(is_last=True))
+        wait_until(lambda: hints_heard(world.centre) == 1, "the advice to come")
+        assert (hints_heard(one), hints_heard(two)) == (1, 0)
 
 
 def test_batched_look_up_of_the_latest_knows_what_was_invalidated(world: World) -> None:
@@ -122,11 +121,11 @@ def test_latest_is_not_claimed_while_a_region_is_cut_off(world: World) -> None:
 
 
 def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
-    with opened(tmp_path, 0, 1, 2, 3, 4, 1) as first:
+    with manifest_in(tmp_path, 0, 1, 2, 3, 4, 1) as first:
         first.done(object_id(0))
     with (tmp_path / "manifest").open("ab") as file:
         file.write(b"torn")
-    with opened(tmp_path) as second:
+    with manifest_in(tmp_path) as second:
         assert len(second) == 4
         second.note_use(object_id(3))
         second.note_use(object_id(0))
@@ -135,31 +134,31 @@ def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
             order.append(each)
             second.done(each)
         assert order == [object_id(number) for number in (3, 1, 2, 4)]
-    with opened(tmp_path) as third:
+    with manifest_in(tmp_path) as third:
         assert (len(third), third.next()) == (0, None)
 
 
 def test_manifest_drops_the_oldest_over_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.regions.PENDING_MAX", 3)
-    with opened(tmp_path, *range(5)) as manifest:
+    with manifest_in(tmp_path, *range(5)) as manifest:
         assert (len(manifest), manifest.next()) == (3, object_id(2))
 
 
 def test_file_of_the_manifest_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.regions.RECORDS_MAX", 20)
-    with opened(tmp_path) as manifest:
+    with manifest_in(tmp_path) as manifest:
         for number in range(200):
             manifest.add(named(number))
             if number % 10:
                 manifest.done(object_id(number))
         assert len(manifest) == 20
     assert (tmp_path / "manifest").stat().st_size <= 73 * (20 + 22 + 2)
-    with opened(tmp_path) as again:
+    with manifest_in(tmp_path) as again:
         assert len(again) == 20
 
 
 def test_manifest_that_can_not_be_written_is_a_fault(tmp_path: Path) -> None:
-    with opened(tmp_path) as manifest:
+    with manifest_in(tmp_path) as manifest:
         assert manifest._file is not None
         manifest._file.close()
         manifest._file = (tmp_path / "manifest").open("rb")
@@ -238,35 +237,31 @@ def test_region_without_its_centre_goes_on_and_says_since_when(world: World) -> 
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_region_answers_without_its_centre_once_it_has_heard_of_it(tmp_path: Path, is_known: bool) -> None:
-    with ExitStack() as stack:
-        world = World(tmp_path, stack)
-        world.centre.stop()
-        one = world.regions[0]
-        one.stop()
-        if not is_known:
-            Path(f"{one.settings.manifest}.records").unlink()
-        again = RunningServer(one.settings)
-        again.start()
-        stack.callback(again.stop)
-        put(again, 1)
-        assert [ask(again, "GET", number)[0].status for number in (1, 2)] == ([200, 404] if is_known else [503, 503])
-        # Records are the centre's, and what it wrote since is not known.
-        assert [ask(again, "GET", path)[0].status for path in (CHAT, GENERATION)] == [503, 503]
+def test_region_answers_without_its_centre_once_it_has_heard_of_it(
+    world: World, stack: ExitStack, is_known: bool
+) -> None:
+    world.centre.stop()
+    one = world.regions[0]
+    one.stop()
+    if not is_known:
+        Path(f"{one.settings.manifest}.records").unlink()
+    region = again(one, stack)
+    put(region, 1)
+    assert [ask(region, "GET", number)[0].status for number in (1, 2)] == ([200, 404] if is_known else [503, 503])
+    # Records are the centre's, and what it wrote since is not known.
+    assert [ask(region, "GET", path)[0].status for path in (CHAT, GENERATION)] == [503, 503]
 
 
-def test_what_was_invalidated_is_not_synchronised(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        world = World(tmp_path, stack, sync_bytes_s_max=1.0)
-        one = world.regions[0]
-        for number in range(3):
-            put(one, number)
-        assert one.region is not None and one.region.synchroniser is not None
-        sync = one.region.synchroniser
-        wait_until(lambda: sync.sent_objects == 1, "the first to be sent")
-        ask(one, "PUT", GENERATION, b"1")
-        assert [sync.step(), sync.step(), sync.step()] == [0, 0, None]
-        assert world.centre.store.stats().objects == 1
+def test_what_was_invalidated_is_not_synchronised(tmp_path: Path, stack: ExitStack) -> None:
+    world = World(tmp_path, stack, sync_bytes_s_max=1.0)
+    one = world.regions[0]
+    for number in range(3):
+        put(one, number)
+    sync = one.region.synchroniser
+    wait_until(lambda: sync.sent_objects == 1, "the first to be sent")
+    ask(one, "PUT", GENERATION, b"1")
+    assert [sync.step(), sync.step(), sync.step()] == [0, 0, None]
+    assert world.centre.store.stats().objects == 1
 
 
 TENANTS = {name: new_token() for name in ("a", "b", "relay", "centre")}
@@ -278,15 +273,13 @@ ASKING = Grant(tenant="centre", scopes=[Scope.READ], token_sha256=token_digest(T
 
 
 @pytest.fixture
-def tenants(tmp_path: Path) -> Iterator[World]:
+def tenants(tmp_path: Path, stack: ExitStack) -> World:
     """Regions of tenants a and b; the centre lets them act for a alone."""
     files = {name: tmp_path / f"token-{name}" for name in ("relay", "centre")}
     for name, path in files.items():
         path.write_text(TENANTS[name])
     options = (f"?token_file={files['centre']}", f"?token_file={files['relay']}")
-    with ExitStack() as stack:
-        central: dict[str, object] = {"grants": (*OWN, RELAY)}
-        yield World(tmp_path, stack, central, options=options, grants=(*OWN, ASKING))
+    return World(tmp_path, stack, {"grants": (*OWN, RELAY)}, options=options, grants=(*OWN, ASKING))
 
 
 def by(name: str) -> dict[str, Any]:
@@ -305,16 +298,12 @@ def test_tenants_share_with_themselves_across_regions_alone(tenants: World) -> N
     assert tenants.centre.records.generation("b", SPACE) == 0
 
 
-def test_a_wiped_centre_recovers_what_tenants_invalidated(tenants: World) -> None:
+def test_a_wiped_centre_recovers_what_tenants_invalidated(tenants: World, stack: ExitStack) -> None:
     assert ask(tenants.regions[0], "PUT", GENERATION, b"1", **by("a"))[0].status == 200
     tenants.centre.stop()
-    centre = RunningServer(tenants.centre.settings)
-    centre.start()
-    try:
-        wait_until(lambda: ask(centre, "GET", 1, **by("a"))[0].status == 404, "the centre to answer")
-        assert [centre.records.generation(tenant, SPACE) for tenant in ("a", "b")] == [1, 0]
-    finally:
-        centre.stop()
+    centre = again(tenants.centre, stack)
+    wait_until(lambda: ask(centre, "GET", 1, **by("a"))[0].status == 404, "the centre to answer")
+    assert [centre.records.generation(tenant, SPACE) for tenant in ("a", "b")] == [1, 0]
 
 
 def test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name(tenants: World) -> None:
@@ -333,7 +322,9 @@ def test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name(tenants: W
     assert b'"records":[]' in listed
 
 
-def test_centre_and_regions_talk_under_tls_with_certificates(certificates: Path, tmp_path: Path) -> None:
+def test_centre_and_regions_talk_under_tls_with_certificates(
+    certificates: Path, tmp_path: Path, stack: ExitStack
+) -> None:
     tls = TlsSettings(
         cert_file=certificates / "server.pem",
         key_file=certificates / "server.key",
@@ -341,14 +332,13 @@ def test_centre_and_regions_talk_under_tls_with_certificates(certificates: Path,
     )
     words = [("ca_file", "ca.pem"), ("cert_file", "client.pem"), ("key_file", "client.key")]
     option = "?" + "&".join(f"{name}={certificates / file}" for name, file in words)
-    with ExitStack() as stack:
-        world = World(tmp_path, stack, {"tls": tls}, "https://127.0.0.1", ("", option))
-        one, two = world.regions
-        put(one, 1)
-        wait_until(lambda: world.centre.store.stats().objects == 1, "the centre to have it")
-        assert ask(two, "GET", 1)[1] == object_bytes(1)
-        assert ask(one, "PUT", CHAT, SPACE.hex().encode())[0].status == 200
-        assert ask(two, "GET", CHAT, Force_Latest="1")[0].status == 200
+    world = World(tmp_path, stack, {"tls": tls}, "https://127.0.0.1", ("", option))
+    one, two = world.regions
+    put(one, 1)
+    wait_until(lambda: world.centre.store.stats().objects == 1, "the centre to have it")
+    assert ask(two, "GET", 1)[1] == object_bytes(1)
+    assert ask(one, "PUT", CHAT, SPACE.hex().encode())[0].status == 200
+    assert ask(two, "GET", CHAT, Force_Latest="1")[0].status == 200
 
 
 def test_region_looks_up_a_run_at_its_centre_in_few_questions(world: World) -> None:
@@ -356,12 +346,10 @@ def test_region_looks_up_a_run_at_its_centre_in_few_questions(world: World) -> N
     for number in range(30):
         put(one, number)
     wait_until(lambda: world.centre.store.stats().objects == 30, "the centre to have it")
-    tier = http_tier(two.url, SystemClock())
-    tier.open()
-    before = asked_for_objects(world.centre)
-    assert tier.count_leading([object_id(number) for number in range(100)]) == 30
-    assert asked_for_objects(world.centre) - before <= 4
-    tier.close()
+    with opened(http_tier(two.url, SystemClock())) as tier:
+        before = asked_for_objects(world.centre)
+        assert tier.count_leading([object_id(number) for number in range(100)]) == 30
+        assert asked_for_objects(world.centre) - before <= 4
 
 
 def asked_for_objects(server: RunningServer) -> float:
@@ -372,12 +360,6 @@ def asked_for_objects(server: RunningServer) -> float:
 # A centre that lost its records, or was set back in time: what was invalidated stays so, whoever knows of it.
 
 NAME = RecordName(RecordKind.GENERATION, SPACE.hex())
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import pytest
 from tests.server.worlds import ask as ask_world
 from tests.server.worlds import logged
 from tests.servers import START_S_MAX, RunningServer, running_server
+from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import ManualClock, SystemClock
@@ -178,21 +179,16 @@ def test_objects_travel_over_tls(certificates: Path, tmp_path: Path, kind: str) 
     token_file = tmp_path / "token"
     token_file.write_text(TOKENS["writer"] + "\n")
     with running_server(tiers=(url,), tls=tls, grants=GRANTS) as server:
-        tier = http_tier(
-            f"https://localhost:{server.address.port}?ca_file={certificates / 'ca.pem'}&token_file={token_file}",
-            SystemClock(),
-        )
-        tier.open()
-        data, buffer = object_bytes(1, 3_000_000), memoryview(bytearray(4_000_000))
-        assert tier.put_from(object_id(1), data)
-        assert tier.get_into(object_id(1), buffer) == len(data)
-        assert bytes(buffer[: len(data)]) == data
-        tier.close()
-        stranger = http_tier(f"https://localhost:{server.address.port}", SystemClock())
-        stranger.open()
-        with pytest.raises(TierUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        place = f"https://localhost:{server.address.port}"
+        known = f"{place}?ca_file={certificates / 'ca.pem'}&token_file={token_file}"
+        with opened(http_tier(known, SystemClock())) as tier:
+            data, buffer = object_bytes(1, 3_000_000), memoryview(bytearray(4_000_000))
+            assert tier.put_from(object_id(1), data)
+            assert tier.get_into(object_id(1), buffer) == len(data)
+            assert bytes(buffer[: len(data)]) == data
+        stranger = http_tier(place, SystemClock())
+        with opened(stranger), pytest.raises(TierUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
             stranger.contains(object_id(1))
-        stranger.close()
 
 
 def test_plain_request_to_a_tls_port_ends_quietly(certificates: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.store.test_cache import Collector, fill, metas_of
-from tests.stores import stored_records
+from tests.stores import open_memory, stored_records
 from tests.suites import smooth_bits
 from typer.testing import CliRunner
 
@@ -30,7 +30,6 @@ from kvtide.store.profiles import ProfileStore, ProfileVersion, newest_of, profi
 from kvtide.store.storing import PendingBlock
 from kvtide.tier import Tier
 from kvtide.tier.breaker import caller_deadline_s
-from kvtide.tier.ram import MemoryTier
 from kvtide.types import Section
 from kvtide.wire import parse_object
 
@@ -41,11 +40,8 @@ FIRST, SECOND = fitted(LAYOUT), fitted(LAYOUT, blocks=7)
 
 
 @pytest.fixture
-def shelf() -> Iterator[ProfileStore]:
-    tier = MemoryTier(1 << 26, ManualClock(), lambda key: False)
-    tier.open()
-    yield ProfileStore(tier)
-    tier.close()
+def shelf() -> ProfileStore:
+    return ProfileStore(open_memory())
 
 
 def newest(store: ProfileStore, name: bytes = NAME) -> list[str]:

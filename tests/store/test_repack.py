@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 from tests.faults.writers import pack_blocks, writing
 from tests.servers import running_server
 from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier, fetched
+from tests.stores import open_disk, opened
 
 from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock, SystemClock
-from kvtide.config import Limits
 from kvtide.importance import Floats, record_id
 from kvtide.index import RadixIndex
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.store.notes import USES_CODEC, write_note
 from kvtide.store.repack import REPACKS_MAX, Repacked, Repacker, UseStore
-from kvtide.tier import Tier, open_tier
+from kvtide.tier import Tier
 from kvtide.tier.disk import DiskTier
+from kvtide.tier.http.tier import http_tier
 from kvtide.types import ObjectId
 from kvtide.wire import parse_object
 from kvtide_lab.sim.policies import policy_named
@@ -85,16 +86,14 @@ def test_a_block_is_written_anew_only_so_often_however_uses_change(offsets: list
 
 
 def test_restart_finds_what_was_repacked(tmp_path: Path) -> None:
-    source, disk = a_tier(), DiskTier(tmp_path, 1 << 26, ManualClock(), lambda key: False)
-    disk.open()
+    source, disk = a_tier(), open_disk(tmp_path)
     for meta in METAS:
         buffer = bytearray(1 << 20)
         disk.put_from(meta.id, buffer[: source.get_into(meta.id, memoryview(buffer))])
     uses = uses_of(disk)
     assert uses.save(META) and repacked(disk, uses).replaced == 1
     disk.close()
-    again = DiskTier(tmp_path, 1 << 26, ManualClock(), lambda key: False)
-    again.open()
+    again = open_disk(tmp_path)
     index = RadixIndex(ManualClock(), policy_named("lru"), 100)
     assert index.restore(again.parents(), 0) == 3
     assert index.match([meta.id.key for meta in METAS]) == 3
@@ -122,13 +121,10 @@ def test_a_damaged_record_is_forgotten(damaged: str) -> None:
 
 
 def test_a_server_keeps_what_engines_learn() -> None:
-    with running_server(tiers=("memory://",)) as server:
-        tier = open_tier(server.url, Limits(), SystemClock(), lambda object_id: False)
-        tier.open()
+    with running_server(tiers=("memory://",)) as server, opened(http_tier(server.url, SystemClock())) as tier:
         for count in (1, 2):
             assert uses_of(tier, b"writer-1", 1).save(META)
             assert UseStore(tier, b"writer-2", ManualClock()).known(META).uses() == count
-        tier.close()
 
 
 def test_a_block_with_more_important_tokens_ranks_higher() -> None:
@@ -177,12 +173,6 @@ KILLS = 4
 STORE_BYTES = 1 << 24
 
 
-def opened(store: Path) -> DiskTier:
-    tier = DiskTier(store, STORE_BYTES, SystemClock(), lambda key: False)
-    tier.open()
-    return tier
-
-
 def read_in_part(tier: DiskTier) -> int:
     """Load some chunks of all blocks; return how many tokens came, all of them right."""
     load = SparseLoad(tier)
@@ -197,7 +187,7 @@ def read_in_part(tier: DiskTier) -> int:
 
 def test_no_wrong_byte_and_no_lost_block_while_packers_are_killed(tmp_path: Path, fault_factor: int) -> None:
     rng, source, store = random.Random(SEED), a_tier(), tmp_path / "store"
-    tier = opened(store)
+    tier = open_disk(store, STORE_BYTES)
     for meta in METAS:
         buffer = bytearray(1 << 20)
         tier.put_from(meta.id, buffer[: source.get_into(meta.id, memoryview(buffer))])
@@ -209,7 +199,7 @@ def test_no_wrong_byte_and_no_lost_block_while_packers_are_killed(tmp_path: Path
             while time.monotonic() < stop_s + (0 if tokens else 10):
                 tokens += read_in_part(tier)
             assert packer.is_alive(), f"the packer failed, seed {SEED}"
-        fresh = opened(store)
+        fresh = open_disk(store, STORE_BYTES)
         for meta, bits in zip(METAS, BITS, strict=True):
             assert np.array_equal(decoded(fresh, meta), bits), f"kill {kill}, seed {SEED}"
         fresh.check()

@@ -29,16 +29,20 @@ def object_id(number: int) -> ObjectId:
     return ObjectId(namespace(), BlockKey(hashlib.sha256(number.to_bytes(8, "little")).digest()))
 
 
+def made_object(name: ObjectId, content: bytes, quality: float = 0.0) -> bytes:
+    """Return a whole object of one section."""
+    meta = BlockMeta(name, BlockKey(name.namespace), 0, BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16), "made up")
+    sections = [Section(SectionId(SectionKind.DATA, 0, 0, 1), content)]
+    return bytes(pack_object(meta, "raw-1", sections, quality=quality))
+
+
 def object_bytes(number: int, size: int = 1000, quality: float = 0.0) -> bytes:
     """Return content that tells which object it belongs to: a valid object, if one of one section can be so small."""
     room = size - _OBJECT_BYTES_MIN
     filling = hashlib.sha256(b"content" + number.to_bytes(8, "little")).digest() * (size // 32 + 1)
     if room < 0:
         return filling[:size]
-    name = object_id(number)
-    meta = BlockMeta(name, BlockKey(name.namespace), 0, BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16), "made up")
-    sections = [Section(SectionId(SectionKind.DATA, 0, 0, 1), filling[:room])]
-    return bytes(pack_object(meta, "raw-1", sections, quality=quality))
+    return made_object(object_id(number), filling[:room], quality)
 
 
 def read_all(tier: Tier, number: int, size_max: int = TIER_BYTES) -> bytes | None:

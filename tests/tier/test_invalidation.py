@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.servers import RunningServer, running_server
-from tests.suites.tier_suite import object_bytes, object_id, read_all
+from tests.stores import nothing_pinned, open_memory, opened
+from tests.suites.tier_suite import made_object, object_bytes, object_id, read_all
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
@@ -26,11 +27,9 @@ from kvtide.tier.http.tier import http_tier
 from kvtide.tier.pool.membership import StaticMembership, server_at
 from kvtide.tier.pool.placement import PoolMap
 from kvtide.tier.pool.tier import PoolTier
-from kvtide.tier.ram.memory import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations
-from kvtide.types import BlockKey, Namespace, ObjectId, Section, SectionId, SectionKind
-from kvtide.wire import pack_object
+from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.bench.services import wait_until
 from kvtide_lab.wrapped import Counting
 
@@ -52,14 +51,12 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
 
 
 def engine(server: RunningServer, tmp_path: Path) -> TierStack:
-    return stack_of(f"disk://{tmp_path}/own {server.url}", Limits(), CLOCK, lambda key: False)
+    return stack_of(f"disk://{tmp_path}/own {server.url}", Limits(), CLOCK, nothing_pinned)
 
 
 def store(stack: TierStack, *ids: ObjectId) -> None:
     for name in ids:
-        meta = BlockMeta(name, BlockKey(name.namespace), 0, BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16), "made up")
-        packed = pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes(100))])
-        assert stack.put_from(name, packed)
+        assert stack.put_from(name, made_object(name, bytes(100)))
 
 
 def invalidate(*servers: RunningServer) -> None:
@@ -77,55 +74,42 @@ def refresh(stack: TierStack) -> None:
 
 
 def test_a_running_engine_loses_what_was_invalidated_and_nothing_else(server: RunningServer, tmp_path: Path) -> None:
-    stack = engine(server, tmp_path)
-    stack.open()
-    store(stack, object_id(1), object_id(2), OTHER)
-    invalidate(server)
-    refresh(stack)
-    assert not any(stack.contains(each) for each in (object_id(1), object_id(2)))
-    assert list(stack.places(OTHER)) == [0, 1, 2]
-    store(stack, object_id(1))
-    refresh(stack)
-    assert list(stack.places(object_id(1))) == [0, 1, 2], "what is stored afterwards stays"
-    stack.check()
-    stack.close()
+    with opened(engine(server, tmp_path)) as stack:
+        store(stack, object_id(1), object_id(2), OTHER)
+        invalidate(server)
+        refresh(stack)
+        assert not any(stack.contains(each) for each in (object_id(1), object_id(2)))
+        assert list(stack.places(OTHER)) == [0, 1, 2]
+        store(stack, object_id(1))
+        refresh(stack)
+        assert list(stack.places(object_id(1))) == [0, 1, 2], "what is stored afterwards stays"
 
 
 def test_an_engine_that_was_away_learns_it_when_it_starts(server: RunningServer, tmp_path: Path) -> None:
-    stack = engine(server, tmp_path)
-    stack.open()
-    store(stack, object_id(1), OTHER)
-    stack.close()
+    with opened(engine(server, tmp_path)) as stack:
+        store(stack, object_id(1), OTHER)
     invalidate(server)
-    stack = engine(server, tmp_path)
-    stack.open()
-    assert not stack.contains(object_id(1))
-    assert stack.contains(OTHER)
-    store(stack, object_id(1))
-    stack.close()
-    stack = engine(server, tmp_path)
-    stack.open()
-    assert list(stack.places(object_id(1))) == [1, 2], "dealt with once"
-    stack.close()
+    with opened(engine(server, tmp_path)) as stack:
+        assert not stack.contains(object_id(1))
+        assert stack.contains(OTHER)
+        store(stack, object_id(1))
+    with opened(engine(server, tmp_path)) as stack:
+        assert list(stack.places(object_id(1))) == [1, 2], "dealt with once"
 
 
 @pytest.mark.parametrize("noted", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff\x00"])
 def test_a_note_that_cannot_be_read_removes_too_much(server: RunningServer, tmp_path: Path, noted: bytes) -> None:
     invalidate(server)
-    stack = engine(server, tmp_path)
-    stack.open()
-    store(stack, object_id(1), OTHER)
-    stack.close()
+    with opened(engine(server, tmp_path)) as stack:
+        store(stack, object_id(1), OTHER)
     (tmp_path / "own" / "invalidated").write_bytes(noted)
-    stack = engine(server, tmp_path)
-    stack.open()
-    assert list(stack.places(object_id(1))) == [2], "only the server, which knows what it has"
-    assert list(stack.places(OTHER)) == [1, 2]
-    stack.close()
+    with opened(engine(server, tmp_path)) as stack:
+        assert list(stack.places(object_id(1))) == [2], "only the server, which knows what it has"
+        assert list(stack.places(OTHER)) == [1, 2]
 
 
 def test_a_server_that_is_down_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stack = stack_of(f"disk://{tmp_path}/own http://127.0.0.1:9", Limits(), CLOCK, lambda key: False)
+    stack = stack_of(f"disk://{tmp_path}/own http://127.0.0.1:9", Limits(), CLOCK, nothing_pinned)
     with caplog.at_level(logging.WARNING, "kvtide.tier.stack.invalidation"):
         stack.open()
     store(stack, object_id(1))
@@ -146,8 +130,7 @@ class _Stubborn(Counting):
 
 
 def test_what_could_not_be_removed_is_tried_again(server: RunningServer) -> None:
-    tier = _Stubborn(MemoryTier(1 << 20, CLOCK, lambda key: False))
-    tier.open()
+    tier = _Stubborn(open_memory())
     tier.put_from(object_id(1), object_bytes(1))
     invalidate(server)
     invalidations = Invalidations(lambda: records_clients(server.url, CLOCK), [tier], None, CLOCK)
@@ -159,12 +142,10 @@ def test_what_could_not_be_removed_is_tried_again(server: RunningServer) -> None
     invalidations.refresh()
     assert not tier.contains(object_id(1))
     invalidations.close()
-    tier.close()
 
 
 def test_one_server_of_two_is_enough(server: RunningServer) -> None:
-    tier = MemoryTier(1 << 20, CLOCK, lambda key: False)
-    tier.open()
+    tier = open_memory()
     tier.put_from(object_id(1), object_bytes(1))
     invalidate(server)
     url = f"pool://127.0.0.1:9,{server.address}"
@@ -172,11 +153,10 @@ def test_one_server_of_two_is_enough(server: RunningServer) -> None:
     invalidations.open([tier])
     assert not tier.contains(object_id(1))
     invalidations.close()
-    tier.close()
 
 
 def test_a_stack_without_servers_asks_nobody(tmp_path: Path) -> None:
-    assert stack_of(f"disk://{tmp_path}/own", Limits(), CLOCK, lambda key: False)._invalidations is None
+    assert stack_of(f"disk://{tmp_path}/own", Limits(), CLOCK, nothing_pinned)._invalidations is None
 
 
 # An invalidation is final: nothing that was on its way while a namespace was invalidated is served afterwards.
@@ -185,13 +165,8 @@ ONE = object_id(1)
 WAIT_S = 20.0
 
 
-def packed(fill: int, name: ObjectId = ONE) -> bytes:
-    """A whole object of the same key whose content says which it is."""
-    meta = BlockMeta(name, BlockKey(name.namespace), 0, BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16), "made up")
-    return bytes(pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), bytes([fill]) * 100)]))
-
-
-OLD, NEW = packed(1), packed(2)
+# Of one key; their content says which is which.
+OLD, NEW = (made_object(ONE, bytes([fill]) * 100) for fill in (1, 2))
 
 
 class Held(WrappedTier):
@@ -247,15 +222,11 @@ class Engine:
         assert not thread.is_alive()
 
 
-def memory() -> MemoryTier:
-    return MemoryTier(1 << 20, CLOCK, lambda key: False)
-
-
 @pytest.mark.parametrize("way", ["read twice", "prefetched"])
 def test_a_copy_that_was_on_its_way_up_is_not_served(server: RunningServer, tmp_path: Path, way: str) -> None:
     held = Held(http_tier(server.url, CLOCK), "get")
-    disk = DiskTier(tmp_path / "own", 8 << 20, CLOCK, lambda key: False)
-    engine = Engine([memory(), disk], [held], [server.url])
+    disk = DiskTier(tmp_path / "own", 8 << 20, CLOCK, nothing_pinned)
+    engine = Engine([open_memory(), disk], [held], [server.url])
     held.tier.put_from(ONE, OLD)
     if way == "read twice":
         engine.stack._ranking.note_use(ONE)
@@ -281,7 +252,7 @@ def test_a_copy_that_was_on_its_way_up_is_not_served(server: RunningServer, tmp_
 
 def test_a_read_that_began_afterwards_does_not_share_one_from_before(server: RunningServer) -> None:
     held = Held(http_tier(server.url, CLOCK), "get")
-    engine = Engine([memory()], [held], [server.url])
+    engine = Engine([open_memory()], [held], [server.url])
     held.tier.put_from(ONE, OLD)
     came: list[bytes | None] = []
     second = threading.Thread(target=lambda: came.append(engine.read()))
@@ -301,7 +272,7 @@ def test_a_read_that_began_afterwards_does_not_share_one_from_before(server: Run
 
 def test_what_was_evicted_before_does_not_come_back_by_the_server(server: RunningServer) -> None:
     held = Held(http_tier(server.url, CLOCK), "put")
-    engine = Engine([memory()], [held], [server.url], demote_to=[held])
+    engine = Engine([open_memory(1 << 20)], [held], [server.url], demote_to=[held])
     engine.stack.put_from(ONE, OLD)
 
     def act() -> None:
@@ -316,15 +287,13 @@ def test_what_was_evicted_before_does_not_come_back_by_the_server(server: Runnin
         invalidate(server)
 
     engine.meanwhile(held, act, then)
-    fresh = http_tier(server.url, CLOCK)
-    fresh.open()
-    assert not fresh.contains(ONE), "stored under the new generation"
-    fresh.close()
+    with opened(http_tier(server.url, CLOCK)) as fresh:
+        assert not fresh.contains(ONE), "stored under the new generation"
     engine.stack.close()
 
 
 def test_a_block_from_before_is_not_stored_as_one_from_after(server: RunningServer) -> None:
-    engine = Engine([memory()], [http_tier(server.url, CLOCK)], [server.url])
+    engine = Engine([open_memory()], [http_tier(server.url, CLOCK)], [server.url])
     invalidate(server)
     engine.stack.put_from(ONE, OLD)
     engine.invalidations.refresh()
@@ -333,7 +302,7 @@ def test_a_block_from_before_is_not_stored_as_one_from_after(server: RunningServ
 
 
 def test_another_form_of_an_invalidated_block_does_not_replace_a_new_one(server: RunningServer) -> None:
-    engine = Engine([memory()], [], [server.url])
+    engine = Engine([open_memory()], [], [server.url])
     engine.stack.put_from(ONE, OLD)
     named = engine.stack.named(ONE)
     invalidate(server)
@@ -354,7 +323,7 @@ def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: P
             "",
             CLOCK,
         )
-        engine = Engine([memory()], [pool], [one.url, two.url])
+        engine = Engine([open_memory()], [pool], [one.url, two.url])
         lacking = held[str(two.address)]
         held[str(one.address)].tier.put_from(ONE, OLD)
         # The owner that has sent less is asked first: the one that lacks it.
@@ -365,14 +334,12 @@ def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: P
 
         engine.meanwhile(lacking, engine.read, then)
         engine.stack.close()
-        fresh = http_tier(two.url, CLOCK)
-        fresh.open()
-        assert not fresh.contains(ONE)
-        fresh.close()
+        with opened(http_tier(two.url, CLOCK)) as fresh:
+            assert not fresh.contains(ONE)
 
 
 def test_a_server_that_lost_its_records_serves_nothing_older(server: RunningServer) -> None:
-    engine = Engine([memory()], [http_tier(server.url, CLOCK)], [server.url])
+    engine = Engine([open_memory()], [http_tier(server.url, CLOCK)], [server.url])
     engine.stack.put_from(ONE, OLD)
     invalidate(server)
     engine.invalidations.refresh()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tests.stores import disk_bytes, stored_records
+from tests.stores import disk_bytes, open_disk, stored_records
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
 
 from kvtide.clock import ManualClock
@@ -84,17 +84,11 @@ class Written(Files):
         return written
 
 
-def open_tier(store: Path, bytes_max: int = TIER_BYTES, files: Files | None = None) -> DiskTier:
-    tier = DiskTier(store, bytes_max, ManualClock(1000.0), lambda key: False, files)
-    tier.open()
-    return tier
-
-
 @pytest.mark.parametrize("refuses_at_open", [True, False])
 class TestThroughThePageCache(TierSuite):
     @pytest.fixture
     def tier(self, tmp_path: Path, refuses_at_open: bool) -> Tier:
-        return open_tier(tmp_path, files=CachedFiles(refuses_at_open))
+        return open_disk(tmp_path, TIER_BYTES, CachedFiles(refuses_at_open))
 
 
 SIZES = [1, ALIGN_BYTES - 1, ALIGN_BYTES, STAGING_BYTES, STAGING_BYTES + 5, 3 * STAGING_BYTES + 7]
@@ -103,7 +97,7 @@ SIZES = [1, ALIGN_BYTES - 1, ALIGN_BYTES, STAGING_BYTES, STAGING_BYTES + 5, 3 * 
 @pytest.mark.parametrize("refuses_at_open", [True, False])
 def test_file_system_that_refuses_direct_transfers_is_used_all_the_same(refuses_at_open: bool, tmp_path: Path) -> None:
     files = CachedFiles(refuses_at_open)
-    tier = open_tier(tmp_path, files=files)
+    tier = open_disk(tmp_path, TIER_BYTES, files)
     tier.put_from(object_id(1), object_bytes(1))
     assert read_all(tier, 1) == object_bytes(1)
     assert files.refused > 0
@@ -111,7 +105,7 @@ def test_file_system_that_refuses_direct_transfers_is_used_all_the_same(refuses_
 
 @pytest.mark.parametrize("size", SIZES)
 def test_any_range_of_any_size_is_read_into_any_buffer(size: int, tmp_path: Path) -> None:
-    tier, content = open_tier(tmp_path, 32 << 20), object_bytes(1, size)
+    tier, content = open_disk(tmp_path, 32 << 20), object_bytes(1, size)
     source = aligned_buffer(size)
     source[:] = content
     tier.put_from(object_id(1), source)
@@ -126,7 +120,7 @@ def test_any_range_of_any_size_is_read_into_any_buffer(size: int, tmp_path: Path
 
 
 def test_checkpoint_saves_the_scan_and_a_lost_one_does_no_harm(tmp_path: Path) -> None:
-    writer = open_tier(tmp_path, 64 << 20)
+    writer = open_disk(tmp_path, 64 << 20)
     for number in range(50):
         writer.put_from(object_id(number), object_bytes(number))
     writer.close()
@@ -134,28 +128,28 @@ def test_checkpoint_saves_the_scan_and_a_lost_one_does_no_harm(tmp_path: Path) -
         files = Counted()
         if not has_checkpoint:
             (tmp_path / "checkpoint").unlink()
-        reader = open_tier(tmp_path, 64 << 20, files)
+        reader = open_disk(tmp_path, 64 << 20, files)
         assert files.reads < reads_max
         assert reader.stats().objects == 50
         assert read_all(reader, 49) == object_bytes(49)
 
 
 def test_removal_outlives_an_older_checkpoint(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
+    tier = open_disk(tmp_path, TIER_BYTES)
     for number in (1, 2):
         tier.put_from(object_id(number), object_bytes(number))
     tier.close()
     checkpoint = (tmp_path / "checkpoint").read_bytes()
-    remover = open_tier(tmp_path)
+    remover = open_disk(tmp_path, TIER_BYTES)
     assert remover.delete(object_id(1), "removed")
     remover.close()
     (tmp_path / "checkpoint").write_bytes(checkpoint)
     assert sum(len(summary.entries) for summary in parse_checkpoint(checkpoint)) == 2
-    assert [info.id for info in open_tier(tmp_path).objects()] == [object_id(2)]
+    assert [info.id for info in open_disk(tmp_path, TIER_BYTES).objects()] == [object_id(2)]
 
 
 def test_removal_is_seen_by_a_tier_that_knows_the_object(tmp_path: Path) -> None:
-    early, late = open_tier(tmp_path), open_tier(tmp_path)
+    early, late = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES)
     early.put_from(object_id(1), object_bytes(1))
     assert read_all(late, 1) == object_bytes(1)
     assert late.delete(object_id(1), "corrupt")
@@ -165,7 +159,7 @@ def test_removal_is_seen_by_a_tier_that_knows_the_object(tmp_path: Path) -> None
 
 
 def test_every_copy_of_an_object_is_removed(tmp_path: Path) -> None:
-    one, other = open_tier(tmp_path), open_tier(tmp_path)
+    one, other = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES)
     for tier in (one, other):
         tier.put_from(object_id(1), object_bytes(1))
     assert len(stored_records(tmp_path)) == 2
@@ -174,18 +168,18 @@ def test_every_copy_of_an_object_is_removed(tmp_path: Path) -> None:
 
 
 def test_removing_everything_frees_the_disk(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path, 64 << 20)
+    tier = open_disk(tmp_path, 64 << 20)
     for number in range(8):
         tier.put_from(object_id(number), object_bytes(number, 900_000))
     tier.close()
-    tier = open_tier(tmp_path, 64 << 20)
+    tier = open_disk(tmp_path, 64 << 20)
     for number in range(8):
         tier.delete(object_id(number), "removed")
     assert disk_bytes(tmp_path) < 100_000
 
 
 def test_segment_that_somebody_appends_to_is_not_evicted(tmp_path: Path) -> None:
-    other, tier = open_tier(tmp_path), open_tier(tmp_path)
+    other, tier = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES)
     other.put_from(object_id(1000), object_bytes(1000))
     for number in range(60):
         tier.put_from(object_id(number), object_bytes(number, 50_000))
@@ -195,7 +189,7 @@ def test_segment_that_somebody_appends_to_is_not_evicted(tmp_path: Path) -> None
 
 
 def test_hot_object_moves_when_its_segment_is_evicted(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path, 16 << 20)
+    tier = open_disk(tmp_path, 16 << 20)
     for number in range(400):
         tier.put_from(object_id(number), object_bytes(number, 50_000))
         assert read_all(tier, 0) == object_bytes(0, 50_000)
@@ -227,7 +221,7 @@ def test_disk_with_a_policy_writes_little_again(
 
 
 def test_object_evicted_by_another_process_is_a_miss(tmp_path: Path) -> None:
-    early, late = open_tier(tmp_path), open_tier(tmp_path)
+    early, late = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES)
     early.put_from(object_id(0), object_bytes(0, 50_000))
     early.put_from(object_id(1), object_bytes(1, 50_000))
     for number in range(2, 60):
@@ -237,23 +231,23 @@ def test_object_evicted_by_another_process_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_reserved_space_is_given_back_at_close_and_after_a_kill(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "closed", 1 << 30)
+    tier = open_disk(tmp_path / "closed", 1 << 30)
     tier.put_from(object_id(1), object_bytes(1))
     assert disk_bytes(tmp_path / "closed") > 8 << 20
     tier.close()
     assert disk_bytes(tmp_path / "closed") < 100_000
     code = "import sys; from pathlib import Path; from tests.tier.test_log import *; "
-    code += "open_tier(Path(sys.argv[1]), 1 << 30).put_from(object_id(1), object_bytes(1)); os._exit(9)"
+    code += "open_disk(Path(sys.argv[1]), 1 << 30).put_from(object_id(1), object_bytes(1)); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "killed")], check=False, cwd=GOLDEN.parent.parent.parent)
     assert disk_bytes(tmp_path / "killed") > 8 << 20
-    assert read_all(open_tier(tmp_path / "killed"), 1) == object_bytes(1)
+    assert read_all(open_disk(tmp_path / "killed"), 1) == object_bytes(1)
     assert disk_bytes(tmp_path / "killed") < 100_000
 
 
 def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
-    tier = open_tier(tmp_path)
+    tier = open_disk(tmp_path, TIER_BYTES)
     monkeypatch.setattr("kvtide.tier.disk.directory.LOCK_TRIES_MAX", 3)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -289,7 +283,7 @@ def test_segment_of_another_version_is_given_up_without_a_search(tmp_path: Path)
     path = tmp_path / "segments" / segment_name(7)
     path.write_bytes(first + golden_pages()[1] + bytes(1 << 20))
     assert scan_segment(Files(), path, 7) == Scan(None, [], ALIGN_BYTES)
-    tier = open_tier(tmp_path)
+    tier = open_disk(tmp_path, TIER_BYTES)
     assert tier.stats().objects == 0
     assert path.stat().st_size == ALIGN_BYTES
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.pieces import Pieces, pieces
 from tests.server.worlds import World, ask
-from tests.servers import RunningServer, ServerProcess, running_server, server_process
+from tests.servers import RunningServer, ServerProcess, running_server, server_process, tier_on
 from tests.store.load.sources import made_objects
 from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id
@@ -28,8 +29,8 @@ from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
 from kvtide.tier.base import Buffer
 from kvtide.tier.breaker import until
-from kvtide.tier.http import PeerSettings, http_tier
-from kvtide.tier.http.peer import Call, Endpoint, HttpAnswer, Peer
+from kvtide.tier.http import http_tier
+from kvtide.tier.http.peer import Call, HttpAnswer
 from kvtide.tier.http.tier import REQUEST_BYTES_MAX, TRIES_MAX, HttpTier, put_in_pieces
 from kvtide.types import ObjectId
 from kvtide.wire.protocol import PiecesAnswer
@@ -139,13 +140,7 @@ def test_answers_that_make_no_sense_are_faults(body: bytes) -> None:
         put_in_pieces(lambda sent: HttpAnswer(202, {}, 0, body), pieces(1).data, clock, 10.0, clock.advance)
 
 
-def client(*places: ServerProcess | RunningServer | ChaosProxy, operation_s_max: float = 20.0) -> HttpTier:
-    hosts = [place.url.removeprefix("http://").split(":") for place in places]
-    bounds = PeerSettings(tries_max=1, faults_max=10**6)
-    peers = [Peer(Endpoint(host, int(port)), [], bounds, SystemClock(), time.sleep) for host, port in hosts]
-    tier = HttpTier(peers, SystemClock(), operation_s_max, takes_pieces=True)
-    tier.open()
-    return tier
+client = partial(tier_on, options="?upload=pieces", tries_max=1, faults_max=10**6)
 
 
 @pytest.fixture
@@ -173,13 +168,10 @@ def test_upload_goes_on_after_cuts_where_it_was(west: ServerProcess) -> None:
         number = next(numbers)
         return Fault(Kind.RESET, False, cuts[number]) if number < len(cuts) else Fault(Kind.NOTHING, False, 0)
 
-    with ChaosProxy((west.address.host, west.address.port), choose) as proxy:
-        tier = client(proxy)
+    with ChaosProxy(west.address, choose) as proxy, opened(client(proxy)) as tier:
         assert tier.put_from(object_id(1), what.data)
         assert proxy.connections > len(cuts)
         assert tier.put_from(object_id(1), what.data), "what is there costs its head"
-        tier.check()
-        tier.close()
     assert ask(west, "GET", 1)[1] == what.data
     heads = 2 * (len(cuts) + 1) * len(what.head)
     assert received_bytes(west) <= 1.01 * len(what.data) + heads
@@ -194,10 +186,8 @@ def test_next_server_gets_all_when_the_first_breaks_off(
     def choose() -> Fault:
         return Fault(Kind.RESET, False, 900_000 if next(numbers) == 0 else 10)
 
-    with ChaosProxy((west.address.host, west.address.port), choose) as proxy:
-        tier = client(proxy, east)
+    with ChaosProxy(west.address, choose) as proxy, opened(client(proxy, east)) as tier:
         assert tier.put_from(object_id(1), what.data)
-        tier.close()
     assert ask(west, "HEAD", 1)[0].status == 404
     assert ask(east, "GET", 1)[1] == what.data
 
@@ -214,14 +204,12 @@ def test_callers_deadline_holds_on_a_silent_server() -> None:
 
 def test_refusals_are_those_of_a_whole_object() -> None:
     what = pieces(1)
-    with running_server(limits=ServerLimits(uploads_bytes_max=1000, tenant_uploads_bytes_max=1000)) as server:
-        tier = client(server)
+    limits = ServerLimits(uploads_bytes_max=1000, tenant_uploads_bytes_max=1000)
+    with running_server(limits=limits) as server, opened(client(server)) as tier:
         with pytest.raises(TierFull):
             tier.put_from(object_id(1), what.data)
         with pytest.raises(TierUnavailable, match="can't be sent in pieces"):
             tier.put_from(object_id(1), b"no object")
-        tier.check()
-        tier.close()
 
 
 def test_without_the_option_an_object_goes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,26 +231,23 @@ def test_without_the_option_an_object_goes_whole(monkeypatch: pytest.MonkeyPatch
             http_tier(f"{server.url}?upload=parts", SystemClock())
 
 
-def test_regions_send_on_what_came_in_pieces(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with ExitStack() as stack:
-        world = World(tmp_path_factory.mktemp("world"), stack, options=("", "?upload=pieces"))
-        what, tier = pieces(1, 8, SIZE), client(world.regions[0])
+def test_regions_send_on_what_came_in_pieces(tmp_path: Path, stack: ExitStack) -> None:
+    world, what = World(tmp_path, stack, options=("", "?upload=pieces")), pieces(1, 8, SIZE)
+    with opened(client(world.regions[0])) as tier:
         assert tier.put_from(object_id(1), what.data)
-        tier.close()
-        wait_until(lambda: ask(world.centre, "GET", 1)[1] == what.data, "the centre to have it")
-        assert ask(world.regions[1], "GET", 1)[1] == what.data
+    wait_until(lambda: ask(world.centre, "GET", 1)[1] == what.data, "the centre to have it")
+    assert ask(world.regions[1], "GET", 1)[1] == what.data
 
 
 def test_clients_that_send_one_object_at_once_all_succeed() -> None:
     with running_server() as server, ThreadPoolExecutor(4) as threads:
         for number in range(5):
-            what, tiers = pieces(number, 30, 20_000), [client(server) for _ in range(4)]
-            sent = [threads.submit(tier.put_from, object_id(number), what.data) for tier in tiers]
-            assert [each.result(30) for each in sent] == [True] * 4
+            what = pieces(number, 30, 20_000)
+            with ExitStack() as stack:
+                tiers = [stack.enter_context(opened(client(server))) for _ in range(4)]
+                sent = [threads.submit(tier.put_from, object_id(number), what.data) for tier in tiers]
+                assert [each.result(30) for each in sent] == [True] * 4
             assert ask(server, "GET", number)[1] == what.data
-            for tier in tiers:
-                tier.check()
-                tier.close()
 
 
 OBJECTS = made_objects(2, (200_000,))

@@ -76,11 +76,10 @@ class Pool:
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    with ExitStack() as stack:
-        pool = Pool(tmp_path, stack)
-        pool.publish(PoolMap(1, tuple(pool.start(f"server-{number}") for number in range(4)), 2))
-        yield pool
+def pool(tmp_path: Path, stack: ExitStack) -> Pool:
+    pool = Pool(tmp_path, stack)
+    pool.publish(PoolMap(1, tuple(pool.start(f"server-{number}") for number in range(4)), 2))
+    return pool
 
 
 @pytest.fixture
@@ -185,12 +184,10 @@ def test_what_engines_decided_is_told_to_one_server_that_lives(pool: Pool, tier:
 
 def test_advice_is_told_to_each_server_that_looks_blocks_of_the_prompt_up(pool: Pool, tier: PoolTier) -> None:
     pool.servers[min(pool.servers)].stop()
-    stack = TierStack([tier])
-    stack.open()
-    assert stack.note_request([object_id(number) for number in range(OBJECTS)], Hint(is_last=True))
-    assert stack._adviser.wait(20)
-    assert sorted(hints_heard(server) for server in pool.servers.values()) == [0, 1, 1, 1]
-    stack.close()
+    with opened(TierStack([tier])) as stack:
+        assert stack.note_request([object_id(number) for number in range(OBJECTS)], Hint(is_last=True))
+        assert stack._adviser.wait(20)
+        assert sorted(hints_heard(server) for server in pool.servers.values()) == [0, 1, 1, 1]
 
 
 def test_old_map_is_found_out_by_redirection(pool: Pool, tier: PoolTier) -> None:

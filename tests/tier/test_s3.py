@@ -111,15 +111,13 @@ SERVICE_ACCOUNT = json.dumps(
 )
 def test_dead_store_is_a_miss(caplog: pytest.LogCaptureFixture, url: str) -> None:
     tier = s3.S3Tier(url, SystemClock())
-    stack = TierStack([tier])
-    stack.open()
-    assert read_all(stack, 1) is None
-    assert not stack.put_from(object_id(1), object_bytes(1))
-    assert stack.tier_stats()[0].faults == 2
-    assert caplog.records and "hush" not in caplog.text and "aHVz" not in caplog.text
-    with pytest.raises(TierUnavailable):
-        list(tier.objects())
-    stack.close()
+    with opened(TierStack([tier])) as stack:
+        assert read_all(stack, 1) is None
+        assert not stack.put_from(object_id(1), object_bytes(1))
+        assert stack.tier_stats()[0].faults == 2
+        assert caplog.records and "hush" not in caplog.text and "aHVz" not in caplog.text
+        with pytest.raises(TierUnavailable):
+            list(tier.objects())
 
 
 @pytest.mark.parametrize("rest", ["", "/prefix", "bucket?secret_access_key=hush&nope=1", "bucket?hush"])

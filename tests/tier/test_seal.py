@@ -19,13 +19,14 @@ from kvtide.evict import Hint
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier, open_tier
 from kvtide.tier.disk import DiskTier
-from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import Name, NamedId, ObjectId
 from kvtide.wire import object_quality, parse_object
 from kvtide_lab.wrapped import Counting
 
 pytest.importorskip("cryptography")
+from tests.stores import nothing_pinned, open_memory
+
 from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, sealing_key_id
 from kvtide.tier.seal import tier as sealing
 from kvtide.tier.seal.keys import HEAD_BYTES
@@ -46,16 +47,10 @@ def ring(tmp_path: Path) -> Keyring:
     return keyring(tmp_path, ONE)
 
 
-def memory() -> MemoryTier:
-    tier = MemoryTier(64 * TIER_BYTES, ManualClock(), lambda key: False)
-    tier.open()
-    return tier
-
-
 class TestSealedDisk(TierSuite):
     @pytest.fixture
     def tier(self, ring: Keyring, tmp_path: Path, clock: ManualClock) -> Iterator[Tier]:
-        with opened(SealedTier(DiskTier(tmp_path / "store", TIER_BYTES, clock, lambda key: False), ring)) as tier:
+        with opened(SealedTier(DiskTier(tmp_path / "store", TIER_BYTES, clock, nothing_pinned), ring)) as tier:
             yield tier
 
 
@@ -65,18 +60,17 @@ class TestSealedServer(TierSuite):
         (tmp_path / "keys").write_text(ONE)
         with running_server(tiers=("memory://",), limits=_small()) as server:
             url = f"{server.url}?seal=file:{tmp_path / 'keys'}"
-            with opened(open_tier(url, Limits(), SystemClock(), lambda key: False)) as tier:
+            with opened(open_tier(url, Limits(), SystemClock(), nothing_pinned)) as tier:
                 yield tier
 
 
 def test_advice_reaches_the_server_below_a_seal(ring: Keyring) -> None:
     with running_server(tiers=("memory://",), limits=_small()) as server:
-        stack = TierStack([SealedTier(open_tier(server.url, Limits(), SystemClock(), lambda key: False), ring)])
-        stack.open()
-        assert stack.note_request([object_id(1)], Hint(is_last=True)) and stack._adviser.wait(20)
-        assert hints_heard(server) == 1
-        stack.close()
-    assert not SealedTier(memory(), ring).takes_advice
+        remote = open_tier(server.url, Limits(), SystemClock(), nothing_pinned)
+        with opened(TierStack([SealedTier(remote, ring)])) as stack:
+            assert stack.note_request([object_id(1)], Hint(is_last=True)) and stack._adviser.wait(20)
+            assert hints_heard(server) == 1
+    assert not SealedTier(open_memory(), ring).takes_advice
 
 
 def _small() -> ServerLimits:
@@ -111,7 +105,7 @@ def is_right_or_refused(tier: Tier, number: int, size: int) -> bool:
 
 @pytest.mark.parametrize("size", [0, 1, 400, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 17])
 def test_any_range_of_any_size_opens_to_the_plain_bytes(ring: Keyring, size: int) -> None:
-    tier, plain, rng = SealedTier(memory(), ring), object_bytes(1, size), random.Random(size)
+    tier, plain, rng = SealedTier(open_memory(), ring), object_bytes(1, size), random.Random(size)
     assert tier.put_from(object_id(1), plain)
     assert [info.size for info in tier.objects()] == [size]
     for _ in range(40):
@@ -123,7 +117,7 @@ def test_any_range_of_any_size_opens_to_the_plain_bytes(ring: Keyring, size: int
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (5, 70_000), (PIECE, 3 * PIECE), (PIECE - 1, 3 * PIECE + 17)])
 def test_range_is_handed_over_as_it_comes(ring: Keyring, start: int, stop: int) -> None:
-    tier, plain, came = SealedTier(memory(), ring), object_bytes(1, 3 * PIECE + 17), bytearray()
+    tier, plain, came = SealedTier(open_memory(), ring), object_bytes(1, 3 * PIECE + 17), bytearray()
     tier.put_from(object_id(1), plain)
 
     def take(part: memoryview) -> bool:
@@ -140,7 +134,7 @@ class Slow(DiskTier):
     """A disk on which something happens before the read that begins behind the first part."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, 1 << 26, SystemClock(), lambda key: False)
+        super().__init__(folder, 1 << 26, SystemClock(), nothing_pinned)
         self.between: Callable[[], object] = lambda: None
         self.reads = 0
 
@@ -155,10 +149,8 @@ class Slow(DiskTier):
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     monkeypatch.setattr(sealing, "AHEAD_PIECES", 2)
-    disk = Slow(tmp_path / "store")
-    disk.open()
-    yield disk
-    disk.close()
+    with opened(Slow(tmp_path / "store")) as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("size", [1, PIECE, 2 * PIECE - 1, 2 * PIECE, 2 * PIECE + 1, 7 * PIECE + 17])
@@ -219,21 +211,21 @@ def test_damage_behind_the_first_part_is_zeros_there(ring: Keyring, slow: Slow) 
 
 
 def test_reading_of_a_range_ends_when_no_more_is_wanted(ring: Keyring) -> None:
-    tier, parts = SealedTier(memory(), ring), []
+    tier, parts = SealedTier(open_memory(), ring), []
     tier.put_from(object_id(1), object_bytes(1, 9 * PIECE))
     assert tier.read_range(object_id(1), 0, 9 * PIECE, lambda part: parts.append(len(part)) is not None)
     assert parts == [PIECE]
 
 
 def test_range_of_what_others_sealed_is_not_there(tmp_path: Path) -> None:
-    below = memory()
+    below = open_memory()
     SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))
     ours = SealedTier(below, keyring(tmp_path, TWO))
     assert not ours.read_range(object_id(1), 0, 1000, lambda part: True) and not ours.contains(object_id(1))
 
 
 def test_range_reads_only_the_pieces_that_it_touches(ring: Keyring) -> None:
-    below = Counting(memory())
+    below = Counting(open_memory())
     tier = SealedTier(below, ring)
     tier.put_from(object_id(1), object_bytes(1, 40 * PIECE))
     assert tier.get_into(object_id(1), memoryview(bytearray(PIECE)), 20 * PIECE + 5) == PIECE
@@ -241,7 +233,7 @@ def test_range_reads_only_the_pieces_that_it_touches(ring: Keyring) -> None:
 
 
 def test_nothing_plain_lies_in_the_store_but_what_servers_need(ring: Keyring) -> None:
-    tier, plain = SealedTier(memory(), ring), object_bytes(1, 3 * PIECE, quality=0.01)
+    tier, plain = SealedTier(open_memory(), ring), object_bytes(1, 3 * PIECE, quality=0.01)
     tier.put_from(object_id(1), plain)
     tier.put_from(object_id(2), object_bytes(1, 3 * PIECE))
     below = raw(tier, object_id(1))
@@ -254,7 +246,7 @@ def test_nothing_plain_lies_in_the_store_but_what_servers_need(ring: Keyring) ->
 
 
 def test_same_bytes_are_never_sealed_the_same_way_twice(ring: Keyring) -> None:
-    one, other = SealedTier(memory(), ring), SealedTier(memory(), ring)
+    one, other = SealedTier(open_memory(), ring), SealedTier(open_memory(), ring)
     for tier in (one, other):
         tier.put_from(object_id(1), bytes(2 * PIECE))
     a, b, step = raw(one, object_id(1)), raw(other, object_id(1)), PIECE + 48
@@ -266,7 +258,7 @@ def test_same_bytes_are_never_sealed_the_same_way_twice(ring: Keyring) -> None:
 
 
 def test_flipped_bits_are_misses_or_refused_never_wrong_bytes(ring: Keyring) -> None:
-    tier, size, rng = SealedTier(memory(), ring), 2 * PIECE + 100, random.Random(7)
+    tier, size, rng = SealedTier(open_memory(), ring), 2 * PIECE + 100, random.Random(7)
     tier.put_from(object_id(1), object_bytes(1, size))
     good = raw(tier, object_id(1))
     places = [*range(300, 360), *(rng.randrange(len(good)) for _ in range(60)), len(good) - 1]
@@ -279,7 +271,7 @@ def test_flipped_bits_are_misses_or_refused_never_wrong_bytes(ring: Keyring) -> 
 
 
 def test_truncated_objects_are_misses_or_refused(ring: Keyring) -> None:
-    tier, size = SealedTier(memory(), ring), 2 * PIECE + 100
+    tier, size = SealedTier(open_memory(), ring), 2 * PIECE + 100
     tier.put_from(object_id(1), object_bytes(1, size))
     good = raw(tier, object_id(1))
     for length in (1, 303, 304, 330, 352, 360, PIECE, 304 + PIECE + 48, 304 + PIECE + 60, len(good) - 1):
@@ -289,7 +281,7 @@ def test_truncated_objects_are_misses_or_refused(ring: Keyring) -> None:
 
 
 def test_swapped_objects_and_pieces_are_refused(ring: Keyring) -> None:
-    tier, size = SealedTier(memory(), ring), 3 * PIECE
+    tier, size = SealedTier(open_memory(), ring), 3 * PIECE
     for number in (1, 2):
         tier.put_from(object_id(number), object_bytes(number, size))
     one, two = raw(tier, object_id(1)), raw(tier, object_id(2))
@@ -317,7 +309,7 @@ def test_swapped_objects_and_pieces_are_refused(ring: Keyring) -> None:
 def test_wrong_key_is_a_miss_said_once_and_the_block_is_stored_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    below = memory()
+    below = open_memory()
     SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))
     ours = SealedTier(below, keyring(tmp_path, TWO))
     assert ours.contains(object_id(1))
@@ -343,7 +335,7 @@ def test_keys_are_read_again_and_stay_if_the_file_is_gone(tmp_path: Path) -> Non
 
 
 def test_what_could_not_be_opened_is_found_once_its_key_is_here(tmp_path: Path) -> None:
-    below, clock = memory(), ManualClock()
+    below, clock = open_memory(), ManualClock()
     SealedTier(below, keyring(tmp_path, TWO)).put_from(object_id(1), object_bytes(1))
     (tmp_path / "keys").write_text(ONE)
     ours = SealedTier(below, Keyring(f"file:{tmp_path / 'keys'}", clock))
@@ -355,7 +347,7 @@ def test_what_could_not_be_opened_is_found_once_its_key_is_here(tmp_path: Path) 
 
 
 def test_tenants_have_keys_of_their_own(tmp_path: Path) -> None:
-    below, ring = memory(), keyring(tmp_path, ONE, f"search {TWO}", f"chat {THREE}")
+    below, ring = open_memory(), keyring(tmp_path, ONE, f"search {TWO}", f"chat {THREE}")
     tier = SealedTier(below, ring)
     names = [NamedId.of(object_id(n), Name(tenant, object_id(n).namespace, 0)) for n, tenant in enumerate(TENANTS)]
     for number, name in enumerate(names):
@@ -406,11 +398,11 @@ def test_url_seals_every_kind_of_store_but_memory(tmp_path: Path) -> None:
         f"valkey://127.0.0.1:9?{seal}&ttl_s=5",
         f"s3://bucket?region=x&{seal}",
     ):
-        tier = open_tier(url, Limits(), SystemClock(), lambda key: False)
+        tier = open_tier(url, Limits(), SystemClock(), nothing_pinned)
         assert isinstance(tier, SealedTier) and tier.takes_evicted == ("evicted" in url)
     for bad in (f"memory://?{seal}", f"disk:///x?{seal}&{seal}"):
         with pytest.raises(ValueError, match=r"sealed|one seal="):
-            open_tier(bad, Limits(), SystemClock(), lambda key: False)
+            open_tier(bad, Limits(), SystemClock(), nothing_pinned)
 
 
 def test_layers_of_a_sealed_block_come_one_after_the_other(tmp_path: Path, open_cache: Any) -> None:
@@ -430,8 +422,7 @@ def test_what_a_sealed_tier_evicts_is_offered_as_it_was(tmp_path: Path, ring: Ke
         assert fill_view(memoryview(data))
         offered[name] = bytes(data)
 
-    tier = SealedTier(MemoryTier(TIER_BYTES, ManualClock(), lambda key: False), ring)
-    tier.open()
+    tier = SealedTier(open_memory(TIER_BYTES), ring)
     tier.offer_to(take)
     for number in range(40):
         tier.put_from(object_id(number), object_bytes(number, 100_000))
@@ -441,7 +432,7 @@ def test_what_a_sealed_tier_evicts_is_offered_as_it_was(tmp_path: Path, ring: Ke
 
 def test_sealed_bytes_are_those_of_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.urandom", lambda count: bytes(range(count)))
-    tier = SealedTier(memory(), keyring(tmp_path, ONE))
+    tier = SealedTier(open_memory(), keyring(tmp_path, ONE))
     tier.put_from(object_id(1), object_bytes(1, 1000))
     assert raw(tier, object_id(1)) == GOLDEN.read_bytes()
     lay(tier, object_id(1), GOLDEN.read_bytes())

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from tests.servers import running_server
-from tests.stores import Slow
+from tests.stores import Slow, nothing_pinned, open_disk, opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from tests.tier.test_log import open_tier
 
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
@@ -29,10 +28,6 @@ from kvtide_lab.bench.services import wait_until
 from kvtide_lab.wrapped import Counting
 
 PAGE = 4096
-
-
-def nothing_pinned(key: bytes) -> bool:
-    return False
 
 
 class NamedMemory(MemoryTier):
@@ -60,11 +55,9 @@ class TestStackOfMemoryAndDisk(TierSuite):
     def tier(self, tmp_path: Path, clock: ManualClock) -> Iterator[Tier]:
         ranking = ScoreRanking(lambda each: 1.0)
         memory = MemoryTier(200_000, clock, nothing_pinned, RankedOrder(ranking))
-        stack = TierStack([memory, DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)], ranking)
-        stack.open()
-        yield stack
-        memory.check()
-        stack.close()
+        with opened(TierStack([memory, DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)], ranking)) as stack:
+            yield stack
+            memory.check()
 
     # Two tiers hold an object each: what they count together is theirs to say.
     test_second_put_keeps_first_object = None  # type: ignore[assignment]
@@ -75,10 +68,8 @@ class TestStackThatTellsATierLast(TierSuite):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
         remote = NamedMemory("remote", TIER_BYTES)
-        stack = TierStack([NamedMemory("memory", TIER_BYTES), remote], written_last=[remote])
-        stack.open()
-        yield stack
-        stack.close()
+        with opened(TierStack([NamedMemory("memory", TIER_BYTES), remote], written_last=[remote])) as stack:
+            yield stack
 
     test_second_put_keeps_first_object = None  # type: ignore[assignment]
     test_bytes_stay_under_the_cap = None  # type: ignore[assignment]
@@ -343,19 +334,17 @@ def test_evicted_objects_go_to_the_slower_tier_alone(kind: str, tmp_path: Path, 
     )
     remote = MemoryTier(10 << 20, clock, nothing_pinned)
     remote.name = "remote"
-    stack = TierStack([local, remote], demote_to=[remote])
-    stack.open()
-    for number in range(20):
-        assert stack.put_from(object_id(number), object_bytes(number, 50_000))
-    assert stack.demoter.wait(10)
-    stack.demoter.check()
-    evicted = {number for number in range(20) if not local.contains(object_id(number))}
-    assert evicted and all(remote.contains(object_id(number)) for number in evicted)
-    for number in range(20):
-        # What the copy of the one before has pushed out is on its way.
-        assert stack.demoter.wait(20)
-        assert read_all(stack, number) == object_bytes(number, 50_000)
-    stack.close()
+    with opened(TierStack([local, remote], demote_to=[remote])) as stack:
+        for number in range(20):
+            assert stack.put_from(object_id(number), object_bytes(number, 50_000))
+        assert stack.demoter.wait(10)
+        stack.demoter.check()
+        evicted = {number for number in range(20) if not local.contains(object_id(number))}
+        assert evicted and all(remote.contains(object_id(number)) for number in evicted)
+        for number in range(20):
+            # What the copy of the one before has pushed out is on its way.
+            assert stack.demoter.wait(20)
+            assert read_all(stack, number) == object_bytes(number, 50_000)
 
 
 def test_what_finds_no_room_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,17 +376,15 @@ def test_engine_keeps_locally_and_demotes_to_servers(scheme: str, tmp_path: Path
     with running_server() as server:
         limits = Limits(memory_bytes_max=200_000, disk_bytes_max=400_000)
         url = f"disk://{tmp_path} {scheme}://{server.address}?write=evicted"
-        stack = stack_of(url, limits, clock, nothing_pinned)
-        stack.open()
-        assert stack.tier_names == ["memory", "disk", scheme]
-        stack.put_from(object_id(0), object_bytes(0, 50_000))
-        assert server.store.stats().objects == 0
-        for number in range(1, 20):
-            stack.put_from(object_id(number), object_bytes(number, 50_000))
-        assert stack.demoter.wait(10)
-        assert server.store.contains(object_id(0))
-        assert read_all(stack, 0) == object_bytes(0, 50_000)
-        stack.close()
+        with opened(stack_of(url, limits, clock, nothing_pinned)) as stack:
+            assert stack.tier_names == ["memory", "disk", scheme]
+            stack.put_from(object_id(0), object_bytes(0, 50_000))
+            assert server.store.stats().objects == 0
+            for number in range(1, 20):
+                stack.put_from(object_id(number), object_bytes(number, 50_000))
+            assert stack.demoter.wait(10)
+            assert server.store.contains(object_id(0))
+            assert read_all(stack, 0) == object_bytes(0, 50_000)
 
 
 # Segments kept open for reading: few, closed once, and never those of a store that is gone.
@@ -428,44 +415,44 @@ def files() -> Watched:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, files: Watched) -> OpenSegments:
+def segments(tmp_path: Path, files: Watched) -> OpenSegments:
     for number in range(OPEN_MAX + 5):
         (tmp_path / str(number)).write_bytes(bytes(4096))
     return OpenSegments(files, lambda number: str(tmp_path / str(number)))
 
 
-def test_file_is_opened_once_and_few_stay_open(opened: OpenSegments, files: Watched) -> None:
+def test_file_is_opened_once_and_few_stay_open(segments: OpenSegments, files: Watched) -> None:
     for number in (0, 0, *range(OPEN_MAX + 5)):
-        opened.take(number)
+        segments.take(number)
     assert files.opens == OPEN_MAX + 5
     assert len(files.open_now) == OPEN_MAX
-    opened.close()
+    segments.close()
     assert not files.open_now
 
 
-def test_file_in_use_stays_open_until_nobody_holds_it(opened: OpenSegments, files: Watched) -> None:
-    first, second = opened.take(1), opened.take(1)
-    opened.drop(1)
+def test_file_in_use_stays_open_until_nobody_holds_it(segments: OpenSegments, files: Watched) -> None:
+    first, second = segments.take(1), segments.take(1)
+    segments.drop(1)
     del first
     assert os.fstat(second.descriptor).st_size == 4096
     del second
     assert not files.open_now
 
 
-def test_file_that_was_removed_or_made_anew_is_not_read(opened: OpenSegments, files: Watched, tmp_path: Path) -> None:
-    opened.take(1)
+def test_file_that_was_removed_or_made_anew_is_not_read(segments: OpenSegments, files: Watched, tmp_path: Path) -> None:
+    segments.take(1)
     (tmp_path / "1").unlink()
     with pytest.raises(FileNotFoundError):
-        opened.take(1)
+        segments.take(1)
     (tmp_path / "1").write_bytes(bytes(8192))
-    again = opened.take(1)
+    again = segments.take(1)
     assert os.fstat(again.descriptor).st_size == 8192
     assert len(files.open_now) == 1
 
 
 def test_store_that_was_removed_is_no_longer_served(tmp_path: Path) -> None:
     files = Watched()
-    tier = open_tier(tmp_path / "store", files=files)
+    tier = open_disk(tmp_path / "store", files=files)
     tier.put_from(object_id(1), object_bytes(1))
     assert read_all(tier, 1) == object_bytes(1)
     shutil.rmtree(tmp_path / "store")

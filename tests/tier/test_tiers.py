@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import resident_bytes
 from tests.servers import listening
-from tests.stores import opened
+from tests.stores import nothing_pinned, open_disk, open_memory, opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
-from tests.tier.test_stack import nothing_pinned
 
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import ManualClock, SystemClock
@@ -40,19 +39,15 @@ from kvtide_lab.wrapped import Counting
 class TestMemory(TierSuite):
     @pytest.fixture
     def tier(self, clock: ManualClock) -> Iterator[Tier]:
-        tier = MemoryTier(TIER_BYTES, clock, nothing_pinned)
-        tier.open()
-        yield tier
-        tier.check()
+        with opened(MemoryTier(TIER_BYTES, clock, nothing_pinned)) as tier:
+            yield tier
 
 
 class TestDisk(TierSuite):
     @pytest.fixture
     def tier(self, tmp_path: Path, clock: ManualClock) -> Iterator[Tier]:
-        tier = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
-        tier.open()
-        yield tier
-        tier.check()
+        with opened(DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)) as tier:
+            yield tier
         assert list(tmp_path.glob("*.part")) == []
 
 
@@ -84,9 +79,8 @@ def test_object_larger_than_the_tier_is_refused(kind: str, tmp_path: Path, clock
         tier.put_from(object_id(1), object_bytes(1))
 
 
-def test_files_that_are_not_segments_are_passed_over(tmp_path: Path, clock: ManualClock) -> None:
-    tier = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
-    tier.open()
+def test_files_that_are_not_segments_are_passed_over(tmp_path: Path) -> None:
+    tier = open_disk(tmp_path)
     tier.put_from(object_id(1), object_bytes(1))
     for name in ("readme.seg", "000000000002.txt", "00000000000x.seg", "000000000009.seg"):
         (tmp_path / "segments" / name).write_text("hello")
@@ -127,9 +121,8 @@ def test_journal_keeps_its_bound_and_the_newest_lines(tmp_path: Path) -> None:
     assert journal.reason(object_id(0)) is None
 
 
-def test_parents_come_first_and_are_no_use(tmp_path: Path, clock: ManualClock, layout: BlockLayout) -> None:
-    tier = DiskTier(tmp_path, TIER_BYTES, clock, nothing_pinned)
-    tier.open()
+def test_parents_come_first_and_are_no_use(tmp_path: Path, layout: BlockLayout) -> None:
+    tier = open_disk(tmp_path)
     metas = [BlockMeta(object_id(number), object_id(number - 1).key, 16 * number, layout, "test") for number in (2, 1)]
     for meta in metas:
         tier.put_from(meta.id, pack_object(meta, "raw-1", [Section(SectionId(SectionKind.DATA, 0, 0, 1), b"x")]))
@@ -143,14 +136,8 @@ def test_parents_come_first_and_are_no_use(tmp_path: Path, clock: ManualClock, l
 PAGE = 4096
 
 
-def open_memory(pages: int) -> MemoryTier:
-    tier = MemoryTier(pages * PAGE, ManualClock(0.0), lambda key: False)
-    tier.open()
-    return tier
-
-
 def test_memory_that_is_read_is_not_given_to_another_object() -> None:
-    tier = open_memory(2)
+    tier = open_memory(2 * PAGE)
     tier.put_from(object_id(1), object_bytes(1, 2 * PAGE))
     with tier.lease(object_id(1)) as views:
         assert views is not None
@@ -164,7 +151,7 @@ def test_memory_that_is_read_is_not_given_to_another_object() -> None:
 
 
 def test_object_in_a_lease_is_not_evicted() -> None:
-    tier = open_memory(2)
+    tier = open_memory(2 * PAGE)
     tier.put_from(object_id(1), object_bytes(1))
     tier.put_from(object_id(2), object_bytes(2))
     with tier.lease(object_id(1)):
@@ -173,7 +160,7 @@ def test_object_in_a_lease_is_not_evicted() -> None:
 
 
 def test_lent_memory_can_not_be_written() -> None:
-    tier = open_memory(1)
+    tier = open_memory(PAGE)
     tier.put_from(object_id(1), object_bytes(1))
     with tier.lease(object_id(1)) as views, pytest.raises(TypeError, match="read-only"):
         assert views is not None
@@ -181,7 +168,7 @@ def test_lent_memory_can_not_be_written() -> None:
 
 
 def test_object_laid_into_scattered_frames_is_read_from_any_offset() -> None:
-    tier = open_memory(7)
+    tier = open_memory(7 * PAGE)
     for number in range(7):
         tier.put_from(object_id(number), object_bytes(number))
     for number in (1, 3, 5):
@@ -195,7 +182,7 @@ def test_object_laid_into_scattered_frames_is_read_from_any_offset() -> None:
 
 
 def test_closed_tier_finds_and_stores_nothing() -> None:
-    tier = open_memory(2)
+    tier = open_memory(2 * PAGE)
     tier.put_from(object_id(1), object_bytes(1))
     tier.close()
     assert read_all(tier, 1) is None
@@ -303,7 +290,7 @@ def test_order_sees_uses_since_an_object_entered_and_forgets_who_left() -> None:
 @pytest.mark.parametrize("frame_bytes", [0, 100, -PAGE])
 def test_frame_that_is_no_page_is_refused(frame_bytes: int) -> None:
     with pytest.raises(ValueError, match="multiple"):
-        MemoryTier(PAGE, ManualClock(0.0), lambda key: False, frame_bytes=frame_bytes)
+        MemoryTier(PAGE, ManualClock(0.0), nothing_pinned, frame_bytes=frame_bytes)
 
 
 # A run is looked up in few questions, and its answer is what single look-ups give.
@@ -326,31 +313,26 @@ class Remote(Counting):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 2)), min_size=12, max_size=12), st.sets(st.integers(0, 2)))
 def test_run_ends_where_no_tier_has_the_next(held: list[set[int]], batched: set[int]) -> None:
-    plain = [MemoryTier(1 << 16, SystemClock(), lambda key: False) for _ in range(3)]
-    stack = TierStack([Remote(tier) if number in batched else tier for number, tier in enumerate(plain)])
-    stack.open()
-    for number, tiers in enumerate(held):
-        for tier in tiers:
-            plain[tier].put_from(IDS[number], b"x")
-    expected = [min(tiers) for tiers in takewhile(bool, held)]
-    assert stack.run_places(IDS) == expected
-    stack.close()
+    plain = [MemoryTier(1 << 16, SystemClock(), nothing_pinned) for _ in range(3)]
+    with opened(TierStack([Remote(tier) if number in batched else tier for number, tier in enumerate(plain)])) as stack:
+        for number, tiers in enumerate(held):
+            for tier in tiers:
+                plain[tier].put_from(IDS[number], b"x")
+        expected = [min(tiers) for tiers in takewhile(bool, held)]
+        assert stack.run_places(IDS) == expected
 
 
 def test_long_run_behind_memory_takes_few_questions() -> None:
-    clock = SystemClock()
-    near, far = MemoryTier(1 << 20, clock, lambda key: False), MemoryTier(8 << 20, clock, lambda key: False)
+    near, far = open_memory(), open_memory(8 << 20)
     remote = Remote(far)
-    stack = TierStack([near, remote])
-    stack.open()
-    ids = [object_id(number) for number in range(2 * LOOK_UPS_MAX)]
-    for number, each in enumerate(ids[:-5]):
-        far.put_from(each, object_bytes(number, 100))
-    near.put_from(ids[3], object_bytes(3, 100))
-    remote.calls.clear()
-    assert stack.run_places(ids) == [1, 1, 1, 0] + [1] * (len(ids) - 9)
-    assert sum(remote.calls.values()) <= 6
-    stack.close()
+    with opened(TierStack([near, remote])) as stack:
+        ids = [object_id(number) for number in range(2 * LOOK_UPS_MAX)]
+        for number, each in enumerate(ids[:-5]):
+            far.put_from(each, object_bytes(number, 100))
+        near.put_from(ids[3], object_bytes(3, 100))
+        remote.calls.clear()
+        assert stack.run_places(ids) == [1, 1, 1, 0] + [1] * (len(ids) - 9)
+        assert sum(remote.calls.values()) <= 6
 
 
 # The parts of the remote tier that need no server, and what it makes of answers that are off.
@@ -417,15 +399,13 @@ PART = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %s\r\nContent-Leng
 def test_answer_that_is_off_is_a_fault_and_a_miss_upstairs(answer: bytes) -> None:
     with answering(answer) as url:
         tier = http_tier(url, SystemClock())
-        stack = TierStack([tier])
-        stack.open()
-        buffer = memoryview(bytearray(100))
-        with pytest.raises(TierUnavailable):
-            tier.get_into(object_id(1), buffer)
-        assert stack.get_into(object_id(1), buffer) is None
-        assert tier.stats().faults >= 1
-        tier.check()
-        stack.close()
+        with opened(TierStack([tier])) as stack:
+            buffer = memoryview(bytearray(100))
+            with pytest.raises(TierUnavailable):
+                tier.get_into(object_id(1), buffer)
+            assert stack.get_into(object_id(1), buffer) is None
+            assert tier.stats().faults >= 1
+            tier.check()
 
 
 def test_nobody_listening_is_a_fault_for_every_verb() -> None:

@@ -144,16 +144,14 @@ def test_wrong_password_is_said_and_never_shown(server: BenchService) -> None:
 def test_dead_server_is_a_miss_and_is_found_when_it_comes(caplog: pytest.LogCaptureFixture) -> None:
     with valkey_server() as server:
         server.kill()
-        stack = TierStack([ValkeyTier(f"valkey://127.0.0.1:{server.port}", SystemClock())])
-        stack.open()
-        assert read_all(stack, 1) is None
-        assert not stack.put_from(object_id(1), object_bytes(1))
-        assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-        server.start()
-        server.wait_listening()
-        wait_until(lambda: stack.put_from(object_id(1), object_bytes(1)), "the tier to find the server")
-        assert read_all(stack, 1) == object_bytes(1)
-        stack.close()
+        with opened(TierStack([ValkeyTier(f"valkey://127.0.0.1:{server.port}", SystemClock())])) as stack:
+            assert read_all(stack, 1) is None
+            assert not stack.put_from(object_id(1), object_bytes(1))
+            assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+            server.start()
+            server.wait_listening()
+            wait_until(lambda: stack.put_from(object_id(1), object_bytes(1)), "the tier to find the server")
+            assert read_all(stack, 1) == object_bytes(1)
 
 
 def test_peer_that_is_no_valkey_is_a_fault(clock: ManualClock) -> None:

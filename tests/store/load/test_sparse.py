@@ -24,10 +24,11 @@ from tests.store.load.sources import (
     made_objects,
     parsed,
 )
+from tests.stores import open_memory, opened
 from tests.suites import block_meta, smooth_bits
 
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.clock import ManualClock, SystemClock
+from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry
 from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
@@ -71,8 +72,7 @@ BITS = [smooth_bits(LAYOUT, 70 + i) for i in range(3)]
 
 
 def a_tier(seed: int = 0, codec: Codec = CODEC) -> MemoryTier:
-    tier = MemoryTier(1 << 22, ManualClock(), lambda key: False)
-    tier.open()
+    tier = open_memory()
     rng = np.random.default_rng(seed)
     for meta, bits in zip(METAS, BITS, strict=True):
         sections = codec.encode(meta, bits)
@@ -86,8 +86,7 @@ def a_tier(seed: int = 0, codec: Codec = CODEC) -> MemoryTier:
 def stored_chain(blocks: int) -> tuple[list[BlockMeta], MemoryTier]:
     """Blocks stored in orders by chance from the beginning."""
     metas = chain(blocks)
-    tier = MemoryTier(1 << 24, ManualClock(), lambda key: False)
-    tier.open()
+    tier = open_memory()
     for number, meta in enumerate(metas):
         orders = packing_orders(np.random.default_rng(number).random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
         sections = CODEC.ordered(orders).encode(meta, BITS[number % 3])
@@ -220,9 +219,8 @@ def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_by_one_each
     with (
         running_server(tiers=("memory://",)) as server,
         ShapedProxy((server.address.host, server.address.port), lambda s: 1e9 * s) as relay,
+        opened(http_tier(f"http://127.0.0.1:{relay.port}", SystemClock())) as tier,
     ):
-        tier = http_tier(f"http://127.0.0.1:{relay.port}", SystemClock())
-        tier.open()
         for info in (memory := a_tier()).objects():
             data = memoryview(bytearray(info.size))
             memory.get_into(info.id, data)
@@ -237,7 +235,6 @@ def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_by_one_each
         for layer, loaded in found.items():
             assert np.array_equal(loaded.bits, BITS[0][layer][:, loaded.tokens])
         load.close()
-        tier.close()
 
 
 def test_sections_are_read_together_unless_more_than_a_gap_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:

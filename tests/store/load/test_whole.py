@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.store.load.sources import KL, STEP_BYTES, AnyOf, MadeSource, made_objects, parsed
 from tests.store.test_cache import Collector, OpenCache, fill, metas_of
-from tests.stores import stored_records
+from tests.stores import open_memory, stored_records
 from tests.suites import smooth_bits
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
@@ -28,7 +28,6 @@ from kvtide.store.load import LoadReport, MissReason, Whole
 from kvtide.store.load import whole as loading
 from kvtide.store.load.backfill import BYTES_MAX, Backfill, PartialLoad
 from kvtide.store.load.run import LoadRequest, ObjectRange, layered_job, level_job
-from kvtide.tier.ram import MemoryTier
 from kvtide.tier.source import read_heads
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire.receiver import Receiver
@@ -247,12 +246,6 @@ class Store:
         return True
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
-
-
 def keeper_of(stack: ExitStack, *sources: MadeSource, bytes_max: int = BYTES_MAX) -> tuple[Backfill, Store]:
     store = Store()
     keeper = Backfill(AnyOf(*sources), store.put, SystemClock(), bytes_max)
@@ -412,8 +405,7 @@ def test_heads_end_before_what_is_absent_or_damaged() -> None:
 def test_tier_is_a_source_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.tier.base.SLICE_BYTES", 1000)
     object_id, data = next(iter(FOUR.items()))
-    tier, parts = MemoryTier(1 << 20, SystemClock(), lambda key: False), list[bytes]()
-    tier.open()
+    tier, parts = open_memory(), list[bytes]()
     tier.put_from(object_id, data)
 
     def take(part: memoryview) -> bool:
@@ -423,4 +415,3 @@ def test_tier_is_a_source_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tier.read_range(object_id, 100, 5000, take)
     assert b"".join(parts) == data[100:3100]
     assert not tier.read_range(object_id, len(data) - 10, len(data) + 10, lambda part: True)
-    tier.close()
