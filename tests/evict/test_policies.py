@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterable
-from functools import partial
+from typing import Any
 
 import pytest
 from tests.suites import chain, namespace
@@ -169,6 +169,12 @@ def test_reuse_goes_by_age_where_it_has_learned_nothing_yet() -> None:
 MIXED = [name for name in INGREDIENTS if name != "reuse"]
 
 
+def ruled(policy: Any, blocks: int) -> tuple[Any, RadixIndex, ManualClock]:
+    """Return a policy, an index of so many blocks that it rules, and their clock."""
+    clock = ManualClock()
+    return policy, RadixIndex(clock, lambda blocks_max: policy, blocks), clock
+
+
 def hits(index: RadixIndex, clock: ManualClock, prompts: list[tuple[int, ...]]) -> int:
     """Ask for prompts and store them; return how many blocks were there."""
     found = 0
@@ -186,9 +192,7 @@ def scans(count: int, documents: int, seed: int) -> list[tuple[int, ...]]:
 
 
 def test_best_policy_rules_and_what_the_cache_holds_is_what_its_shadow_holds() -> None:
-    policy, clock = policy_named("mix")(120), ManualClock()
-    assert isinstance(policy, mix.MixPolicy)
-    index = RadixIndex(clock, lambda _: policy, 120)
+    policy, index, clock = ruled(policy_named("mix")(120), 120)
     hits(index, clock, scans(2000, 200, 1))
     assert policy.ruler in {"s3fifo", "arc"}
     shadow = policy._shadows[policy.ruler]
@@ -211,9 +215,7 @@ def test_mix_hits_about_what_the_best_policy_hits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_blocks_that_leave_for_want_of_bytes_leave_the_shadows_too() -> None:
-    policy, clock = policy_named("mix")(40), ManualClock()
-    assert isinstance(policy, mix.MixPolicy)
-    index = RadixIndex(clock, lambda _: policy, 40)
+    policy, index, clock = ruled(policy_named("mix")(40), 40)
     hits(index, clock, [(number, 1, 2, 3) for number in range(20)])
     index.victims(25)
     assert index.stats().held_blocks == 15
@@ -221,8 +223,7 @@ def test_blocks_that_leave_for_want_of_bytes_leave_the_shadows_too() -> None:
 
 
 def test_keys_that_only_a_shadow_knows_to_be_no_chain_leave_first() -> None:
-    policy, clock = policy_named("mix")(4), ManualClock()
-    index = RadixIndex(clock, lambda _: policy, 4)
+    _, index, clock = ruled(policy_named("mix")(4), 4)
     hits(index, clock, [(1, 2), (3, 4), (5, 6)])
     # The cache has forgotten these, not so a shadow.
     strange = [chain(1, 2)[1], chain(1)[0]]
@@ -234,9 +235,7 @@ def test_keys_that_only_a_shadow_knows_to_be_no_chain_leave_first() -> None:
 
 
 def test_lead_of_two_hits_is_chance_where_policies_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, clock = policy_named("mix")(40), ManualClock()
-    assert isinstance(policy, mix.MixPolicy)
-    index = RadixIndex(clock, lambda _: policy, 40)
+    policy, index, clock = ruled(policy_named("mix")(40), 40)
     monkeypatch.setattr(policy._shadows, "lengths", lambda keys: [int(name == "lru") for name in policy._shadows.names])
     rulers = []
     for _ in range(3):
@@ -246,9 +245,7 @@ def test_lead_of_two_hits_is_chance_where_policies_hold_the_same(monkeypatch: py
 
 
 def test_sizes_reach_the_shadows() -> None:
-    policy = policy_named("mix")(8)
-    assert isinstance(policy, mix.MixPolicy)
-    index = RadixIndex(ManualClock(), lambda _: policy, 8)
+    policy, index, _ = ruled(policy_named("mix")(8), 8)
     index.insert(namespace(), chain(1, 2), size=500)
     for shadow in policy._shadows._shadows:
         assert {run.size for run in shadow._tree.runs()} == {500}
@@ -258,9 +255,7 @@ def test_switch_forgets_a_bounded_number_of_blocks_a_request(monkeypatch: pytest
     monkeypatch.setattr(policies, "FULL_BLOCKS_MAX", 8)
     monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
     monkeypatch.setattr(mix, "FORGOTTEN_MAX", 4)
-    policy, clock = policy_named("mix")(40), ManualClock()
-    assert isinstance(policy, mix.SampledMixPolicy)
-    index = RadixIndex(clock, lambda _: policy, 40)
+    policy, index, clock = ruled(policy_named("mix")(40), 40)
     hits(index, clock, [(number, 1, 2, 3) for number in range(300)])
     policy._small.ruler = "lru"
     policy._crown("lru")
@@ -273,15 +268,10 @@ def test_switch_forgets_a_bounded_number_of_blocks_a_request(monkeypatch: pytest
     assert known[0] > 600 > known[-1] == 40
 
 
-def _the(policy: mix.SampledMixPolicy, blocks_max: int) -> mix.SampledMixPolicy:
-    return policy
-
-
 def test_each_policy_can_rule_a_large_cache_and_reuse_goes_on_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
     for name in MIXED:
-        policy, clock = mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 40), ManualClock()
-        index = RadixIndex(clock, partial(_the, policy), 40)
+        policy, index, clock = ruled(mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 40), 40)
         for ruler in (name, "reuse", name):
             hits(index, clock, scans(40, 30, 3))
             policy._small.ruler = ruler
@@ -292,8 +282,7 @@ def test_each_policy_can_rule_a_large_cache_and_reuse_goes_on_beside_it(monkeypa
 
 def test_sample_is_a_cache_of_whole_sessions_that_learns_with_the_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 128)
-    policy, clock = mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 512), ManualClock()
-    index = RadixIndex(clock, partial(_the, policy), 512)
+    policy, index, clock = ruled(mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 512), 512)
     hits(index, clock, [(number % 97, 1, *range(number % 5)) for number in range(1000)])
     seen = [run for run, is_sampled in policy._runs.items() if is_sampled]
     assert 0.1 < len(seen) / len(policy._runs) < 0.45
@@ -305,8 +294,7 @@ def test_sample_is_a_cache_of_whole_sessions_that_learns_with_the_large_one(monk
 
 def test_policies_of_the_sample_hear_how_many_blocks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
-    policy = mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 40)
-    index = RadixIndex(ManualClock(), partial(_the, policy), 40)
+    policy, index, _ = ruled(mix.SampledMixPolicy({each: policy_named(each) for each in MIXED}, 40), 40)
     for fitting, share in ((40, 8), (400, 80), (20, 4)):
         index.plan(fitting)
         remembered = {name: policy._small._shadows[name]._policy.ghost_blocks_max for name in ("s3fifo", "arc")}
