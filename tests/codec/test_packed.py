@@ -1,6 +1,7 @@
 """Packed blocks: exact whatever the order, rough where chunks are missing; what all codecs promise."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.suites import block_meta, smooth_bits
-from tests.suites.codec_suite import CodecSuite
+from tests.suites.codec_suite import CodecSuite, decoded_by
 
 from kvtide.block import BlockBits, BlockLayout, KVDtype
 from kvtide.codec import Codec, CodecRegistry, LosslessCodec, Profile
@@ -30,9 +31,7 @@ BASES = SECTIONS[: len(SECTIONS) - len(CHUNKS)]
 
 
 def decoded(sections: list[Section]) -> BlockBits:
-    out = np.empty_like(BITS)
-    CODEC.decode(META, sections, out)
-    return out
+    return decoded_by(CODEC, META, sections)
 
 
 def orders_of(seed: int) -> np.ndarray:
@@ -93,11 +92,8 @@ def test_what_can_not_be_packed_is_refused() -> None:
 
 def test_the_registry_makes_it_and_reads_whole_blocks_without_a_profile() -> None:
     registry = CodecRegistry([])
-    codec = registry.get("packed-1", None)
-    assert codec is not None
-    out = np.empty_like(BITS)
-    codec.decode(META, SECTIONS, out)
-    assert np.array_equal(out, BITS)
+    codec: Any = registry.get("packed-1", None)
+    assert np.array_equal(decoded_by(codec, META, SECTIONS), BITS)
     for bad in ("packed:x", "packed:0.01:0"):
         with pytest.raises(ValueError, match="packed"):
             registry.make(bad)
@@ -112,9 +108,7 @@ def test_golden_bytes_are_still_written_and_read() -> None:
     assert bytes(pack_object(META, codec.codec_id, sections, codec.profile)) == stored
     reader = CodecRegistry([profile]).get("packed-1", profile.digest)
     assert isinstance(reader, PackedCodec)
-    out = np.empty_like(BITS)
-    reader.decode(META, parse_object(stored).sections(), out)
-    assert np.array_equal(out, BITS)
+    assert np.array_equal(decoded_by(reader, META, parse_object(stored).sections()), BITS)
     base = reader.layout_of(META, parse_object(stored).sections())
     assert (base.chunk_tokens, base.repacks) == (12, 1) and np.array_equal(base.orders, backwards)
 
@@ -168,9 +162,7 @@ def test_golden_bytes_of_keys_apart_are_still_written_and_read() -> None:
     codec, stored = ImpressCodec(1, 12), (GOLDEN / "impress.kvt").read_bytes()
     backwards = np.tile(np.arange(LAYOUT.tokens, dtype=np.uint16)[::-1], (LAYOUT.layers, 1))
     assert bytes(pack_object(META, codec.codec_id, codec.ordered(backwards).encode(META, BITS))) == stored
-    out = np.empty_like(BITS)
-    codec.decode(META, parse_object(stored).sections(), out)
-    assert np.array_equal(out, BITS)
+    assert np.array_equal(decoded_by(codec, META, parse_object(stored).sections()), BITS)
 
 
 SUITE_LAYOUT = BlockLayout(layers=2, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
@@ -199,8 +191,7 @@ class TestSnippet(CodecSuite):
 def test_the_snippet_keeps_anchors_finer_than_differences_of_later_layers() -> None:
     layout = BlockLayout(layers=25, tokens=20, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
     meta, bits = block_meta(layout), smooth_bits(layout, 5)
-    out = np.empty_like(bits)
-    SnippetCodec().decode(meta, SnippetCodec().encode(meta, bits), out)
+    out = decoded_by(SnippetCodec(), meta, SnippetCodec().encode(meta, bits))
     values, found = bits.view(np.float32), out.view(np.float32)
     anchors = values[:, :, ::5]
     assert np.abs(found[:, :, ::5] - anchors).max() <= np.abs(anchors).max() / 63
@@ -228,9 +219,8 @@ def test_the_snippet_makes_no_infinity_of_the_largest_values(dtype: KVDtype) -> 
     layout = BlockLayout(layers=5, tokens=10, kv_heads=1, head_dim=8, dtype=dtype)
     bits = np.full(layout.shape, largest // 2, dtype=layout.bits_dtype)
     bits[:, :, 1::5] = largest
-    meta, out = block_meta(layout), np.empty_like(bits)
-    SnippetCodec().decode(meta, SnippetCodec().encode(meta, bits), out)
-    assert (out < infinity).all()
+    meta = block_meta(layout)
+    assert (decoded_by(SnippetCodec(), meta, SnippetCodec().encode(meta, bits)) < infinity).all()
 
 
 class TestChunkwise(CodecSuite):
@@ -250,10 +240,8 @@ def test_golden_bytes_of_every_codec_are_still_written_and_read(position: int) -
     codec, path = golden_codecs()[position], GOLDEN / f"codec-{position}.kvt"
     meta, bits = block_meta(SUITE_LAYOUT), smooth_bits(SUITE_LAYOUT, 5)
     assert bytes(pack_object(meta, codec.codec_id, codec.encode(meta, bits))) == path.read_bytes()
-    out, twin = np.empty_like(bits), np.empty_like(bits)
-    codec.decode(meta, parse_object(path.read_bytes()).sections(), out)
-    codec.decode(meta, codec.encode(meta, bits), twin)
-    assert np.array_equal(out, twin)
+    found = decoded_by(codec, meta, parse_object(path.read_bytes()).sections())
+    assert np.array_equal(found, decoded_by(codec, meta, codec.encode(meta, bits)))
 
 
 def test_registry_makes_and_finds_codecs() -> None:

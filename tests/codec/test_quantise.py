@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.suites import block_meta, layouts, smooth_bits
+from tests.suites.codec_suite import decoded_by
 
 from kvtide import _native
 from kvtide.block import BlockLayout, KVDtype
@@ -209,10 +210,8 @@ def test_shared_tables_make_objects_smaller_and_change_nothing(kind: str, coder:
         codec = MAKERS[kind](2, coder, known)
         packed = pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)
         stored = parse_object(packed)
-        reader = CodecRegistry([profile]).get(stored.codec_id, stored.profile)
-        out = np.empty_like(bits)
-        assert reader is not None
-        reader.decode(meta, stored.sections(), out)
+        reader: Any = CodecRegistry([profile]).get(stored.codec_id, stored.profile)
+        out = decoded_by(reader, meta, stored.sections())
         assert np.abs(out.view(np.float32) - bits.view(np.float32)).max() < 0.5
         sizes.append(len(packed))
     assert sizes[1] < 0.8 * sizes[0]
@@ -306,8 +305,7 @@ def test_damaged_shared_section_is_refused_or_decoded() -> None:
     codec = CachegenCodec(2, 0, profile)
     sections = codec.encode(meta, bits)
     rng = np.random.default_rng(1)
-    out, whole = np.empty_like(bits), np.empty_like(bits)
-    codec.decode(meta, sections, whole)
+    out, whole = np.empty_like(bits), decoded_by(codec, meta, sections)
     refused = changed = 0
     for _ in range(200):
         damaged = bytearray(sections[1].data)
@@ -421,9 +419,7 @@ def encoded(codec: CachegenCodec, layout: BlockLayout, seed: int) -> list[Sectio
 
 
 def decoded(codec: CachegenCodec, layout: BlockLayout, sections: list[Section]) -> Any:
-    out = np.empty(layout.shape, layout.bits_dtype)
-    codec.decode(block_meta(layout), sections, out)
-    return out
+    return decoded_by(codec, block_meta(layout), sections)
 
 
 @given(layout=layouts(), seed=st.integers(0, 2**32), codec=st.sampled_from(CODECS), data=st.data())

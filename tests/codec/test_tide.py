@@ -21,7 +21,7 @@ from tests.codec.tide_profiles import (
     staged,
 )
 from tests.suites import block_meta, smooth_bits
-from tests.suites.codec_suite import CodecSuite
+from tests.suites.codec_suite import CodecSuite, decoded_by
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
@@ -71,9 +71,7 @@ SECTIONS = CODEC.encode(META, BITS)
 
 
 def decoded(sections: list[Section], codec: TideCodec = CODEC) -> BlockBits:
-    out = np.empty_like(BITS)
-    codec.decode(META, sections, out)
-    return out
+    return decoded_by(codec, META, sections)
 
 
 def up_to(refinement: int) -> list[Section]:
@@ -156,10 +154,9 @@ def test_first_tokens_of_a_prompt_and_sinks_anywhere_are_kept_finer(is_trellis: 
         # Attention goes there that has nowhere else to go: keys are as long as others, values are not.
         kept = [*range(2, 12)]
         floats(bits)[:, 1, kept] *= 0.2
-    out = np.empty_like(bits)
     sections = codec.encode(meta, bits)
     codec.check_decoded(meta, bits, sections)
-    codec.decode(meta, sections, out)
+    out = decoded_by(codec, meta, sections)
     off = np.abs(floats(out) - floats(bits)).max(axis=(0, 1, 3, 4))
     assert off[kept].max() < 0.15
     assert np.delete(off, kept).min() > 0.3
@@ -179,8 +176,7 @@ def test_tokens_are_apart_by_their_own_block() -> None:
 def test_values_far_beyond_the_calibration_are_kept_apart() -> None:
     loud = BITS.copy()
     floats(loud)[3, 1, 5] = 1e30
-    out = np.empty_like(loud)
-    CODEC.decode(META, CODEC.encode(META, loud), out)
+    out = decoded(CODEC.encode(META, loud))
     assert np.allclose(floats(out)[3, 1, 5], 1e30, rtol=0.02)
     assert np.abs(np.delete(floats(out)[3, 1] - floats(loud)[3, 1], 5, axis=0)).max() < 0.1
 
@@ -198,11 +194,10 @@ def test_every_path_writes_and_reads_the_same_bytes(profile: Profile) -> None:
     coded, read = [], []
     meta, bits = (STAGED_META, STAGED_BITS) if profile is STAGED else (META, BITS)
     for path in _native.tide_paths():
-        codec, out = TideCodec(profile, 1e-3, 2, path), np.empty_like(bits)
+        codec = TideCodec(profile, 1e-3, 2, path)
         sections = codec.encode(meta, bits)
-        codec.decode(meta, sections, out)
         coded.append([(s.id, bytes(s.data)) for s in sections])
-        read.append(out)
+        read.append(decoded_by(codec, meta, sections))
     assert all(sections == coded[0] for sections in coded)
     assert all(np.array_equal(out, read[0]) for out in read)
 
@@ -225,10 +220,8 @@ def test_golden_bytes_are_still_written_and_read(name: str, of_profile: str, met
     codec, stored = TideCodec(profile, 1e-2, 2), (GOLDEN / f"{name}.kvt").read_bytes()
     is_written = bytes(pack_object(meta, codec.codec_id, codec.encode(meta, bits), codec.profile)) == stored
     assert is_written == (name not in {"tide-trellis", "tide-staged"})
-    out = np.empty_like(bits)
-    reader = CodecRegistry([profile]).get("tide-1", profile.digest)
-    assert reader is not None
-    reader.decode(meta, parse_object(stored).sections(), out)
+    reader: Any = CodecRegistry([profile]).get("tide-1", profile.digest)
+    out = decoded_by(reader, meta, parse_object(stored).sections())
     assert error(bits, out) < 0.35 * max(1.0, float(floats(bits).std()))
 
 
@@ -240,10 +233,10 @@ def test_dims_out_of_line_cost_nothing_and_lose_nothing(cost: str, number: int) 
         (in_line(LAYOUT, cost), BITS, 1.0),
         (out_of_line(LAYOUT, cost), LOUD_BITS, LOUDER[:, None]),
     ):
-        codec, out = TideCodec(profile, 1e-3, 1), np.empty_like(bits)
+        codec = TideCodec(profile, 1e-3, 1)
         sections = codec.encode(meta, bits)
         codec.check_decoded(meta, bits, sections)
-        codec.decode(meta, sections, out)
+        out = decoded_by(codec, meta, sections)
         sizes.append(sum(len(section.data) for section in sections))
         lost = (floats(out) - floats(bits)).reshape(15, 2, 16, 8) / louder
         errors.append([np.abs(lost[:, :, :4]).max(), np.abs(lost[:, :, 4:]).max()])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.codec import tide_twin as twin
 from tests.codec.tide_profiles import alike_bits, out_of_line_bits
 from tests.suites import block_meta
+from tests.suites.codec_suite import decoded_by
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype, values_of
@@ -459,9 +460,8 @@ def test_joined_profile_codes_layers_as_their_own_does(way: str, is_loud: bool) 
 
 
 def decoded(profile: Profile, layout: BlockLayout, bits: BlockBits) -> BlockBits:
-    codec, meta, out = TideCodec(profile).with_steps(STEPS), block_meta(layout, 0, 1), np.empty_like(bits)
-    codec.decode(meta, codec.encode(meta, bits), out)
-    return out
+    codec, meta = TideCodec(profile).with_steps(STEPS), block_meta(layout, 0, 1)
+    return decoded_by(codec, meta, codec.encode(meta, bits))
 
 
 def test_transforms_that_span_layers_are_not_joined() -> None:

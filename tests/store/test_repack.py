@@ -3,6 +3,7 @@
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.faults.writers import pack_blocks, writing
 from tests.servers import running_server
 from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier, fetched
 from tests.stores import open_disk, opened
+from tests.suites.codec_suite import decoded_by
 
 from kvtide.block import BlockMeta
 from kvtide.clock import ManualClock, SystemClock
@@ -56,11 +58,8 @@ def decoded(tier: Tier, meta: BlockMeta) -> np.ndarray:
     size = tier.get_into(meta.id, memoryview(buffer))
     assert size
     stored = parse_object(buffer[:size], meta.id)
-    codec = REGISTRY.get(stored.codec_id, stored.profile)
-    out = np.empty_like(BITS[0])
-    assert codec is not None
-    codec.decode(meta, stored.sections(), out)
-    return out
+    codec: Any = REGISTRY.get(stored.codec_id, stored.profile)
+    return decoded_by(codec, meta, stored.sections())
 
 
 def test_packed_anew_a_block_is_the_same_and_its_important_tokens_lie_together() -> None:
