@@ -7,21 +7,17 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPResponse
 
 from tests.server.worlds import ask as ask_world
+from tests.server.worlds import bearer, granted, token_of
 from tests.servers import RunningServer
 
-from kvtide.server.auth import Grant, Scope, new_token, token_digest
-
-TOKENS = {name: new_token() for name in ("attacker", "second", "victim")}
-GRANTS = tuple(
-    Grant(tenant=name, scopes=list(Scope), token_sha256=token_digest(token)) for name, token in TOKENS.items()
-)
+GRANTS = (granted("attacker"), granted("second"), granted("victim"))
 
 
 def head(method: str, path: str, who: str = "", **headers: object) -> bytes:
     """A request's head; `Content_Length=5` goes as that header."""
     lines = {"Host": "x", **{name.replace("_", "-"): value for name, value in headers.items()}}
     if who:
-        lines["Authorization"] = f"Bearer {TOKENS[who]}"
+        lines["Authorization"] = f"Bearer {token_of(who)}"
     text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return f"{method} {path} HTTP/1.1\r\n{text}\r\n".encode()
 
@@ -30,9 +26,8 @@ def ask(
     server: RunningServer, method: str, path: str, who: str = "victim", body: bytes | None = None, **headers: str
 ) -> tuple[HTTPResponse, bytes]:
     """One request on a connection of its own."""
-    if who:
-        headers["Authorization"] = f"Bearer {TOKENS[who]}"
-    return ask_world(server, method, path, body, **{f"Own_{name}": value for name, value in headers.items()})
+    own = {f"Own_{name}": value for name, value in headers.items()}
+    return ask_world(server, method, path, body, **own, **(bearer(who) if who else {}))
 
 
 @contextmanager

@@ -1,22 +1,21 @@
 """What an operator needs while clients, files and disks are not on his side: real servers over loopback."""
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from tests.attacks.floods import GRANTS, TOKENS, ask, head
-from tests.server.worlds import World, logged, path_of, put
+from tests.attacks.floods import GRANTS, ask, head
+from tests.server.worlds import World, granted, logged, path_of, put, stalled
 from tests.server.worlds import ask as ask_world
 from tests.servers import RunningServer, counted, running_server
 from tests.suites.tier_suite import object_bytes, object_id
 
-from kvtide.server.auth import Grant, Scope, new_token, tenant_namespace, token_digest
+from kvtide.server.auth import tenant_namespace
 from kvtide.server.http.connections import account_of, host_of
 from kvtide.server.logs import ACCESS_LOGGER, AUDIT_LOGGER
 from kvtide.server.scheduler import SchedulerSettings
@@ -44,40 +43,18 @@ def test_small_object_passes_many_large_ones_of_another_address_on_an_open_serve
         finished.append(address)
         connection.close()
 
-    with running_server(sending=sending, limits=limits) as server:
+    with running_server(sending=sending, limits=limits) as server, ThreadPoolExecutor(21) as readers:
         connection = connect(server)
         for number, size in ((1, 1 << 20), (2, 50_000), (3, 16 << 20)):
             connection.request("PUT", path_of(number), object_bytes(number, size))
             assert connection.getresponse().read() == b""
         connection.close()
-        readers = [threading.Thread(target=read, args=(server, 1, "127.0.0.2")) for _ in range(20)]
-        readers.append(threading.Thread(target=read, args=(server, 2, "127.0.0.3")))
-        with stalled(server, 3):
-            for thread in readers:
-                thread.start()
+        with stalled(server, head("GET", path_of(3)), lambda: counted(server, "kvtide_unsent_bytes")):
+            for number, address in [(1, "127.0.0.2")] * 20 + [(2, "127.0.0.3")]:
+                readers.submit(read, server, number, address)
             wait_until(lambda: counted(server, "kvtide_waiting_sends") == 21, "all to wait")
-        for thread in readers:
-            thread.join(30)
     assert len(finished) == 21
     assert finished.index("127.0.0.3") < 18
-
-
-@contextmanager
-def stalled(server: RunningServer, number: int) -> Iterator[None]:
-    """Ask for a large body and take nothing of it: its slice holds the only slot."""
-    seen = [0, 0]
-
-    def stands_still() -> bool:
-        seen.append(sum(each.unsent_bytes for each in server.service.scheduler.flows()))
-        time.sleep(0.1)
-        return seen[-1] > 0 and seen[-1] == seen[-2]
-
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect((server.address.host, server.address.port))
-        sock.sendall(head("GET", path_of(number)))
-        wait_until(stands_still, "the link to be full")
-        yield
 
 
 def exchange(server: RunningServer, data: bytes) -> bytes:
@@ -182,9 +159,7 @@ def test_listing_over_several_slices_is_whole_and_in_order() -> None:
 
 
 def test_made_up_tenants_leave_named_ones_their_labels() -> None:
-    token = new_token()
-    relay = Grant(tenant="relay", scopes=list(Scope), token_sha256=token_digest(token), on_behalf_of=["*"])
-    with running_server(grants=(*GRANTS, relay)) as server:
+    with running_server(grants=(*GRANTS, granted("relay", on_behalf_of=["*"]))) as server:
         ask(server, "PUT", OBJECT, body=object_bytes(1))
         metrics = server.service.metrics
         for number in range(100):
@@ -197,9 +172,7 @@ def test_made_up_tenants_leave_named_ones_their_labels() -> None:
 
 
 def test_made_up_tenants_have_no_rate_of_their_own() -> None:
-    token = new_token()
-    relay = Grant(tenant="relay", scopes=list(Scope), token_sha256=token_digest(token), on_behalf_of=["*", "known"])
-    TOKENS["relay"] = token
+    relay = granted("relay", on_behalf_of=["*", "known"])
     with running_server(grants=(*GRANTS, relay), limits=ServerLimits(tenant_requests_s_max=0.2)) as server:
         junk = [ask(server, "GET", "/v1", "relay", Kvtide_Tenant=f"junk-{n}")[0].status for n in range(20)]
         assert 429 in junk

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.processes import frozen
-from tests.server.worlds import World, ask, put
+from tests.server.worlds import CHAT, GENERATION, SPACE, World, ask, bearer, granted, put, token_of
 from tests.servers import RunningServer, ServerProcess, listening, running_server, server_process
 from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused
-from kvtide.server.auth import Grant, Scope, new_token, token_digest
+from kvtide.server.auth import Scope
 from kvtide.server.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
 from kvtide.server.regions import LATEST_S_MAX
 from kvtide.tier.http.records import raise_to, records_clients
@@ -29,24 +29,13 @@ from kvtide.wire.protocol import RecordKind, RecordName
 from kvtide_lab.bench.services import wait_until
 
 _Result = TypeVar("_Result")
-SPACE = object_id(1).namespace
-GENERATION = f"/v1/records/generation/{SPACE.hex()}"
-TOKENS = {name: new_token() for name in ("a", "b", "relay")}
-OWN = tuple(
-    Grant(tenant=name, scopes=[Scope.READ, Scope.WRITE], token_sha256=token_digest(TOKENS[name])) for name in ("a", "b")
-)
-RELAY = Grant(
-    tenant="regions", scopes=[Scope.READ, Scope.WRITE], token_sha256=token_digest(TOKENS["relay"]), on_behalf_of=["*"]
-)
-
-
-def by(name: str) -> dict[str, Any]:
-    return {"Own_Authorization": f"Bearer {TOKENS[name]}"}
+OWN = tuple(granted(name, Scope.READ, Scope.WRITE) for name in "ab")
+RELAY = granted("relay", Scope.READ, Scope.WRITE, on_behalf_of=["*"])
 
 
 @pytest.fixture
 def tenants(tmp_path: Path, stack: ExitStack) -> World:
-    (tmp_path / "token").write_text(TOKENS["relay"])
+    (tmp_path / "token").write_text(token_of("relay"))
     option = f"?token_file={tmp_path / 'token'}"
     return World(tmp_path, stack, {"grants": (*OWN, RELAY)}, options=(option, option), grants=(*OWN, RELAY))
 
@@ -67,13 +56,13 @@ def test_look_ups_of_one_tenant_do_not_keep_the_objects_of_another_from_the_cent
     assert sync is not None
     # Nothing is sent while the flood comes.
     sync._sending.close()
-    put(one, 1, **by("a"))
+    put(one, 1, **bearer("a"))
     for number in range(5000):
         one.backing.names.ids("b", made_up(number), [BlockKey(bytes(32))])
     for number in range(3):
-        assert ask(one, "POST", f"/v1/{made_up(number).hex()}/exists", b'{"keys": []}', **by("b"))[0].status == 200
+        assert ask(one, "POST", f"/v1/{made_up(number).hex()}/exists", b'{"keys": []}', **bearer("b"))[0].status == 200
     sync._sending.open()
-    wait_until(lambda: ask(tenants.centre, "HEAD", 1, **by("a"))[0].status == 200, "the centre to have it")
+    wait_until(lambda: ask(tenants.centre, "HEAD", 1, **bearer("a"))[0].status == 200, "the centre to have it")
     assert sync.given_up == 0
 
 
@@ -81,7 +70,7 @@ def test_what_waits_has_its_name_after_a_restart(tenants: World) -> None:
     one = tenants.regions[0]
     assert one.backing.synchroniser is not None
     one.backing.synchroniser._sending.close()
-    put(one, 1, **by("a"))
+    put(one, 1, **bearer("a"))
     manifest = one.backing.synchroniser.manifest
     manifest.close()
     manifest.open()
@@ -92,26 +81,26 @@ def test_what_waits_has_its_name_after_a_restart(tenants: World) -> None:
 @pytest.mark.parametrize("leap", ["7", "999999999999", "999999999999999999"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_no_reading_request_writes_a_record(guarded: RunningServer, method: str, leap: str) -> None:
-    put(guarded, 1, **by("a"))
-    assert ask(guarded, method, 1, Generation=leap, **by("a"))[0].status == 404
+    put(guarded, 1, **bearer("a"))
+    assert ask(guarded, method, 1, Generation=leap, **bearer("a"))[0].status == 404
     assert guarded.records.generation("a", SPACE) == 0
-    assert ask(guarded, method, 1, **by("a"))[0].status == 200
+    assert ask(guarded, method, 1, **bearer("a"))[0].status == 200
 
 
 def test_a_tenant_raises_its_generation_by_one_at_a_time(guarded: RunningServer) -> None:
     far = "999999999999"
-    assert ask(guarded, "PUT", 1, object_bytes(1), Generation=far, **by("a"))[0].status == 409
+    assert ask(guarded, "PUT", 1, object_bytes(1), Generation=far, **bearer("a"))[0].status == 409
     assert guarded.records.generation("a", SPACE) == 1
-    assert ask(guarded, "PUT", GENERATION, far.encode(), **by("a"))[0].status == 409
-    assert ask(guarded, "PUT", GENERATION, b"2", **by("a"))[0].status == 200
+    assert ask(guarded, "PUT", GENERATION, far.encode(), **bearer("a"))[0].status == 409
+    assert ask(guarded, "PUT", GENERATION, b"2", **bearer("a"))[0].status == 200
     assert guarded.records.generation("a", SPACE) == 2
 
 
 def test_another_server_gives_back_what_was_lost_but_no_leap(guarded: RunningServer) -> None:
-    assert ask(guarded, "PUT", 1, object_bytes(1), Generation="9", Tenant="a", **by("relay"))[0].status == 201
+    assert ask(guarded, "PUT", 1, object_bytes(1), Generation="9", Tenant="a", **bearer("relay"))[0].status == 201
     assert guarded.records.generation("a", SPACE) == 9
-    assert ask(guarded, "PUT", GENERATION, b"999999999999", Tenant="a", **by("relay"))[0].status == 409
-    assert ask(guarded, "PUT", GENERATION, b"20", Tenant="a", **by("relay"))[0].status == 200
+    assert ask(guarded, "PUT", GENERATION, b"999999999999", Tenant="a", **bearer("relay"))[0].status == 409
+    assert ask(guarded, "PUT", GENERATION, b"20", Tenant="a", **bearer("relay"))[0].status == 200
 
 
 def test_an_open_server_can_still_be_invalidated_after_an_attempt_to_end_that() -> None:
@@ -132,7 +121,7 @@ def test_ids_with_a_name_are_equal_to_those_without() -> None:
 
 
 def test_a_server_that_is_far_behind_is_brought_up_by_its_tenant(guarded: RunningServer, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(TOKENS["a"])
+    (tmp_path / "token").write_text(token_of("a"))
     (client,) = records_clients(f"{guarded.url}?token_file={tmp_path / 'token'}", SystemClock())
     with client:
         assert raise_to(client, RecordName(RecordKind.GENERATION, SPACE.hex()), 5).value == "5"
@@ -256,26 +245,24 @@ def test_knowledge_is_not_younger_because_a_clock_was_set_back(world: World) -> 
 
 def test_a_centre_that_lost_records_and_time_is_still_followed(world: World) -> None:
     one = world.regions[0]
-    chat = "/v1/records/alias/chat"
-    assert ask(world.centre, "PUT", chat, b"a" * 64)[0].status == 200
-    wait_until(lambda: ask(one, "GET", chat)[0].status == 200, "the region to hear of it")
+    assert ask(world.centre, "PUT", CHAT, b"a" * 64)[0].status == 200
+    wait_until(lambda: ask(one, "GET", CHAT)[0].status == 200, "the region to hear of it")
     clock = SetBack()
     clock.back_s = 86_400
     world.centre.records._clock = clock
     lost(world.centre)
-    assert ask(world.centre, "PUT", chat, b"b" * 64)[0].status == 200
-    wait_until(lambda: ask(one, "GET", chat)[1].strip() == b"b" * 64, "the region to hear of the new one")
+    assert ask(world.centre, "PUT", CHAT, b"b" * 64)[0].status == 200
+    wait_until(lambda: ask(one, "GET", CHAT)[1].strip() == b"b" * 64, "the region to hear of the new one")
     assert ask(world.centre, "PUT", GENERATION, b"1")[0].status == 200
     wait_until(lambda: one.records.generation("", SPACE) == 1, "the region to hear of the invalidation")
 
 
 def test_the_latest_is_what_the_centre_has_also_after_it_lost_its_records(world: World) -> None:
     one = world.regions[0]
-    chat = "/v1/records/alias/chat"
-    assert ask(one, "PUT", chat, b"a" * 64)[0].status == 200
+    assert ask(one, "PUT", CHAT, b"a" * 64)[0].status == 200
     lost(world.centre)
-    assert ask(one, "GET", chat)[0].status == 200, "what was known here"
-    answer, reason = ask(one, "GET", chat, Force_Latest="1")
+    assert ask(one, "GET", CHAT)[0].status == 200, "what was known here"
+    answer, reason = ask(one, "GET", CHAT, Force_Latest="1")
     assert answer.status == 404, reason
 
 
@@ -319,15 +306,14 @@ def test_many_records_of_others_leave_room_to_invalidate(kind: RecordKind) -> No
 
 def test_what_is_removed_at_the_centre_is_gone_in_the_regions(world: World) -> None:
     one, two = world.regions
-    chat = "/v1/records/alias/chat"
-    assert ask(one, "PUT", chat, b"a" * 64)[0].status == 200
-    wait_until(lambda: ask(two, "GET", chat)[0].status == 200, "the other region to hear of it")
-    assert ask(one, "DELETE", chat)[0].status == 204
-    assert [ask(server, "GET", chat)[0].status for server in (one, world.centre)] == [404, 404]
-    wait_until(lambda: ask(two, "GET", chat)[0].status == 404, "the other region to hear of it")
-    assert ask(one, "DELETE", chat)[0].status == 404
-    assert ask(two, "PUT", chat, b"b" * 64)[0].status == 200
-    assert ask(one, "GET", chat, Force_Latest="1")[1].strip() == b"b" * 64
+    assert ask(one, "PUT", CHAT, b"a" * 64)[0].status == 200
+    wait_until(lambda: ask(two, "GET", CHAT)[0].status == 200, "the other region to hear of it")
+    assert ask(one, "DELETE", CHAT)[0].status == 204
+    assert [ask(server, "GET", CHAT)[0].status for server in (one, world.centre)] == [404, 404]
+    wait_until(lambda: ask(two, "GET", CHAT)[0].status == 404, "the other region to hear of it")
+    assert ask(one, "DELETE", CHAT)[0].status == 404
+    assert ask(two, "PUT", CHAT, b"b" * 64)[0].status == 200
+    assert ask(one, "GET", CHAT, Force_Latest="1")[1].strip() == b"b" * 64
 
 
 def test_removed_records_stay_removed_and_take_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.doors.user import TOKENS, grant, kvtide, serving
+from tests.doors.user import grant, kvtide, serving
+from tests.server.worlds import token_of
 from tests.servers import server_process
 from tests.store.test_cache import fill, metas_of
 from typer.testing import CliRunner
@@ -73,7 +74,7 @@ def test_server_that_is_down_is_started_by_the_hint() -> None:
 
 
 def test_wrong_token_is_said_to_be_one(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(TOKENS["chat"])
+    (tmp_path / "token").write_text(token_of("chat"))
     with serving(tmp_path, grant("search")) as server:
         found = finding("http://", "--store", f"{server.url}?token_file={tmp_path / 'token'}")
     assert found["status"] == "bad" and "401" in found["detail"]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from tests.cli.test_cli import refused
 from tests.codec.tide_profiles import LAYOUT, fitted
-from tests.doors.user import TOKENS, grant, kvtide, serving
+from tests.doors.user import grant, kvtide, serving
+from tests.server.worlds import token_of
 from tests.servers import server_process
 from tests.store.test_cache import fill, metas_of
 from typer.testing import CliRunner
@@ -33,7 +34,7 @@ def url_of(kind: str, folder: Path, stack: ExitStack) -> str:
         case "folder":
             return f"disk://{folder / 'store'}"
         case "server" | "pool":
-            (folder / "token").write_text(TOKENS["search"])
+            (folder / "token").write_text(token_of("search"))
             names = ("one", "two") if kind == "pool" else ("one",)
             for name in names:
                 (folder / name).mkdir()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tests.doors.register import door
-from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, TOKENS, answer, grant, kvtide, serving, status
+from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, answer, grant, kvtide, serving, status
 from tests.families import model_of_family
-from tests.server.worlds import put
+from tests.server.worlds import put, token_of
 from tests.servers import server_process
 from tests.stores import stored_records
 from tests.suites.tier_suite import object_id
@@ -134,7 +134,7 @@ def test_ping_measures_a_server_and_stores_nothing(tiny_model: Any) -> None:
 def test_token_comes_with_the_digest_for_the_server(tmp_path: Path) -> None:
     lines = CliRunner().invoke(app, ["token"]).stdout.splitlines()
     token, digest = (line.partition(" = ")[2] for line in lines)
-    settings = grant("search").replace(token_digest(TOKENS["search"]), digest)
+    settings = grant("search").replace(token_digest(token_of("search")), digest)
     with serving(tmp_path, settings) as server:
         assert status(server, "GET", 1, Own_Authorization=f"Bearer {token}") == 404
 

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from tests.doors.register import door
-from tests.doors.user import BLOCK, PROMPT, Regions, bearer, grant, metric, serving, status
+from tests.doors.user import BLOCK, PROMPT, Regions, grant, metric, serving, status
 from tests.processes import frozen
-from tests.server.worlds import ask, put
+from tests.server.worlds import ask, bearer, path_of, put, stalled, token_of
 from tests.servers import ServerProcess
 from tests.suites.tier_suite import object_bytes, object_id
 
@@ -159,7 +159,8 @@ def order_of_ends(folder: Path, sending: str, last: str = "chat", **headers: Any
         def waiting(count: int) -> None:
             wait_until(lambda: metric(server, "kvtide_waiting_sends", **bearer("chat")) >= count, "bodies to wait")
 
-        with stalled(server, 3, "hog"):
+        request = f"GET {path_of(3)} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token_of('hog')}\r\n\r\n"
+        with stalled(server, request.encode(), partial(metric, server, "kvtide_unsent_bytes", **bearer("hog"))):
             futures = [threads.submit(ask, server, "GET", 1, **bearer("search")) for _ in range(3)]
             waiting(3)
             futures.append(threads.submit(ask, server, "GET", 2, **bearer(last), **headers))
@@ -172,23 +173,6 @@ def order_of_ends(folder: Path, sending: str, last: str = "chat", **headers: Any
 
         wait_until(lambda: len(ended()) == 4, "all to be logged")
         return ["large" if size > 1 << 16 else "small" for size in ended()]
-
-
-@contextmanager
-def stalled(server: ServerProcess, number: int, who: str) -> Iterator[None]:
-    """Ask for a large body and take nothing of it: its slice holds the only slot."""
-    left = partial(metric, server, "kvtide_unsent_bytes", **bearer(who))
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", server.port))
-        path = f"/v1/{object_id(number).namespace.hex()}/{object_id(number).key.hex()}"
-        head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {bearer(who)['Own_Authorization']}\r\n\r\n"
-        sock.sendall(head.encode())
-        before = 0.0
-        while (now := left()) == 0 or now != before:
-            before = now
-            time.sleep(0.1)
-        yield
 
 
 @door("byte-fair sending")
@@ -225,8 +209,7 @@ def test_tenant_with_too_many_bodies_is_told_to_wait(tmp_path: Path) -> None:
             put(server, 1, size, **bearer(who))
         first = HTTPConnection("127.0.0.1", server.port, timeout=20)
         stack.callback(first.close)
-        path = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
-        first.request("GET", path, headers={"Authorization": bearer("search")["Own_Authorization"]})
+        first.request("GET", path_of(1), headers={"Authorization": bearer("search")["Own_Authorization"]})
         assert first.getresponse().status == 200
         assert [status(server, "GET", 1, **bearer(who)) for who in ("search", "chat")] == [429, 200]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.doors.register import door
-from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, TOKENS, Regions, answer, bearer, grant, metric, serving
-from tests.server.worlds import ask
+from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, Regions, answer, grant, metric, serving
+from tests.server.worlds import ask, bearer, token_of
 from tests.servers import ServerProcess, server_process
 from tests.suites.tier_suite import object_bytes
 
@@ -90,7 +90,7 @@ def test_upload_goes_on_after_a_cut(tiny_model: Any, tmp_path: Path) -> None:
 
 @door("token of a client")
 def test_token_lets_an_engine_in(tiny_model: Any, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(TOKENS["search"])
+    (tmp_path / "token").write_text(token_of("search"))
     with serving(tmp_path, grant("search")) as server:
         assert answer(tiny_model, server.url, PROMPT).stats.tiers[1].used_bytes == 0
         url = f"{server.url}?token_file={tmp_path / 'token'}"
@@ -143,7 +143,7 @@ def test_servers_disk_is_sealed_by_each_tenants_key(tiny_model: Any, tmp_path: P
     option, store = sealing(tmp_path, f"search {'1' * 64}", f"chat {'2' * 64}"), tmp_path / "store"
     with serving(tmp_path, grant("search") + grant("chat"), "--tier", f"disk://{store}?{option}") as server:
         for tenant in ("search", "chat"):
-            (tmp_path / tenant).write_text(TOKENS[tenant])
+            (tmp_path / tenant).write_text(token_of(tenant))
             url = f"{server.url}?token_file={tmp_path / tenant}"
             answer(tiny_model, url, PROMPT)
             assert answer(tiny_model, url, PROMPT).hit_tokens == RESTORED

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tests.server.worlds import ask
+from tests.server.worlds import ask, token_of
 from tests.servers import RunningServer, ServerProcess, server_process
 from typer.testing import CliRunner
 
@@ -20,7 +20,6 @@ PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed
 # Its full blocks, and their tokens.
 BLOCKS = 6
 RESTORED = BLOCKS * BLOCK
-TOKENS = {name: f"{name}-{'0' * 32}" for name in ("search", "chat", "hog")}
 
 
 class Answer(NamedTuple):
@@ -49,12 +48,9 @@ def serving(folder: Path, settings: str = "", *flags: str, port: int = 0) -> Ite
 
 
 def grant(tenant: str, scopes: str = '"read", "write", "admin"') -> str:
-    """Let a tenant in by its token in `TOKENS`."""
-    return f'[[grants]]\ntenant = "{tenant}"\nscopes = [{scopes}]\ntoken_sha256 = "{token_digest(TOKENS[tenant])}"\n'
-
-
-def bearer(tenant: str) -> dict[str, Any]:
-    return {"Own_Authorization": f"Bearer {TOKENS[tenant]}"}
+    """Let a tenant in by its token."""
+    digest = token_digest(token_of(tenant))
+    return f'[[grants]]\ntenant = "{tenant}"\nscopes = [{scopes}]\ntoken_sha256 = "{digest}"\n'
 
 
 class Regions(NamedTuple):

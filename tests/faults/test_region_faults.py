@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.faults.conftest import Tally
 from tests.faults.schedules import Host, Node, asked, network_hosts, nodes, seeds
-from tests.server.worlds import Place, ask
-from tests.suites.tier_suite import object_bytes, object_id
+from tests.server.worlds import CHAT, GENERATION, Place, ask
+from tests.suites.tier_suite import object_bytes
 
 from kvtide.server.regions import LATEST_S_MAX
 from kvtide.server.settings import ListenAddress
@@ -23,8 +23,6 @@ PORT = 7421
 MBIT_S = 100
 OBJECTS = 20
 OBJECT_BYTES = 500_000
-CHAT = "/v1/records/alias/chat"
-GENERATION = f"/v1/records/generation/{object_id(0).namespace.hex()}"
 
 
 class Regions:

@@ -14,7 +14,7 @@ from email.policy import HTTP
 from pathlib import Path
 
 import pytest
-from tests.server.worlds import ask, exchange, path_of, put
+from tests.server.worlds import ask, exchange, path_of, put, stalled
 from tests.servers import RunningServer, counted, running_server
 from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
@@ -270,28 +270,24 @@ def test_connections_above_the_bound_are_turned_away() -> None:
         assert exchange(server, b"").startswith(b"HTTP/1.1 503 ")
 
 
+ONE_SLOT = SchedulerSettings(slots=1, tenant_slots_max=1)
+HOG = f"GET {path_of(1)} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
 def test_deadline_that_passes_in_the_queue_is_a_504() -> None:
-    with running_server(
-        sending=SchedulerSettings(slots=1, tenant_slots_max=1), limits=ServerLimits(stall_s_max=60)
-    ) as server:
+    with running_server(sending=ONE_SLOT, limits=ServerLimits(stall_s_max=60)) as server:
         put(server, 1, 16 << 20)
-        with server.connect() as hog:
-            # Takes nothing: its slice holds the only slot until it stalls for too long.
-            hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            hog.sendall(f"GET {path_of(1)} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used")
-            answer, _ = ask(server, "GET", 1, Deadline_Ms="100")
-            assert answer.status == 504
+        with stalled(server, HOG, lambda: counted(server, "kvtide_unsent_bytes")):
+            assert ask(server, "GET", 1, Deadline_Ms="100")[0].status == 504
 
 
 def test_stalled_reader_leaves_its_slot_to_others() -> None:
-    with running_server(sending=SchedulerSettings(slots=1, tenant_slots_max=1)) as server:
+    with running_server(sending=ONE_SLOT) as server, server.connect() as hog:
         put(server, 1, 16 << 20)
-        with server.connect() as hog:
-            hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            hog.sendall(f"GET {path_of(1)} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used")
-            assert len(ask(server, "GET", 1)[1]) == 16 << 20
+        hog.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        hog.sendall(HOG)
+        wait_until(lambda: server.service.scheduler.slots_used == 1, "a send slot to be used")
+        assert len(ask(server, "GET", 1)[1]) == 16 << 20
 
 
 def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:

@@ -81,10 +81,6 @@ def test_namespaces_beyond_the_bound_share_a_label(registry: CollectorRegistry, 
     assert shared.replace("(others)", "1" * 12).replace('"a"} 84', '"b"} 1') in body
 
 
-def test_server_without_tokens_counts_under_one_name(metrics: Metrics) -> None:
-    assert metrics.label("") == "(open)"
-
-
 def test_tiers_and_scheduler_are_read_when_asked(registry: CollectorRegistry) -> None:
     scheduler = Scheduler(SchedulerSettings(slots=3), random.Random(0))
     stats = [TierStats("memory", 2, 500, 1000, 7, 3, 4, 1)]

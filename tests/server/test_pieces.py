@@ -2,36 +2,23 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.pieces import PieceAnswer, Pieces, connection, has, pack_frame, part, pieces, post
-from tests.server.worlds import ask
+from tests.server.worlds import ask, bearer, granted
 from tests.servers import RunningServer, running_server
 from tests.suites.tier_suite import object_id
 
 from kvtide.clock import ManualClock
 from kvtide.errors import RequestRefused
-from kvtide.server.auth import Grant, Scope, token_digest
+from kvtide.server.auth import Scope
 from kvtide.server.objects import Uploads
 from kvtide.server.quotas import Quota
 from kvtide.server.settings import ServerLimits
 
-TOKENS = {name: f"{name}-{'0' * 32}" for name in ("search", "chat", "reader")}
-GRANTS = tuple(
-    Grant(
-        token_sha256=token_digest(token),
-        tenant=name,
-        scopes=[Scope.READ] if name == "reader" else [Scope.READ, Scope.WRITE, Scope.ADMIN],
-    )
-    for name, token in TOKENS.items()
-)
-
-
-def bearer(tenant: str) -> dict[str, Any]:
-    return {"Own_Authorization": f"Bearer {TOKENS[tenant]}"}
+GRANTS = (granted("search"), granted("chat"), granted("reader", Scope.READ))
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.server.worlds import ask, put
+from tests.server.worlds import CHAT, GENERATION, SPACE, ask, put
 from tests.servers import RunningServer, running_server
-from tests.suites.tier_suite import object_bytes, object_id
+from tests.suites.tier_suite import object_bytes
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
@@ -20,11 +20,8 @@ from kvtide.tier.http.peer import HttpAnswer
 from kvtide.tier.http.records import records_clients
 from kvtide.wire.protocol import Record, RecordKind, RecordName
 
-SPACE = object_id(1).namespace
 NAME = RecordName(RecordKind.GENERATION, SPACE.hex())
-GENERATION = f"/v1/records/generation/{SPACE.hex()}"
 ALIAS = RecordName(RecordKind.ALIAS, "chat")
-CHAT = "/v1/records/alias/chat"
 
 
 @contextmanager

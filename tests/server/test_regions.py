@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.worlds import World, ask, put
+from tests.server.worlds import CHAT, GENERATION, SPACE, World, ask, bearer, granted, put, token_of
 from tests.servers import RunningServer, counted, hints_heard
 from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
@@ -17,7 +17,7 @@ from tests.suites.tier_suite import object_bytes, object_id
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.evict import Hint
-from kvtide.server.auth import Grant, Scope, new_token, token_digest
+from kvtide.server.auth import Scope
 from kvtide.server.records import Records
 from kvtide.server.regions import CentralTier, Manifest, backing_for
 from kvtide.server.settings import ServerSettings, TlsSettings, read_settings
@@ -192,10 +192,6 @@ def test_file_names_paths_as_text(tmp_path: Path) -> None:
 
 # Records of regions and their centre, tenants over a centre, and a centre under TLS.
 
-SPACE = object_id(1).namespace
-GENERATION = f"/v1/records/generation/{SPACE.hex()}"
-CHAT = "/v1/records/alias/chat"
-
 
 def test_forced_latest_sees_what_the_other_region_wrote(world: World) -> None:
     one, two = world.regions
@@ -264,12 +260,9 @@ def test_what_was_invalidated_is_not_synchronised(tmp_path: Path, stack: ExitSta
     assert world.centre.store.stats().objects == 1
 
 
-TENANTS = {name: new_token() for name in ("a", "b", "relay", "centre")}
-OWN = tuple(Grant(tenant=name, scopes=list(Scope), token_sha256=token_digest(TENANTS[name])) for name in ("a", "b"))
-RELAY = Grant(
-    tenant="regions", scopes=[Scope.READ, Scope.WRITE], token_sha256=token_digest(TENANTS["relay"]), on_behalf_of=["a"]
-)
-ASKING = Grant(tenant="centre", scopes=[Scope.READ], token_sha256=token_digest(TENANTS["centre"]), on_behalf_of=["*"])
+OWN = (granted("a"), granted("b"))
+RELAY = granted("relay", Scope.READ, Scope.WRITE, on_behalf_of=["a"])
+ASKING = granted("centre", Scope.READ, on_behalf_of=["*"])
 
 
 @pytest.fixture
@@ -277,48 +270,44 @@ def tenants(tmp_path: Path, stack: ExitStack) -> World:
     """Regions of tenants a and b; the centre lets them act for a alone."""
     files = {name: tmp_path / f"token-{name}" for name in ("relay", "centre")}
     for name, path in files.items():
-        path.write_text(TENANTS[name])
+        path.write_text(token_of(name))
     options = (f"?token_file={files['centre']}", f"?token_file={files['relay']}")
     return World(tmp_path, stack, {"grants": (*OWN, RELAY)}, options=options, grants=(*OWN, ASKING))
 
 
-def by(name: str) -> dict[str, Any]:
-    return {"Own_Authorization": f"Bearer {TENANTS[name]}"}
-
-
 def test_tenants_share_with_themselves_across_regions_alone(tenants: World) -> None:
     one, two = tenants.regions
-    put(one, 1, **by("a"))
-    assert ask(two, "GET", 1, Force_Latest="1", **by("a"))[1] == object_bytes(1)
-    wait_until(lambda: ask(tenants.centre, "HEAD", 1, **by("a"))[0].status == 200, "the centre to have it")
+    put(one, 1, **bearer("a"))
+    assert ask(two, "GET", 1, Force_Latest="1", **bearer("a"))[1] == object_bytes(1)
+    wait_until(lambda: ask(tenants.centre, "HEAD", 1, **bearer("a"))[0].status == 200, "the centre to have it")
     for server in (one, two, tenants.centre):
-        assert ask(server, "GET", 1, **by("b"))[0].status == 404
-    assert ask(one, "PUT", GENERATION, b"1", **by("a"))[0].status == 200
-    assert ask(two, "GET", 1, Force_Latest="1", **by("a"))[0].status == 404
+        assert ask(server, "GET", 1, **bearer("b"))[0].status == 404
+    assert ask(one, "PUT", GENERATION, b"1", **bearer("a"))[0].status == 200
+    assert ask(two, "GET", 1, Force_Latest="1", **bearer("a"))[0].status == 404
     assert tenants.centre.records.generation("b", SPACE) == 0
 
 
 def test_a_wiped_centre_recovers_what_tenants_invalidated(tenants: World, stack: ExitStack) -> None:
-    assert ask(tenants.regions[0], "PUT", GENERATION, b"1", **by("a"))[0].status == 200
+    assert ask(tenants.regions[0], "PUT", GENERATION, b"1", **bearer("a"))[0].status == 200
     tenants.centre.stop()
     centre = again(tenants.centre, stack)
-    wait_until(lambda: ask(centre, "GET", 1, **by("a"))[0].status == 404, "the centre to answer")
+    wait_until(lambda: ask(centre, "GET", 1, **bearer("a"))[0].status == 404, "the centre to answer")
     assert [centre.records.generation(tenant, SPACE) for tenant in ("a", "b")] == [1, 0]
 
 
 def test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name(tenants: World) -> None:
     one, two = tenants.regions
-    put(one, 1, **by("b"))
-    assert ask(one, "GET", 1, **by("b"))[1] == object_bytes(1), "it stays in its region"
-    answer, _ = ask(two, "GET", 1, Force_Latest="1", **by("b"))
+    put(one, 1, **bearer("b"))
+    assert ask(one, "GET", 1, **bearer("b"))[1] == object_bytes(1), "it stays in its region"
+    answer, _ = ask(two, "GET", 1, Force_Latest="1", **bearer("b"))
     assert answer.status == 503, "nobody may say that it is not there"
-    answer, content = ask(one, "PUT", GENERATION, b"1", **by("b"))
+    answer, content = ask(one, "PUT", GENERATION, b"1", **bearer("b"))
     assert answer.status == 403 and b"may not ask for that tenant" in content
-    assert ask(tenants.centre, "GET", 1, Tenant="b", **by("relay"))[0].status == 403
-    assert ask(tenants.centre, "GET", 1, Tenant="b", **by("a"))[0].status == 403
-    assert ask(tenants.centre, "GET", 1, Tenant="../a", **by("relay"))[0].status == 403
-    assert ask(tenants.centre, "GET", "/metrics", Tenant="a", **by("relay"))[0].status == 403
-    listed = ask(tenants.centre, "GET", "/v1/records", **by("b"))[1]
+    assert ask(tenants.centre, "GET", 1, Tenant="b", **bearer("relay"))[0].status == 403
+    assert ask(tenants.centre, "GET", 1, Tenant="b", **bearer("a"))[0].status == 403
+    assert ask(tenants.centre, "GET", 1, Tenant="../a", **bearer("relay"))[0].status == 403
+    assert ask(tenants.centre, "GET", "/metrics", Tenant="a", **bearer("relay"))[0].status == 403
+    listed = ask(tenants.centre, "GET", "/v1/records", **bearer("b"))[1]
     assert b'"records":[]' in listed
 
 

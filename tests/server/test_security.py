@@ -9,8 +9,8 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.server.worlds import CHAT, logged, path_of
 from tests.server.worlds import ask as ask_world
-from tests.server.worlds import logged
 from tests.servers import START_S_MAX, RunningServer, running_server
 from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
@@ -42,9 +42,8 @@ GRANTS = (
     Grant(tenant="b", scopes=list(Scope), token_sha256=token_digest(TOKENS["other"])),
     Grant(tenant="a", scopes=list(Scope), token_sha256=token_digest(TOKENS["expired"]), expires_s=1.0),
 )
-OBJECT = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
-SPACE = f"/v1/{object_id(1).namespace.hex()}"
-ALIAS = "/v1/records/alias/chat"
+OBJECT = path_of(1)
+SPACE = OBJECT.rpartition("/")[0]
 KEYS = b'{"keys": ["%s"]}' % object_id(1).key.hex().encode()
 # What each caller gets: nobody, an unknown token, an expired one, reader, writer, admin, another tenant.
 CALLERS = ("", "unknown", "expired", "reader", "writer", "admin", "other")
@@ -56,8 +55,8 @@ MATRIX: list[tuple[str, str, bytes | None, tuple[int, ...]]] = [
     ("POST", f"{SPACE}/exists", KEYS, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", SPACE, None, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", "/v1", None, (401, 401, 401, 200, 200, 403, 200)),
-    ("PUT", ALIAS, SPACE[4:].encode(), (401, 401, 401, 403, 200, 403, 200)),
-    ("GET", ALIAS, None, (401, 401, 401, 404, 404, 403, 404)),
+    ("PUT", CHAT, SPACE[4:].encode(), (401, 401, 401, 403, 200, 403, 200)),
+    ("GET", CHAT, None, (401, 401, 401, 404, 404, 403, 404)),
     ("GET", "/v1/records", None, (401, 401, 401, 200, 200, 403, 200)),
     ("GET", "/metrics", None, (401, 401, 401, 403, 403, 200, 200)),
     ("GET", "/healthz", None, (200,) * 7),
@@ -304,7 +303,7 @@ def test_access_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 class Configured:
     """`kvtide serve` with a file of settings; its log goes to a file."""
 
-    def __init__(self, folder: Path, text: str) -> None:
+    def __init__(self, folder: Path, text: str, stack: ExitStack) -> None:
         self.config, self.log = folder / "kvtide.toml", folder / "log"
         (self.port,) = free_ports(1)
         self.write(text)
@@ -313,6 +312,7 @@ class Configured:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
         assert self.process.stdout is not None
         assert b" on " in self.process.stdout.readline(), self.log.read_text()
+        stack.callback(self.stop)
 
     def write(self, text: str) -> None:
         """Replace the file whole."""
@@ -337,14 +337,6 @@ class Configured:
         self.process.stdout.close()
 
 
-@pytest.fixture
-def configured(tmp_path: Path) -> Iterator[Sequence[Configured]]:
-    made: list[Configured] = []
-    yield made
-    for each in made:
-        each.stop()
-
-
 def grants(*tokens: str) -> str:
     return "".join(
         f'[[grants]]\ntenant = "search"\nscopes = ["read", "write"]\ntoken_sha256 = "{token_digest(token)}"\n'
@@ -353,19 +345,15 @@ def grants(*tokens: str) -> str:
 
 
 def status_of(connection: HTTPConnection, token: str, method: str = "GET", body: bytes | None = None) -> int:
-    name = object_id(1)
-    path, header = f"/v1/{name.namespace.hex()}/{name.key.hex()}", {"Authorization": f"Bearer {token}"}
-    connection.request(method, path, body, header)
+    connection.request(method, OBJECT, body, {"Authorization": f"Bearer {token}"})
     answer = connection.getresponse()
     answer.read()
     return answer.status
 
 
-def test_tokens_change_on_a_signal_and_connections_and_memory_stay(
-    tmp_path: Path, configured: list[Configured]
-) -> None:
+def test_tokens_change_on_a_signal_and_connections_and_memory_stay(tmp_path: Path, stack: ExitStack) -> None:
     old, new = new_token(), new_token()
-    configured.append(server := Configured(tmp_path, grants(old)))
+    server = Configured(tmp_path, grants(old), stack)
     connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
     assert status_of(connection, old, "PUT", object_bytes(1)) == 201
     sock = connection.sock
@@ -380,9 +368,9 @@ def test_tokens_change_on_a_signal_and_connections_and_memory_stay(
     connection.close()
 
 
-def test_file_that_cannot_be_used_is_refused_with_one_line(tmp_path: Path, configured: list[Configured]) -> None:
+def test_file_that_cannot_be_used_is_refused_with_one_line(tmp_path: Path, stack: ExitStack) -> None:
     token = new_token()
-    configured.append(server := Configured(tmp_path, grants(token)))
+    server = Configured(tmp_path, grants(token), stack)
     connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
     for bad in (
         "limits = 5\n",
@@ -416,13 +404,11 @@ def serial_of(port: int, authority: Path) -> int:
         return serial
 
 
-def test_certificate_is_renewed_and_connections_stay(
-    tmp_path: Path, certificates: Path, configured: list[Configured]
-) -> None:
+def test_certificate_is_renewed_and_connections_stay(tmp_path: Path, certificates: Path, stack: ExitStack) -> None:
     for kind in ("key", "pem"):
         shutil.copy(certificates / f"server.{kind}", tmp_path / f"mine.{kind}")
     files = f'[tls]\ncert_file = "{tmp_path / "mine.pem"}"\nkey_file = "{tmp_path / "mine.key"}"\n'
-    configured.append(server := Configured(tmp_path, files))
+    server = Configured(tmp_path, files, stack)
     authority = certificates / "ca.pem"
     with hands_shaken(server.port, authority) as (old, serial):
         shutil.copy(certificates / "client.pem", tmp_path / "mine.pem")

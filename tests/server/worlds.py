@@ -1,7 +1,9 @@
-"""Regions for tests: two and their centre, each a server in this process."""
+"""Regions for tests, each a server in this process; who asks them, and for what."""
 
 import json
 import logging
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -14,12 +16,31 @@ from tests.servers import RunningServer, ServerProcess
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
+from kvtide.server.auth import Grant, Scope, token_digest
 from kvtide.server.logs import write_log
 from kvtide.server.settings import ListenAddress, ServerSettings
 from kvtide.tier.http.records import records_clients
 from kvtide.types import Namespace
 from kvtide.wire.protocol import RecordKind, RecordName
 from kvtide_lab.bench.services import free_ports, wait_until
+
+SPACE = object_id(1).namespace
+GENERATION = f"/v1/records/generation/{SPACE.hex()}"
+CHAT = "/v1/records/alias/chat"
+
+
+def token_of(name: str) -> str:
+    return f"{name}-{'0' * 32}"
+
+
+def granted(tenant: str, *scopes: Scope, **more: Any) -> Grant:
+    """Let a tenant in by its token, to everything unless scopes are named."""
+    return Grant(tenant=tenant, scopes=list(scopes or Scope), token_sha256=token_digest(token_of(tenant)), **more)
+
+
+def bearer(tenant: str) -> dict[str, Any]:
+    """Return the header of `ask` that shows a tenant's token."""
+    return {"Own_Authorization": f"Bearer {token_of(tenant)}"}
 
 
 class World:
@@ -136,6 +157,24 @@ def exchange(server: RunningServer, data: bytes) -> bytes:
         while part := sock.recv(65536):
             parts.append(part)
     return b"".join(parts)
+
+
+@contextmanager
+def stalled(server: RunningServer | ServerProcess, request: bytes, unsent_bytes: Callable[[], float]) -> Iterator[None]:
+    """Ask for a large body and take nothing of it: once no more of it is sent, its slice holds the only slot."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((server.address.host, server.address.port))
+        sock.sendall(request)
+        seen = [0.0]
+
+        def stands_still() -> bool:
+            time.sleep(0.1)
+            seen.append(unsent_bytes())
+            return 0 < seen[-1] == seen[-2]
+
+        wait_until(stands_still, "the link to be full")
+        yield
 
 
 @contextmanager
