@@ -134,21 +134,16 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def open_cache() -> Iterator[Callable[..., Cache]]:
+def open_cache(stack: ExitStack) -> Callable[..., Cache]:
     """Open caches that are closed when the test ends."""
-    opened: list[Cache] = []
 
     def open_one(store: Path | str, codec: str = "lossless", **limits: Any) -> Cache:
         # Small segments: some file systems let a search for records read all the space that one reserves.
         bounds = Limits(**{"disk_bytes_max": 1 << 30, **limits})
         cache = cache_for(str(store), CodecRegistry().make(codec), limits=bounds)
-        cache.open()
-        opened.append(cache)
-        return cache
+        return stack.enter_context(cache)
 
-    yield open_one
-    for cache in opened:
-        cache.close()
+    return open_one
 
 
 @pytest.fixture
@@ -159,9 +154,8 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+def small_disk(tmp_path: Path, stack: ExitStack) -> Callable[[str], Path]:
     """Mount a tmpfs with these options (`size=8m`) for the time of the test."""
-    mounted: list[Path] = []
 
     def mount(options: str) -> Path:
         folder = tmp_path / "small"
@@ -169,12 +163,10 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         command = ["mount", "-t", "tmpfs", "-o", options, "kvtide-test", str(folder)]
         if subprocess.run(command, capture_output=True, check=False).returncode != 0:
             pytest.skip("mounting a small tmpfs needs root")
-        mounted.append(folder)
+        stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
         return folder
 
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+    return mount
 
 
 @pytest.fixture

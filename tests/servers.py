@@ -127,9 +127,6 @@ class ServerProcess:
         self.process.stdout.close()
         return status
 
-    def open_files(self) -> int:
-        return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
-
 
 @contextmanager
 def server_process(*arguments: str, port: int = 0) -> Iterator[ServerProcess]:

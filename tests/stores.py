@@ -78,6 +78,19 @@ def stored_records(store: Path) -> list[StoredRecord]:
     return sorted(found, key=lambda record: record.header.id.key)
 
 
+def flip_bytes(store: Path, first: int = 40_000, step: int = 1 << 16) -> int:
+    """Change a byte in every so many of every segment, where it lies; return how many."""
+    flipped = 0
+    for segment in (store / "segments").iterdir():
+        data = bytearray(segment.read_bytes())
+        for offset in range(first, len(data), step):
+            data[offset] ^= 0x55
+            flipped += 1
+        with segment.open("r+b") as file:
+            file.write(data)
+    return flipped
+
+
 def disk_bytes(store: Path) -> int:
     """Return what a directory takes on the disk, as du counts it."""
     total = 0

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tests.store.load.sources import MadeSource, MadeTier, access_of
-from tests.suites import namespace
 
-from kvtide.block import BlockLayout, BlockMeta
+from kvtide.block import BlockLayout
 from kvtide.clock import Clock
 from kvtide.codec import Codec, LosslessCodec
 from kvtide.codec.published import ChunkwiseCodec
@@ -18,7 +17,6 @@ from kvtide.config import Limits
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.groups import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
-from kvtide.keys import block_keys
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.plan import Judge, PrefillSpeed, Way
 from kvtide.store.load.run import FetchLimits, LoadRequest
@@ -28,7 +26,7 @@ from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, ObjectId
 from kvtide.wire import pack_object
-from kvtide_lab.judge.quality import capture_blocks
+from kvtide_lab.judge.quality import block_metas, capture_blocks
 
 SPEED = PrefillSpeed(500.0)
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -75,10 +73,7 @@ class Stored:
         self.model = model
         self.layout: BlockLayout = model_layout(model, 16)
         self.ids: list[int] = prompt[0].tolist()
-        keys = [BlockKey(namespace()), *block_keys(namespace(), prompt[0].numpy(), 16)]
-        self.metas = [
-            BlockMeta(ObjectId(namespace(), keys[i + 1]), keys[i], 16 * i, self.layout) for i in range(len(keys) - 1)
-        ]
+        self.metas = block_metas(self.ids, self.layout)
         blocks = capture_blocks(model, self.ids, self.layout)
         self.objects = {
             meta.id: bytes(pack_object(meta, codec.codec_id, codec.encode(meta, bits)))

@@ -11,6 +11,7 @@ import torch
 from tests.families import model_of_family
 from tests.server.worlds import invalidate, region_processes
 from tests.servers import ServerProcess, counted, running_server
+from tests.stores import flip_bytes
 from transformers import DynamicCache, GenerationConfig, TextStreamer, cache_utils
 
 from kvtide.engines.transformers import CachedModel, attach, model_layout
@@ -240,11 +241,7 @@ def test_answer_that_ends_early_is_stored_up_to_its_end(tiny_model: Any, tmp_pat
 def test_damaged_rows_are_computed(tiny_model: Any, tmp_path: Path) -> None:
     batch = rows_of(*ROWS)
     said(tiny_model, tmp_path, batch)
-    for segment in (tmp_path / "segments").iterdir():
-        data = bytearray(segment.read_bytes())
-        for offset in range(9_000, len(data), 1 << 14):
-            data[offset] ^= 0x55
-        segment.write_bytes(bytes(data))
+    assert flip_bytes(tmp_path, 9_000, 1 << 14)
     assert hit(said(tiny_model, tmp_path, batch)) < 64 + 57 + 44
 
 

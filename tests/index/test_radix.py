@@ -1,8 +1,8 @@
 """The index of blocks, and a model of it that any order of calls is compared with."""
 
-import threading
 import tracemalloc
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, zip_longest
 
 import pytest
@@ -199,11 +199,8 @@ def test_threads_leave_it_consistent() -> None:
             index.match(keys)
             index.unpin(keys)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 3, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, (1, 2, 3, 5)))
     index.victims(0)
     index.check()
     assert index.stats().pinned_blocks == 0

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,16 @@ def _profile(model: Any) -> Profile:
 
 
 @pytest.fixture
-def held_back() -> Iterator[HoldBack]:
+def held_back(stack: ExitStack) -> HoldBack:
     """Let a cache store nothing until the test ends or the event is set."""
-    gates: list[threading.Event] = []
 
     def hold(cache: Cache) -> threading.Event:
         gate, put = threading.Event(), cache.tiers.put_from
         cache.tiers.put_from = lambda *rest: gate.wait(30) and put(*rest)  # type: ignore[method-assign]
-        gates.append(gate)
+        stack.callback(gate.set)
         return gate
 
-    yield hold
-    for gate in gates:
-        gate.set()
+    return hold
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import os
 import random
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -264,17 +264,7 @@ async def test_sender_that_is_cancelled_as_it_is_granted_gives_its_slot_back() -
 
 def test_clients_of_a_slow_link_all_get_their_bodies() -> None:
     sending = SchedulerSettings(slots=2, slice_bytes=20_000, link_bits_s=2e7)
-    got: list[bool] = []
-    with running_server(sending=sending) as server:
+    with running_server(sending=sending) as server, ThreadPoolExecutor(5) as threads:
         data = object_bytes(1, 200_000)
         assert ask(server, "PUT", 1, data)[0].status == 201
-
-        def asking() -> None:
-            got.append(ask(server, "GET", 1)[1] == data)
-
-        threads = [threading.Thread(target=asking) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-    assert got == [True] * 5
+        assert [body for _, body in threads.map(functools.partial(ask, server, "GET"), [1] * 5)] == [data] * 5

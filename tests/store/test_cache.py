@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,16 @@ class Collector:
         self.blocks[position] = bits.copy()
 
 
+def damage_one(store: Path, metas: Sequence[BlockMeta], damage: str, flips: dict[str, int]) -> None:
+    """Damage the first of two stored blocks; flips: where a bit does it, by the damage's name."""
+    record, other = (next(each for each in stored_records(store) if each.header.id == meta.id) for meta in metas)
+    data = bytearray(record.body())
+    if damage in flips:
+        data[flips[damage]] ^= 4
+    changed = {"cut": data[:-10], "empty": b"", "foreign": b"not ours" * 100, "other block": other.body()}
+    record.write_body(bytes(changed.get(damage, data)))
+
+
 def ids(metas: list[BlockMeta]) -> list[ObjectId]:
     return [meta.id for meta in metas]
 
@@ -81,15 +91,6 @@ def test_stored_blocks_are_matched_and_loaded(tmp_path: Path, layout: BlockLayou
     assert cache.load(metas, Whole(sink)).blocks == 4
     assert all(np.array_equal(sink.blocks[i], contents[i]) for i in range(4))
     cache.index.check()
-
-
-def test_blocks_stored_by_another_process_later_are_found(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
-) -> None:
-    early, metas, sink = open_cache(tmp_path), metas_of(layout, 2), Collector()
-    fill(open_cache(tmp_path), metas)
-    assert early.match(ids(metas)) == 2
-    assert early.load(metas, Whole(sink)).blocks == 2
 
 
 def tiers_of(cache: Cache, metas: list[BlockMeta]) -> list[int]:
@@ -129,13 +130,14 @@ def test_blocks_evicted_from_memory_are_known_to_be_on_disk(
     assert all(mask & 2 for mask in masks)
 
 
-def test_restored_and_found_blocks_are_known_to_be_on_disk(
+def test_blocks_stored_by_another_process_later_are_found_and_known_to_be_on_disk(
     tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
 ) -> None:
     early, metas = open_cache(tmp_path), metas_of(layout, 3)
     fill(open_cache(tmp_path), metas)
     assert early.match(ids(metas)) == 3
     assert tiers_of(early, metas) == tiers_of(open_cache(tmp_path), metas) == [2, 2, 2]
+    assert early.load(metas, Whole(Collector())).blocks == 3
 
 
 def test_loads_are_counted_as_decisions_and_told_to_the_store(
@@ -181,16 +183,8 @@ def test_damaged_object_is_a_counted_miss_and_removed(
     damage: str, tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
 ) -> None:
     metas = metas_of(layout, 2)
-    writer = open_cache(tmp_path)
-    fill(writer, metas)
-    record, other = (
-        next(record for record in stored_records(tmp_path) if record.header.id == meta.id) for meta in metas
-    )
-    data = bytearray(record.body())
-    if damage.startswith("flip"):
-        data[100 if damage == "flip header" else -100] ^= 4
-    changed = {"cut": data[:-10], "empty": b"", "foreign": b"not ours" * 100, "other block": other.body()}
-    record.write_body(bytes(changed.get(damage, data)))
+    fill(open_cache(tmp_path), metas)
+    damage_one(tmp_path, metas, damage, {"flip header": 100, "flip body": -100})
     reader, sink = open_cache(tmp_path), Collector()
     report = reader.load(metas, Whole(sink))
     assert (report.blocks, report.reason) == (0, MissReason.CORRUPT)

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,6 +142,15 @@ def put(cache: Cache, profile: Profile) -> None:
     ProfileStore(cache.tiers).put(profile, [NAME], 1.0)
 
 
+@contextmanager
+def knowing(store: Path, clock: ManualClock) -> Iterator[Cache]:
+    """A cache that has found the first profile in its store."""
+    with awaiting(store, clock) as cache:
+        put(cache, FIRST)
+        cache.profiles.seek(b"a model", b"", "")
+        yield cache
+
+
 def test_blocks_are_lossless_until_a_profile_comes(
     tmp_path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,9 +174,7 @@ def test_blocks_are_lossless_until_a_profile_comes(
 
 
 def test_profile_is_found_at_the_start_and_a_newer_one_later(tmp_path: Path, clock: ManualClock) -> None:
-    with awaiting(tmp_path, clock) as cache:
-        put(cache, FIRST)
-        cache.profiles.seek(b"a model", b"", "")
+    with knowing(tmp_path, clock) as cache:
         fill(cache, metas_of(LAYOUT, 1))
         put(cache, SECOND)
         clock.advance(RENEW_S)
@@ -176,9 +184,7 @@ def test_profile_is_found_at_the_start_and_a_newer_one_later(tmp_path: Path, clo
 
 
 def test_removed_profile_is_used_no_more(tmp_path: Path, clock: ManualClock) -> None:
-    with awaiting(tmp_path, clock) as cache:
-        put(cache, FIRST)
-        cache.profiles.seek(b"a model", b"", "")
+    with knowing(tmp_path, clock) as cache:
         ProfileStore(cache.tiers).remove(FIRST.digest, 2.0)
         clock.advance(RENEW_S)
         fill(cache, metas_of(LAYOUT, 1))
@@ -187,9 +193,7 @@ def test_removed_profile_is_used_no_more(tmp_path: Path, clock: ManualClock) -> 
 
 
 def test_old_profile_that_an_object_names_is_found_in_the_background(tmp_path: Path, clock: ManualClock) -> None:
-    with awaiting(tmp_path, clock) as writer:
-        put(writer, FIRST)
-        writer.profiles.seek(b"a model", b"", "")
+    with knowing(tmp_path, clock) as writer:
         contents = fill(writer, metas_of(LAYOUT, 1))
         put(writer, SECOND)
     with awaiting(tmp_path, clock) as reader:
@@ -205,9 +209,7 @@ def test_old_profile_that_an_object_names_is_found_in_the_background(tmp_path: P
 def test_unknown_profile_is_looked_for_once_in_a_while(
     tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with awaiting(tmp_path, clock) as writer:
-        put(writer, FIRST)
-        writer.profiles.seek(b"a model", b"", "")
+    with knowing(tmp_path, clock) as writer:
         fill(writer, metas_of(LAYOUT, 1))
         ProfileStore(writer.tiers).remove(FIRST.digest, 2.0)
     asked: list[bytes] = []
@@ -244,9 +246,7 @@ def test_model_that_changes_during_a_look_gets_no_profile_of_the_one_before(
 
 def test_profiles_in_memory_are_bounded(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.store.profile_follower.FOUND_MAX", 1)
-    with awaiting(tmp_path, clock) as cache:
-        put(cache, FIRST)
-        cache.profiles.seek(b"a model", b"", "")
+    with knowing(tmp_path, clock) as cache:
         put(cache, SECOND)
         clock.advance(RENEW_S)
         cache.profiles.look()
@@ -254,9 +254,7 @@ def test_profiles_in_memory_are_bounded(tmp_path: Path, clock: ManualClock, monk
 
 
 def test_profile_that_left_the_store_by_age_is_put_again(tmp_path: Path, clock: ManualClock) -> None:
-    with awaiting(tmp_path, clock) as cache:
-        put(cache, FIRST)
-        cache.profiles.seek(b"a model", b"", "")
+    with knowing(tmp_path, clock) as cache:
         for info in list(cache.tiers.objects()):
             if info.size > 4096:
                 cache.tiers.delete(info.id, "evicted")

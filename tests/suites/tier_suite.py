@@ -6,7 +6,7 @@ class TestMemory(TierSuite):
 """
 
 import hashlib
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
@@ -155,11 +155,8 @@ class TierSuite:
                 if found is not None and found != object_bytes((number * 7) % 50, 30_000):
                     wrong.append(number)
 
-        threads = [threading.Thread(target=work, args=(first,)) for first in range(0, 40, 10)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(0, 40, 10)))
         assert wrong == []
 
     def test_close_twice_is_harmless(self, tier: Tier) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -158,39 +159,24 @@ def test_part_of_an_object_is_never_copied_up() -> None:
 def test_ten_requests_for_one_block_cause_one_read() -> None:
     gate, disk = Gate(), NamedMemory("disk", TIER_BYTES)
     slow = Counting(Slow(disk, gate, latency_s=1.0))
-    stack, results = TierStack([NamedMemory("memory", TIER_BYTES), slow]), []
-    stack.open()
-    disk.put_from(object_id(1), object_bytes(1))
-
-    def request(size: int) -> None:
-        results.append(read_all(stack, 1, size))
-
-    threads = [threading.Thread(target=request, args=(5000 - index,)) for index in range(10)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: [each.followers for each in stack._flight._under_way.values()] == [9], "all to ask")
-    gate.is_open.set()
-    for thread in threads:
-        thread.join()
-    assert results == [object_bytes(1)] * 10
+    with opened(TierStack([NamedMemory("memory", TIER_BYTES), slow])) as stack, ThreadPoolExecutor(10) as threads:
+        disk.put_from(object_id(1), object_bytes(1))
+        results = threads.map(lambda index: read_all(stack, 1, 5000 - index), range(10))
+        wait_until(lambda: [each.followers for each in stack._flight._under_way.values()] == [9], "all to ask")
+        gate.is_open.set()
+    assert list(results) == [object_bytes(1)] * 10
     assert slow.calls["get"] == 1
 
 
 def test_request_for_more_than_the_one_under_way_reads_for_itself() -> None:
     slow = Slow(NamedMemory("disk", TIER_BYTES), time.sleep, latency_s=0.2)
-    stack, results = TierStack([NamedMemory("memory", TIER_BYTES), slow]), {}
-    stack.open()
-    slow.put_from(object_id(1), object_bytes(1))
-    threads = [
-        threading.Thread(target=lambda size=size: results.update({size: read_all(stack, 1, size)}))
-        for size in (100, 2000)
-    ]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join()
-    assert results == {100: object_bytes(1)[:100], 2000: object_bytes(1)}
+    results = []
+    with opened(TierStack([NamedMemory("memory", TIER_BYTES), slow])) as stack, ThreadPoolExecutor(2) as threads:
+        slow.put_from(object_id(1), object_bytes(1))
+        for size in (100, 2000):
+            results.append(threads.submit(read_all, stack, 1, size))
+            time.sleep(0.05)
+    assert [each.result() for each in results] == [object_bytes(1)[:100], object_bytes(1)]
 
 
 def test_read_that_fails_fails_alone() -> None:
@@ -206,23 +192,13 @@ def test_read_that_fails_fails_alone() -> None:
             return super().get_into(*arguments)  # type: ignore[arg-type]
 
     disk, results = FailsFirst("disk", TIER_BYTES), []
-    stack = TierStack([NamedMemory("memory", TIER_BYTES), disk])
-    stack.open()
-    disk.put_from(object_id(1), object_bytes(1))
-
-    def request() -> None:
-        try:
-            results.append(read_all(stack, 1))
-        except RuntimeError:
-            results.append(b"failed")
-
-    threads = [threading.Thread(target=request) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.02)
-    for thread in threads:
-        thread.join()
-    assert sorted(results, key=str) == sorted([b"failed", *[object_bytes(1)] * 3], key=str)
+    with opened(TierStack([NamedMemory("memory", TIER_BYTES), disk])) as stack, ThreadPoolExecutor(4) as threads:
+        disk.put_from(object_id(1), object_bytes(1))
+        for _ in range(4):
+            results.append(threads.submit(read_all, stack, 1))
+            time.sleep(0.02)
+    assert [str(each.exception()) for each in results if each.exception()] == ["a bug"]
+    assert [each.result() for each in results if not each.exception()] == [object_bytes(1)] * 3
 
 
 def test_prefetched_run_is_read_from_memory() -> None:

@@ -139,16 +139,3 @@ def offloading(**options: Any) -> dict[str, Any]:
     config = {"spec_name": "CpuTieringSpec", "spec_module_path": "kvtide_lab.vllm.cpu_offload", **options}
     config["cpu_bytes_to_use"] = 256 << 20
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
-
-
-def flip_bytes(store: Path) -> int:
-    """Change a byte in every 64 KiB of every segment; return how many."""
-    flipped = 0
-    for segment in (store / "segments").iterdir():
-        data = bytearray(segment.read_bytes())
-        for offset in range(40_000, len(data), 1 << 16):
-            data[offset] ^= 0x55
-            flipped += 1
-        with segment.open("r+b") as file:
-            file.write(data)
-    return flipped

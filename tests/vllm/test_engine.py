@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS, flip_bytes, offloading
+from tests.stores import flip_bytes
+from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS, offloading
 
 from kvtide.engines.settings import TAIL_TOKENS
 from kvtide_lab.bench.engine_process import EngineProcess, kvtide_transfer

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.families import EXACT, LOSSY, TIDE, checkpoint, draft_checkpoint, families
-from tests.vllm.conftest import PAGE_TOKENS, flip_bytes
+from tests.stores import flip_bytes
+from tests.vllm.conftest import PAGE_TOKENS
 
 from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide_lab.bench.engine_process import kvtide_transfer

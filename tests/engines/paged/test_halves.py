@@ -3,7 +3,8 @@
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,14 @@ Engines = Callable[..., ToyEngine]
 
 
 @pytest.fixture
-def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Engines]:
+def engines(open_cache: Callable[..., Cache], tmp_path: Path, stack: ExitStack) -> Engines:
     """Make engines on one disk store; all must be clean in the end."""
-    made: list[ToyEngine] = []
 
     def make(store: str = "", shards: int = 1, kept_bytes_max: int = 0) -> ToyEngine:
-        made.append(ToyEngine(open_cache, store or str(tmp_path / "store"), shards, kept_bytes_max))
-        return made[-1]
+        engine = ToyEngine(open_cache, store or str(tmp_path / "store"), shards, kept_bytes_max)
+        return stack.enter_context(closing(engine))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What lies beside whole blocks, on both halves and a toy engine: tails of prompts in pieces, and states of models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,16 +63,12 @@ Tails = Callable[..., TailEngine]
 
 
 @pytest.fixture
-def tails(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[Tails]:
-    made: list[TailEngine] = []
-
+def tails(open_cache: Callable[..., Cache], tmp_path: Path, stack: ExitStack) -> Tails:
     def make(tail_tokens: int = PIECE, codec: str = "lossless") -> TailEngine:
-        made.append(TailEngine(partial(open_cache, codec=codec), str(tmp_path / "store"), tail_tokens=tail_tokens))
-        return made[-1]
+        engine = TailEngine(partial(open_cache, codec=codec), str(tmp_path / "store"), tail_tokens=tail_tokens)
+        return stack.enter_context(closing(engine))
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 @pytest.mark.parametrize(
@@ -274,16 +271,11 @@ States = Callable[..., StateEngine]
 
 
 @pytest.fixture
-def engines(open_cache: Callable[..., Cache], tmp_path: Path) -> Iterator[States]:
-    made: list[StateEngine] = []
-
+def engines(open_cache: Callable[..., Cache], tmp_path: Path, stack: ExitStack) -> States:
     def make(every: int = 0) -> StateEngine:
-        made.append(StateEngine(open_cache, str(tmp_path / "store"), every))
-        return made[-1]
+        return stack.enter_context(closing(StateEngine(open_cache, str(tmp_path / "store"), every)))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 def test_state_at_the_last_block_comes_back_in_another_engine(engines: States) -> None:

@@ -109,14 +109,6 @@ class MadeSource:
         with self._lock:
             return sum(stop - start for _, start, stop in self.served)
 
-    @property
-    def served_twice(self) -> int:
-        with self._lock:
-            spans = list(self.served)
-        return sum(stop - start for _, start, stop in spans) - len(
-            {(object_id, byte) for object_id, start, stop in spans for byte in range(start, stop)}
-        )
-
 
 class MadeTier(Tier):
     """A source as a tier of a stack, which others have filled."""

@@ -24,8 +24,9 @@ from tests.store.load.sources import (
     made_objects,
     parsed,
 )
+from tests.store.test_cache import metas_of
 from tests.stores import open_memory, opened
-from tests.suites import block_meta, smooth_bits
+from tests.suites import smooth_bits
 
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import SystemClock
@@ -44,7 +45,7 @@ from kvtide.tier.base import WrappedTier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.ram import MemoryTier
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import ObjectId
 from kvtide.wire import pack_object, parse_object
 from kvtide.wire.receiver import Receiver
 from kvtide_lab.bench.services import wait_until
@@ -54,20 +55,7 @@ REGISTRY = CodecRegistry([fitted(LAYOUT)])
 CODEC = PackedCodec(fitted(LAYOUT), 1e-2, 4)
 
 
-def chain(blocks: int) -> list[BlockMeta]:
-    metas = [block_meta(LAYOUT, i * LAYOUT.tokens, i + 1) for i in range(blocks)]
-    return [
-        BlockMeta(
-            ObjectId(metas[0].id.namespace, meta.id.key),
-            metas[i - 1].id.key if i else BlockKey(metas[0].id.namespace),
-            i * LAYOUT.tokens,
-            LAYOUT,
-        )
-        for i, meta in enumerate(metas)
-    ]
-
-
-METAS = chain(3)
+METAS = metas_of(LAYOUT, 3)
 BITS = [smooth_bits(LAYOUT, 70 + i) for i in range(3)]
 
 
@@ -85,7 +73,7 @@ def a_tier(seed: int = 0, codec: Codec = CODEC) -> MemoryTier:
 
 def stored_chain(blocks: int) -> tuple[list[BlockMeta], MemoryTier]:
     """Blocks stored in orders by chance from the beginning."""
-    metas = chain(blocks)
+    metas = metas_of(LAYOUT, blocks)
     tier = open_memory()
     for number, meta in enumerate(metas):
         orders = packing_orders(np.random.default_rng(number).random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))

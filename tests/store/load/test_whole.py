@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.store.load.sources import KL, STEP_BYTES, AnyOf, MadeSource, made_objects, parsed
-from tests.store.test_cache import Collector, OpenCache, fill, metas_of
+from tests.store.test_cache import Collector, OpenCache, damage_one, fill, metas_of
 from tests.stores import open_memory, stored_records
 from tests.suites import smooth_bits
 
@@ -62,6 +62,11 @@ def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     layers: int = request.param
     monkeypatch.setattr(loading, "PIECE_BYTES", layers * BIG.layer_bytes)
     return layers
+
+
+@pytest.fixture
+def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
 
 
 def filled(tmp_path: Path, open_cache: OpenCache, blocks: int) -> tuple[list[BlockMeta], Cache]:
@@ -129,15 +134,8 @@ def test_damage_ends_the_run_and_removes_the_object(
 ) -> None:
     metas, layers = metas_of(BIG, 3), Layers()
     fill(open_cache(tmp_path, "raw"), metas)
-    record, other = (
-        next(record for record in stored_records(tmp_path) if record.header.id == meta.id) for meta in metas[1:]
-    )
-    data = bytearray(record.body())
-    places = {"header": 100, "first layer": 256 + 48 * BIG.layers + 3, "last layer": -5}
-    if damage in places:
-        data[places[damage]] ^= 4
-    changed = {"cut": data[:-10], "empty": b"", "other block": other.body()}
-    record.write_body(bytes(changed.get(damage, data)))
+    flips = {"header": 100, "first layer": 256 + 48 * BIG.layers + 3, "last layer": -5}
+    damage_one(tmp_path, metas[1:], damage, flips)
     reader = open_cache(tmp_path, "raw")
     report = load(reader, metas, layers)
     assert (report.blocks, report.reason) == (1, MissReason.CORRUPT)
@@ -149,10 +147,7 @@ def test_damage_ends_the_run_and_removes_the_object(
     assert (1, BIG.layers - 1) not in layers.found
 
 
-def test_object_that_goes_between_two_pieces_is_a_miss(
-    tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
+def test_object_that_goes_between_two_pieces_is_a_miss(by_layer: None, tmp_path: Path, open_cache: OpenCache) -> None:
     metas, reader = filled(tmp_path, open_cache, 3)
     layers = Layers(lambda position, layer: (position, layer) == (1, 2) and reader.tiers.delete(metas[1].id, "test"))
     report = load(reader, metas, layers)
@@ -161,10 +156,7 @@ def test_object_that_goes_between_two_pieces_is_a_miss(
     assert reader.match([meta.id for meta in metas]) == 1
 
 
-def test_tier_or_sink_that_fails_in_the_midst_is_a_miss(
-    tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
+def test_tier_or_sink_that_fails_in_the_midst_is_a_miss(by_layer: None, tmp_path: Path, open_cache: OpenCache) -> None:
     metas, reader = filled(tmp_path, open_cache, 3)
 
     def fail(position: int, layer: int) -> None:
@@ -176,10 +168,7 @@ def test_tier_or_sink_that_fails_in_the_midst_is_a_miss(
     assert load(reader, metas, Layers()).blocks == 3
 
 
-def test_load_is_given_up_between_pieces(
-    tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
+def test_load_is_given_up_between_pieces(by_layer: None, tmp_path: Path, open_cache: OpenCache) -> None:
     metas, reader = filled(tmp_path, open_cache, 4)
     release = threading.Event()
     layers = Layers(lambda position, layer: (position, layer) == (1, 1) and release.wait(10))
