@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Collection, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -215,7 +216,7 @@ class Cache:
 
     def _match(self, ids: Sequence[ObjectId], hint: Advice | None = None, states: States = ()) -> int:
         self._note_request(ids, hint, states)
-        keys = [object_id.key for object_id in ids]
+        keys = [*map(attrgetter("key"), ids)]
         known = 0 if any(map(wants_latest, ids)) else self.index.match(keys)
         for tier in self.tiers.run_places(ids[known:]):
             self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)

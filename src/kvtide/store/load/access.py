@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -185,7 +186,7 @@ class LoadAccess:
     @contextlib.contextmanager
     def pinned(self, metas: Sequence[BlockMeta]) -> Iterator[None]:
         """Keep blocks from being evicted meanwhile."""
-        keys = [meta.id.key for meta in metas]
+        keys = [*map(attrgetter("id.key"), metas)]
         self.index.pin(keys)
         try:
             yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 
 from kvtide.clock import Clock
@@ -61,7 +62,7 @@ class DiskTier(CountingTier):
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Note a prompt; what its advice is worth is found when something must go, so none counts as taken."""
-        order, keys = self._log.given_up, [each.key for each in object_ids]
+        order, keys = self._log.given_up, [*map(attrgetter("key"), object_ids)]
         if order is not None:
             order.note(order.hear_request, object_ids[0].namespace, keys, hint, states, weight=max(1, len(keys)))
         return False
