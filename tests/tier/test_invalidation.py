@@ -292,6 +292,22 @@ def test_what_was_evicted_before_does_not_come_back_by_the_server(server: Runnin
     engine.stack.close()
 
 
+def test_what_is_invalidated_while_it_is_evicted_is_not_sent_as_new(server: RunningServer) -> None:
+    remote = http_tier(server.url, CLOCK)
+    engine = Engine([own := memory()], [remote], [server.url], demote_to=[remote])
+
+    def fill(view: memoryview) -> bool:
+        invalidate(server)
+        engine.invalidations.refresh()
+        view[:] = OLD
+        return True
+
+    own._offer(ONE, len(OLD), fill)
+    assert engine.stack.demoter.wait(WAIT_S)
+    assert not remote.contains(engine.stack.named(ONE))
+    engine.stack.close()
+
+
 def test_a_block_from_before_is_not_stored_as_one_from_after(server: RunningServer) -> None:
     engine = Engine([open_memory()], [http_tier(server.url, CLOCK)], [server.url])
     invalidate(server)

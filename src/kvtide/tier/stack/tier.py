@@ -225,10 +225,12 @@ class TierStack(Tier):
 
     def _demote(self, object_id: ObjectId, size: int, fill: Fill) -> None:
         """Copy an object that is about to be evicted, to be sent on. Under the lock of the tier."""
+        # Before its bytes are taken: an invalidation meanwhile must not find them under the new generation.
+        object_id = self.named(object_id)
         if self.demoter.reserve(size):
             data = bytearray(size)
             if fill(memoryview(data)):
-                self.demoter.submit(partial(self._send_evicted, self.named(object_id), data), size)
+                self.demoter.submit(partial(self._send_evicted, object_id, data), size)
             else:
                 self.demoter.release(size)
 
