@@ -12,7 +12,7 @@ from kvtide.clock import ManualClock
 from kvtide.evict import Hint, order_named, policies
 from kvtide.evict.hint import TENANTS_MAX
 from kvtide.evict.policies import INGREDIENTS, PolicyOf, PolicyOrder, mix, reuse
-from kvtide.evict.policies.order import SESSIONS_MAX, Sessions
+from kvtide.evict.policies.order import SESSIONS_MAX
 from kvtide.evict.policies.reuse import HazardModel, Kind, ReusePolicy, Trust
 from kvtide.index import RadixIndex
 from kvtide.types import Namespace, ObjectId
@@ -403,13 +403,13 @@ def test_what_says_nothing_is_no_hint(said: object) -> None:
 
 
 def test_sessions_that_are_remembered_are_bounded_by_tenant() -> None:
-    sessions, neighbour = Sessions(), Namespace(bytes([1]) * 32)
-    first, second = chain(1, 2)
-    assert sessions.note(neighbour, "mine", first) is None
+    order, neighbour, keys = PolicyOrder(policy_named("lru"), ManualClock(), 1, 4), Namespace(bytes([1]) * 32), chain(1)
+    order.note_request(neighbour, keys, Hint("mine"))
     for number in range(SESSIONS_MAX + 5):
-        sessions.note(namespace(), str(number), first)
-    assert sessions.note(neighbour, "mine", second) == first
-    assert sessions.note(namespace(), "0", second) is None
+        order.note_request(namespace(), keys, Hint(str(number)))
+    ends = order._session_ends
+    assert ends[neighbour] == {"mine": keys[-1]}
+    assert next(iter(ends[namespace()])) == "5" and len(ends[namespace()]) == SESSIONS_MAX
 
 
 def test_end_that_is_said_afterwards_is_no_use() -> None:

@@ -139,29 +139,11 @@ class LinkedStates:
         return [state for state in self.of(block) if state not in self._superseded]
 
 
-# Sessions of each tenant whose ends are known.
-SESSIONS_MAX = 256
-
-
-class Sessions:
-    """The end of each named session's latest request, of a bounded number of sessions heard of lately. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ends: Recent[Namespace, Recent[str, BlockKey]] = Recent(TENANTS_MAX)
-
-    def note(self, tenant: Namespace, session: str, end: BlockKey) -> BlockKey | None:
-        """Note where a session's request ends; return where the one before it did, if that is known."""
-        with self._lock:
-            ends = self._ends[tenant] = self._ends.get(tenant) or Recent(SESSIONS_MAX)
-            before = ends.get(session)
-            ends[session] = end
-            return before
-
-
 # Makes a policy for an account that may hold so many blocks.
 PolicyOf = Callable[[int], EvictionPolicy]
 
+# Sessions of each tenant whose ends are known.
+SESSIONS_MAX = 256
 # Blocks of requests that are remembered until their objects come.
 ANNOUNCED_MAX = 1 << 16
 # The same request again within this time is an engine that asks twice.
@@ -186,7 +168,8 @@ class PolicyOrder(EvictionOrder):
         self._lock = threading.RLock()
         self._tree: RadixIndex | None = None
         self._advised: AdvisedPolicy | None = None
-        self._sessions = Sessions()
+        # The end of the latest request of each session, by namespace and name.
+        self._session_ends: Recent[Namespace, Recent[str, BlockKey]] = Recent(TENANTS_MAX)
         self._parents: dict[ObjectId, BlockKey] = {}
         self._sizes = Sizes(bytes_max)
         # How many objects the tree has room for, if that goes by their sizes.
@@ -229,7 +212,9 @@ class PolicyOrder(EvictionOrder):
             self._told[namespace] = None
             is_known = before is not None and before[0] == keys[-1] and now_s - before[1] < ASKED_TWICE_S
             if hint is not None and hint.session is not None:
-                is_known |= self._sessions.note(namespace, hint.session, keys[-1]) == keys[-1] and hint.is_last
+                ends = self._session_ends[namespace] = self._session_ends.get(namespace) or Recent(SESSIONS_MAX)
+                is_known |= ends.get(hint.session) == keys[-1] and hint.is_last
+                ends[hint.session] = keys[-1]
             policy, mark = self._advised, 0 if hint is None else hint.mark
             ignored = policy.trust.ignored if policy is not None else 0
             if policy is not None and mark:
