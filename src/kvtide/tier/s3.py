@@ -10,7 +10,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -149,35 +149,33 @@ class S3Tier(CountingTier):
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         """Read some ranges at a time: a bucket answers a request with one."""
-        workers, deadline_s = self._rangers, caller_deadline_s()
-        if workers is None:
-            raise TierUnavailable(f"{self._shown} is not open")
-
-        def read(each: RangeRead) -> int | None:
-            with until(deadline_s):
-                return self.get_into(object_id, each.buffer, each.offset)
-
-        reads = [workers.submit(read, each) for each in ranges]
-        # All have ended before the caller gets its buffers back.
-        wait(reads)
+        reads = self._side_by_side(
+            self._rangers, [partial(self.get_into, object_id, buffer, at) for at, buffer in ranges]
+        )
         sizes = [size for size in (each.result() for each in reads) if size is not None]
         return sizes if len(sizes) == len(ranges) else None
 
-    def _read_rest(self, path: str, view: memoryview, start: int, first: _Part) -> None:
-        """Read what comes after the first part, some parts at a time. TierUnavailable if it is of another object."""
-        offsets = range(PART_BYTES, len(view), PART_BYTES)
-        workers = self._workers
+    def _side_by_side(
+        self, workers: ThreadPoolExecutor | None, reads: Sequence[Callable[[], _Result]]
+    ) -> list[Future[_Result]]:
+        """Run reads until the caller's deadline, some at a time; all have ended when it returns the buffers."""
         if workers is None:
             raise TierUnavailable(f"{self._shown} is not open")
         deadline_s = caller_deadline_s()
 
-        def read(offset: int) -> _Part:
+        def in_time(read: Callable[[], _Result]) -> _Result:
             with until(deadline_s):
-                return self._read(path, view[offset:][:PART_BYTES], start + offset)
+                return read()
 
-        parts = [workers.submit(read, offset) for offset in offsets]
-        # All have ended before the caller gets its buffer back.
-        wait(parts)
+        pending = [workers.submit(in_time, read) for read in reads]
+        wait(pending)
+        return pending
+
+    def _read_rest(self, path: str, view: memoryview, start: int, first: _Part) -> None:
+        """Read what comes after the first part, some parts at a time. TierUnavailable if it is of another object."""
+        offsets = range(PART_BYTES, len(view), PART_BYTES)
+        reads = [partial(self._read, path, view[offset:][:PART_BYTES], start + offset) for offset in offsets]
+        parts = self._side_by_side(self._workers, reads)
         found = self._asked(lambda: [part.result() for part in parts], None)
         if found is None or any(part != first for part in found):
             raise TierUnavailable(f"{path} was replaced while it was read")
