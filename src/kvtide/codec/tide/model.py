@@ -313,7 +313,10 @@ class TideModel:
         self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
         self.tables: RansTables = RansTables.parse(arrays["tables"].tobytes(), TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
-        self.trellis: Trellis | None = _read_trellis(arrays)
+        self.trellis: Trellis | None = None
+        if "trellis_tables" in arrays:
+            frequencies = RansTables.parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES).rows
+            self.trellis = make_trellis(frequencies, arrays["trellis_curve"].astype(np.float32))
         self.own_loss = _own_loss(arrays)
         self.positions = read_law_table(arrays.get("law"))
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
@@ -487,14 +490,6 @@ def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32] | N
     return Trellis(
         RansTables(frequencies), np.empty((0, 3), np.float32) if curve is None else curve, _rates(frequencies)
     )
-
-
-def _read_trellis(arrays: _Arrays) -> Trellis | None:
-    """Return the profile's trellis, None if it has none. CorruptPayload for damaged tables; KeyError."""
-    if "trellis_tables" not in arrays:
-        return None
-    parsed = RansTables.parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES)
-    return make_trellis(parsed.rows, arrays["trellis_curve"].astype(np.float32))
 
 
 def first_trellis() -> Trellis:
