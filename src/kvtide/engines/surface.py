@@ -104,7 +104,8 @@ class Sources:
             return None
         tree = node.tree
         if isinstance(tree, ast.FunctionDef):
-            return f"({parameters(tree)})" if _is_called(tree) else f"property {_text(tree.returns)}"
+            is_property = any("property" in _text(mark) for mark in tree.decorator_list)
+            return f"property {_text(tree.returns)}" if is_property else f"({parameters(tree)})"
         if isinstance(tree, ast.ClassDef):
             return self._made_by(node) if use.endswith("()") else self._needs(node)
         return f"field {_text(tree)}" if node.is_type else "value"
@@ -245,10 +246,6 @@ def _item(node: _Node) -> _Node | None:
         return None
     parts = tree.slice.elts if isinstance(tree.slice, ast.Tuple) else [tree.slice]
     return _Node(node.module, parts[-1 if _text(tree.value) in ("dict", "Mapping") else 0], is_type=True)
-
-
-def _is_called(tree: ast.FunctionDef) -> bool:
-    return not any("property" in _text(mark) for mark in tree.decorator_list)
 
 
 def parameters(tree: ast.FunctionDef) -> str:

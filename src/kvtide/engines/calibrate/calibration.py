@@ -110,7 +110,7 @@ class TideCalibration:
         if cost not in COSTS:
             raise ValueError(f"costs are {', '.join(COSTS)}, got {cost!r}")
         least = block_tokens + JUDGED_TOKENS + 1
-        self._texts = texts.of_tokens(least)
+        self._texts = TextSplit(*([ids for ids in part if len(ids) >= least] for part in texts))
         if not self._texts.fitted:
             raise ValueError(f"calibration needs at least one full block: a text of {least} tokens")
         self._contexts = ModelContexts(model, block_tokens)

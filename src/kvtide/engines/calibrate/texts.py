@@ -129,10 +129,6 @@ class TextSplit(NamedTuple):
     fitted: list[list[int]]
     held_out: list[list[int]]
 
-    def of_tokens(self, least: int) -> TextSplit:
-        """Return the texts of at least so many tokens."""
-        return TextSplit(*([ids for ids in texts if len(ids) >= least] for texts in self))
-
 
 def split_texts(texts: Sequence[Sequence[int]]) -> TextSplit:
     """Hold some texts out, spread over all. Fewer than six are all fitted on."""

@@ -144,13 +144,10 @@ def _structure_digest(model: Any) -> bytes:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, module in model.named_modules():
         # Attention scaling, epsilons and the like are plain attributes.
-        numbers = {key: value for key, value in vars(module).items() if _is_number(key, value)}
+        values = {key: value for key, value in vars(module).items() if isinstance(value, _SCALARS)}
+        numbers = {key: value for key, value in values.items() if not key.startswith("_") and key != "name_or_path"}
         digest.update(f"{name} {type(module).__qualname__} {sorted(numbers.items())}\n".encode())
     return digest.digest()
-
-
-def _is_number(name: str, value: Any) -> bool:
-    return isinstance(value, _SCALARS) and not name.startswith("_") and name != "name_or_path"
 
 
 def _tensors_digest(model: Any, dtype: torch.dtype | None = None) -> bytes:
