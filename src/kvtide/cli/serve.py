@@ -27,6 +27,7 @@ from kvtide.server.settings import (
     read_settings,
     take_descriptors,
 )
+from kvtide.tier.files import Files
 from kvtide.tier.http.records import RecordsClient, backed_up, raise_generation, records_clients, restore
 from kvtide.tier.pool import Member, PoolServer, membership_of
 from kvtide.wire.protocol import Record, RecordKind, RecordName
@@ -215,9 +216,7 @@ def _say(shown: str, as_json: bool, server: str, **said: object) -> None:
 
 def _back_up(clients: Sequence[RecordsClient], path: Path) -> int:
     records = backed_up(clients)
-    aside = path.with_name(path.name + ".new")
-    aside.write_bytes(msgspec.json.format(msgspec.json.encode(records)) + b"\n")
-    aside.replace(path)
+    Files().save(path, msgspec.json.format(msgspec.json.encode(records)) + b"\n")
     return len(records)
 
 
