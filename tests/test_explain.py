@@ -15,7 +15,7 @@ from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.errors import CorruptPayload
 from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
 from kvtide.plan import Way
-from kvtide.server.auth import tenant_namespace
+from kvtide.server.auth import stored_namespace
 from kvtide.store.cache import Cache
 from kvtide.store.load.access import WHY_OF_WAY
 from kvtide.types import Namespace, ObjectId
@@ -94,7 +94,7 @@ def test_object_of_a_tenant_is_no_problem_and_one_of_another_key_is(stored: Cach
     first, second = metas_of(layout, 2)
     data = bytearray(1 << 20)
     packed = data[: stored.tiers.get_into(first.id, memoryview(data))]
-    hashed = tenant_namespace("a", first.id.namespace)
+    hashed = stored_namespace("a", first.id.namespace)
     for key in (first.id.key, second.id.key):
         stored.tiers.put_from(ObjectId(hashed, key), packed)
     for read in (read_header, read_object):

@@ -15,7 +15,7 @@ from tests.server.worlds import ask as ask_world
 from tests.servers import RunningServer, counted, running_server
 from tests.suites.tier_suite import object_bytes, object_id
 
-from kvtide.server.auth import tenant_namespace
+from kvtide.server.auth import stored_namespace
 from kvtide.server.http.connections import account_of, host_of
 from kvtide.server.logs import ACCESS_LOGGER, AUDIT_LOGGER
 from kvtide.server.scheduler import SchedulerSettings
@@ -144,7 +144,7 @@ def test_listing_goes_in_slices_and_no_further_than_somebody_waits_for_it(path: 
 
 
 def test_listing_over_several_slices_is_whole_and_in_order() -> None:
-    ids = [ObjectId(tenant_namespace("victim", object_id(1).namespace), object_id(n).key) for n in range(2000)]
+    ids = [ObjectId(stored_namespace("victim", object_id(1).namespace), object_id(n).key) for n in range(2000)]
     others = [ObjectId(Namespace(bytes(32)), object_id(n).key) for n in range(2000)]
     with running_server(grants=GRANTS) as server:
         server.store.objects = lambda: iter(  # type: ignore[method-assign]

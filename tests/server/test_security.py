@@ -26,7 +26,7 @@ from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.server.auth import Gate, Grant, Scope, new_token, tenant_namespace, token_digest
+from kvtide.server.auth import Gate, Grant, Scope, new_token, stored_namespace, token_digest
 from kvtide.server.logs import ACCESS_LOGGER, write_log
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import Live, ServerLimits, ServerSettings, TlsSettings, read_settings
@@ -163,9 +163,9 @@ def test_listening_for_others_needs_grants_or_the_flag(tmp_path: Path) -> None:
 
 def test_tenant_namespaces_differ_for_each_pair() -> None:
     names = [object_id(1).namespace, object_id(1).key]
-    stored = {tenant_namespace(tenant, name) for tenant in ("a", "b", "ab") for name in names}  # type: ignore[arg-type]
+    stored = {stored_namespace(tenant, name) for tenant in ("a", "b", "ab") for name in names}
     assert len(stored) == 6
-    assert tenant_namespace("", object_id(1).namespace) == object_id(1).namespace
+    assert stored_namespace("", object_id(1).namespace) == object_id(1).namespace
 
 
 # --- TLS

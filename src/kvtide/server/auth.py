@@ -123,19 +123,17 @@ def tenants_named(grants: Sequence[Grant]) -> list[str]:
     return [name for name in dict.fromkeys(names) if name != _EVERYBODY]
 
 
-def tenant_namespace(tenant: str, namespace: Namespace) -> Namespace:
-    """Place of a tenant's namespace: SHA-256 over tag, tenant and namespace; itself without tenants."""
-    if not tenant:
-        return namespace
-    name = tenant.encode()
-    return Namespace(hashlib.sha256(_TENANT_TAG + len(name).to_bytes(4, "little") + name + namespace).digest())
+def stored_namespace(tenant: str, namespace: bytes, generation: int = 0) -> Namespace:
+    """Place of a tenant's namespace, of a generation: SHA-256 over tag, tenant and namespace if there is a tenant.
 
-
-def generation_namespace(stored: Namespace, generation: int) -> Namespace:
-    """Place of a stored namespace's generation: SHA-256 over tag, generation and namespace; 0 is itself."""
-    if not generation:
-        return stored
-    return Namespace(hashlib.sha256(_GENERATION_TAG + generation.to_bytes(8, "little") + stored).digest())
+    Then over tag, generation and that, but for generation 0.
+    """
+    if tenant:
+        name = tenant.encode()
+        namespace = hashlib.sha256(_TENANT_TAG + len(name).to_bytes(4, "little") + name + namespace).digest()
+    if generation:
+        namespace = hashlib.sha256(_GENERATION_TAG + generation.to_bytes(8, "little") + namespace).digest()
+    return Namespace(namespace)
 
 
 class Gate:

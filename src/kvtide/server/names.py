@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvtide.evict import Hint
-from kvtide.server.auth import Caller, Scope, generation_namespace, tenant_namespace
+from kvtide.server.auth import Caller, Scope, stored_namespace
 from kvtide.tier import ObjectInfo
 from kvtide.tier.stack import TierStack
 from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
@@ -29,17 +29,16 @@ class Names:
     def __init__(self, generation: Callable[[str, Namespace], int]) -> None:
         self._generation = generation
 
-    def place(self, tenant: str, namespace: Namespace, generation: int | None = None) -> Namespace:
-        """Place of a tenant's namespace, of a generation or the present one."""
-        of = self._generation(tenant, namespace) if generation is None else generation
-        return generation_namespace(tenant_namespace(tenant, namespace), of)
+    def place(self, tenant: str, namespace: Namespace) -> Namespace:
+        """Place of a tenant's namespace at its present generation."""
+        return stored_namespace(tenant, namespace, self._generation(tenant, namespace))
 
     def ids(
         self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey], generation: int | None = None
     ) -> list[NamedId]:
         """Ids under which a tenant's objects are stored, each with its name."""
         of = self._generation(tenant, namespace) if generation is None else generation
-        name, stored = Name(tenant, namespace, of), self.place(tenant, namespace, of)
+        name, stored = Name(tenant, namespace, of), stored_namespace(tenant, namespace, of)
         return [NamedId.of(ObjectId(stored, key), name) for key in keys]
 
     def is_current(self, name: Name) -> bool:

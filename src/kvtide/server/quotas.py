@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtide.errors import RequestRefused
-from kvtide.server.auth import generation_namespace, tenant_namespace
+from kvtide.server.auth import stored_namespace
 from kvtide.tier.base import Tier
 from kvtide.tier.stack import TierStack
 from kvtide.types import Namespace, ObjectId
@@ -198,6 +198,6 @@ def _owner(
     for tenant in tenants:
         latest = generation(tenant, name)
         for number in range(latest, max(-1, latest - _GENERATIONS_MAX), -1):
-            if generation_namespace(tenant_namespace(tenant, name), number) == object_id.namespace:
+            if stored_namespace(tenant, name, number) == object_id.namespace:
                 return tenant
     return None
