@@ -128,6 +128,12 @@ def layout() -> BlockLayout:
     return BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
 
 
+@pytest.fixture(params=["memory", "disk"])
+def local_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store of this machine, of both kinds."""
+    return "memory://" if request.param == "memory" else f"disk://{tmp_path / 'store'}"
+
+
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock(1000.0)
@@ -188,23 +194,9 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Any:
-    """A Llama with random weights: three layers, two KV heads of size 16."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.families import tiny_llama
 
-    # Threads cost a model of this size more than they bring.
-    torch.set_num_threads(1)
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = tiny_llama()
     model.generation_config.pad_token_id = 0
     return model
 

@@ -182,6 +182,19 @@ def model_of_family(family: str) -> Any:
     return AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**_SHAPE, **changes})).eval()
 
 
+def tiny_llama(seed: int = 7, **changes: Any) -> Any:
+    """Return a Llama with random weights: three layers, two KV heads of size 16, or what `changes` say."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    # Threads cost a model of this size more than they bring.
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 1024}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**{**shape, **heads, **changes})).eval()
+
+
 def draft_checkpoint(folder: Path) -> Path:
     """Return a folder with a draft (EAGLE) for the `llama` checkpoint, which shares embedding and head with it."""
     import torch

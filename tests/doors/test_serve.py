@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from tests.doors.register import door
-from tests.doors.user import BLOCK, PROMPT, Regions, grant, metric, serving, status
+from tests.doors.user import BLOCK, PROMPT, Regions, grant, serving, status
 from tests.processes import frozen
-from tests.server.worlds import ask, bearer, path_of, put, stalled, token_of
+from tests.server.worlds import ask, bearer, metric, path_of, put, stalled, token_of
 from tests.servers import ServerProcess
 from tests.suites.tier_suite import object_bytes, object_id
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.doors.register import door
-from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, Regions, answer, grant, metric, serving
-from tests.server.worlds import ask, bearer, token_of
+from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, Regions, answer, grant, serving
+from tests.server.worlds import ask, bearer, metric, token_of
 from tests.servers import ServerProcess, server_process
 from tests.suites.tier_suite import object_bytes
 

@@ -68,12 +68,6 @@ def status(
     return ask(server, method, what, body, **h)[0].status
 
 
-def metric(server: ServerProcess, name: str, **headers: Any) -> float:
-    """Return a line of `GET /metrics`, 0 if it is not there; of several tiers or tenants their sum."""
-    lines = ask(server, "GET", "/metrics", **headers)[1].decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
 def kvtide(*words: Any) -> Any:
     """Run a `kvtide` command with `--json` and return what it printed."""
     result = CliRunner().invoke(app, [*map(str, words), "--json"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.store.test_cache import Collector, fill, ids, metas_of
 from tests.stores import disk_bytes, nothing_pinned, open_disk, stored_records
-from tests.suites.tier_suite import object_bytes, object_id, read_all
+from tests.suites.tier_suite import object_bytes, object_id, put_all, read_all
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock
@@ -35,8 +35,7 @@ BIG = BlockLayout(layers=2, tokens=16, kv_heads=4, head_dim=16, dtype=KVDtype.FL
 def filled(store: Path, objects: int = 6) -> None:
     """A closed store of so many objects, each in a segment of its own, without a checkpoint."""
     tier = open_disk(store, DISK_BYTES)
-    for number in range(objects):
-        tier.put_from(object_id(number), object_bytes(number, 60_000))
+    put_all(tier, range(objects), 60_000)
     tier.close()
     (store / "checkpoint").unlink()
 
@@ -146,8 +145,7 @@ class SmallDisk(Files):
 @pytest.mark.parametrize("files_max", [10_000, 5])
 def test_disk_smaller_than_the_cap_keeps_the_newest(code: int, files_max: int, tmp_path: Path) -> None:
     tier = open_disk(tmp_path, 1 << 30, SmallDisk(tmp_path, 1 << 20, code, files_max))
-    for number in range(60):
-        assert tier.put_from(object_id(number), object_bytes(number, 60_000))
+    put_all(tier, range(60), 60_000)
     kept = found(tier, range(60))
     assert kept[-1] == 59 and len(kept) >= min(4, files_max - 1)
     assert tier.stats().evictions > 0
@@ -157,8 +155,7 @@ def test_disk_smaller_than_the_cap_keeps_the_newest(code: int, files_max: int, t
 def test_what_others_take_of_a_full_disk_does_not_empty_the_cache(tmp_path: Path) -> None:
     disk, clock = SmallDisk(tmp_path, 1 << 20), ManualClock(1000.0)
     tier = open_disk(tmp_path, DISK_BYTES, disk, clock)
-    for number in range(10):
-        tier.put_from(object_id(number), object_bytes(number, 60_000))
+    put_all(tier, range(10), 60_000)
     disk.has_greedy_neighbour = True
     for number in range(100, 120):
         with pytest.raises(TierFull):
@@ -211,13 +208,11 @@ def test_store_moved_under_a_live_process_is_made_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["removed", "cut"])
 def test_own_segment_damaged_while_it_is_written_is_left(damage: str, tmp_path: Path) -> None:
     tier = open_disk(tmp_path, 64 << 20)
-    for number in range(3):
-        tier.put_from(object_id(number), object_bytes(number, 60_000))
+    put_all(tier, range(3), 60_000)
     path = tmp_path / "segments" / segment_name(1)
     path.unlink() if damage == "removed" else os.truncate(path, ALIGN_BYTES)
     assert not any(tier.contains(object_id(number)) for number in range(3)), "stale entries don't count as stored"
-    for number in range(3):
-        tier.put_from(object_id(number), object_bytes(number, 60_000))
+    put_all(tier, range(3), 60_000)
     assert found(tier, range(3)) == [0, 1, 2]
     tier.close()
     assert found(open_disk(tmp_path, 64 << 20), range(3)) == [0, 1, 2]

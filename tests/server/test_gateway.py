@@ -28,11 +28,10 @@ from kvtide.wire import version_tag
 from kvtide_lab.bench.services import wait_until
 
 
-@pytest.fixture(params=["memory", "disk"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningServer]:
-    url = "memory://" if request.param == "memory" else f"disk://{tmp_path}"
+@pytest.fixture
+def server(local_url: str) -> Iterator[RunningServer]:
     limits = ServerLimits(object_bytes_max=1 << 20, buffer_bytes_max=2 << 20)
-    with running_server(tiers=(url,), limits=limits) as running:
+    with running_server(tiers=(local_url,), limits=limits) as running:
         yield running
 
 
@@ -352,7 +351,6 @@ def started(soft: int, hard: int) -> tuple[int, str]:
     script = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$0" -m kvtide.cli serve --listen 127.0.0.1:0'
     command = ["sh", "-c", script, sys.executable]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
         assert " on " in process.stdout.readline()
         found = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0]
         process.terminate()

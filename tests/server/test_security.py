@@ -171,13 +171,11 @@ def test_tenant_namespaces_differ_for_each_pair() -> None:
 # --- TLS
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_objects_travel_over_tls(certificates: Path, tmp_path: Path, kind: str) -> None:
+def test_objects_travel_over_tls(certificates: Path, tmp_path: Path, local_url: str) -> None:
     tls = TlsSettings(cert_file=certificates / "server.pem", key_file=certificates / "server.key")
-    url = "memory://" if kind == "memory" else f"disk://{tmp_path}"
     token_file = tmp_path / "token"
     token_file.write_text(TOKENS["writer"] + "\n")
-    with running_server(tiers=(url,), tls=tls, grants=GRANTS) as server:
+    with running_server(tiers=(local_url,), tls=tls, grants=GRANTS) as server:
         place = f"https://localhost:{server.address.port}"
         known = f"{place}?ca_file={certificates / 'ca.pem'}&token_file={token_file}"
         with opened(http_tier(known, SystemClock())) as tier:
@@ -238,11 +236,9 @@ def sample_times(server: RunningServer, token: str, one: ObjectId, other: Object
     return [np.array(each) for each in times]
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.real_time
-def test_foreign_hit_takes_the_time_of_a_miss(kind: str, tmp_path: Path) -> None:
-    url = "memory://" if kind == "memory" else f"disk://{tmp_path}"
-    with running_server(tiers=(url,), grants=GRANTS) as server:
+def test_foreign_hit_takes_the_time_of_a_miss(local_url: str) -> None:
+    with running_server(tiers=(local_url,), grants=GRANTS) as server:
         assert ask(server, "PUT", OBJECT, "writer", object_bytes(1))[0] == 201
         foreign = mann_whitney_p(*sample_times(server, "other", object_id(1), object_id(2), 2000))
         if foreign <= 0.01:
@@ -310,7 +306,6 @@ class Configured:
         command = [sys.executable, "-m", "kvtide.cli", "serve", "--config", str(self.config)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
-        assert self.process.stdout is not None
         assert b" on " in self.process.stdout.readline(), self.log.read_text()
         stack.callback(self.stop)
 
@@ -333,7 +328,6 @@ class Configured:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(START_S_MAX) == 0
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
 

@@ -144,6 +144,12 @@ def put(server: RunningServer | ServerProcess, number: int, size: int = 1000, **
     assert ask(server, "PUT", number, object_bytes(number, size), **headers)[0].status == 201
 
 
+def metric(server: RunningServer | ServerProcess, name: str, **headers: Any) -> float:
+    """Return a line of `GET /metrics`, 0 if it is not there; of several tiers or tenants their sum."""
+    lines = ask(server, "GET", "/metrics", **headers)[1].decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
 def path_of(number: int) -> str:
     name = object_id(number)
     return f"/v1/{name.namespace.hex()}/{name.key.hex()}"

@@ -6,6 +6,7 @@ class TestMemory(TierSuite):
 """
 
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -45,6 +46,12 @@ def object_bytes(number: int, size: int = 1000, quality: float = 0.0) -> bytes:
     return made_object(object_id(number), filling[:room], quality)
 
 
+def put_all(tier: Tier, numbers: Iterable[int], size: int = 1000) -> None:
+    """Store objects of a size."""
+    for number in numbers:
+        assert tier.put_from(object_id(number), object_bytes(number, size))
+
+
 def read_all(tier: Tier, number: int, size_max: int = TIER_BYTES) -> bytes | None:
     """Read a whole object."""
     buffer = bytearray(size_max)
@@ -63,8 +70,7 @@ class TierSuite:
         assert read_all(tier, 1) == object_bytes(1)
 
     def test_many_look_ups_say_what_single_ones_say(self, tier: Tier) -> None:
-        for number in (0, 1, 3):
-            tier.put_from(object_id(number), object_bytes(number))
+        put_all(tier, (0, 1, 3))
         assert tier.count_leading([object_id(number) for number in (3, 1, 0, 4, 3)]) == 3
         assert tier.count_leading([object_id(number) for number in (4, 3)]) == 0
         assert tier.count_leading([]) == 0
@@ -122,8 +128,7 @@ class TierSuite:
         assert {(info.id, info.size) for info in tier.objects()} == {(object_id(n), 400 + n) for n in range(5)}
 
     def test_listing_follows_deletions_and_is_no_use(self, tier: Tier) -> None:
-        for number in range(3):
-            tier.put_from(object_id(number), object_bytes(number))
+        put_all(tier, range(3))
         before = tier.stats()
         assert len(list(tier.objects())) == 3
         assert (tier.stats().hits, tier.stats().misses) == (before.hits, before.misses)

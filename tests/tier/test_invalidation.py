@@ -69,7 +69,6 @@ def invalidate(*servers: RunningServer) -> None:
 
 
 def refresh(stack: TierStack) -> None:
-    assert stack._invalidations is not None
     stack._invalidations.refresh()
 
 
@@ -282,11 +281,8 @@ def test_what_was_evicted_before_does_not_come_back_by_the_server(server: Runnin
                 break
         engine.stack.demoter.wait(WAIT_S)
 
-    def then() -> None:
-        # The engine has not heard of it yet: the server alone can refuse.
-        invalidate(server)
-
-    engine.meanwhile(held, act, then)
+    # The engine has not heard of it yet: the server alone can refuse.
+    engine.meanwhile(held, act, lambda: invalidate(server))
     with opened(http_tier(server.url, CLOCK)) as fresh:
         assert not fresh.contains(ONE), "stored under the new generation"
     engine.stack.close()
@@ -345,10 +341,7 @@ def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: P
         # The owner that has sent less is asked first: the one that lacks it.
         pool._loads[str(one.address)] = 1e9
 
-        def then() -> None:
-            invalidate(one, two)
-
-        engine.meanwhile(lacking, engine.read, then)
+        engine.meanwhile(lacking, engine.read, lambda: invalidate(one, two))
         engine.stack.close()
         with opened(http_tier(two.url, CLOCK)) as fresh:
             assert not fresh.contains(ONE)
@@ -379,7 +372,6 @@ def test_a_block_that_waits_to_be_stored_is_no_hit_any_more(
         assert stored.wait(WAIT_S)
         assert cache.access.queued(ONE) is not None
         invalidate(server)
-        assert cache.tiers._invalidations is not None
         cache.tiers._invalidations.refresh()
         assert cache.access.queued(ONE) is None
         may_store.set()

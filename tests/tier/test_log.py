@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from tests.stores import disk_bytes, open_disk, stored_records
-from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
 from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
@@ -121,8 +121,7 @@ def test_any_range_of_any_size_is_read_into_any_buffer(size: int, tmp_path: Path
 
 def test_checkpoint_saves_the_scan_and_a_lost_one_does_no_harm(tmp_path: Path) -> None:
     writer = open_disk(tmp_path, 64 << 20)
-    for number in range(50):
-        writer.put_from(object_id(number), object_bytes(number))
+    put_all(writer, range(50))
     writer.close()
     for has_checkpoint, reads_max in ((True, 10), (False, 100)):
         files = Counted()
@@ -136,8 +135,7 @@ def test_checkpoint_saves_the_scan_and_a_lost_one_does_no_harm(tmp_path: Path) -
 
 def test_removal_outlives_an_older_checkpoint(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, TIER_BYTES)
-    for number in (1, 2):
-        tier.put_from(object_id(number), object_bytes(number))
+    put_all(tier, (1, 2))
     tier.close()
     checkpoint = (tmp_path / "checkpoint").read_bytes()
     remover = open_disk(tmp_path, TIER_BYTES)
@@ -169,8 +167,7 @@ def test_every_copy_of_an_object_is_removed(tmp_path: Path) -> None:
 
 def test_removing_everything_frees_the_disk(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, 64 << 20)
-    for number in range(8):
-        tier.put_from(object_id(number), object_bytes(number, 900_000))
+    put_all(tier, range(8), 900_000)
     tier.close()
     tier = open_disk(tmp_path, 64 << 20)
     for number in range(8):
@@ -181,8 +178,7 @@ def test_removing_everything_frees_the_disk(tmp_path: Path) -> None:
 def test_segment_that_somebody_appends_to_is_not_evicted(tmp_path: Path) -> None:
     other, tier = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES)
     other.put_from(object_id(1000), object_bytes(1000))
-    for number in range(60):
-        tier.put_from(object_id(number), object_bytes(number, 50_000))
+    put_all(tier, range(60), 50_000)
     assert tier.stats().evictions > 0
     assert read_all(other, 1000) == object_bytes(1000)
     other.close()
@@ -224,8 +220,7 @@ def test_object_evicted_by_another_process_is_a_miss(tmp_path: Path) -> None:
     early, late = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES)
     early.put_from(object_id(0), object_bytes(0, 50_000))
     early.put_from(object_id(1), object_bytes(1, 50_000))
-    for number in range(2, 60):
-        late.put_from(object_id(number), object_bytes(number, 50_000))
+    put_all(late, range(2, 60), 50_000)
     assert read_all(early, 0) is None
     assert read_all(early, 59) == object_bytes(59, 50_000)
 

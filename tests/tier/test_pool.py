@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.servers import RunningServer, counted, hints_heard, running_server
 from tests.stores import opened
-from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
@@ -89,8 +89,7 @@ def tier(pool: Pool) -> Iterator[PoolTier]:
 
 
 def fill(tier: Tier) -> None:
-    for number in range(OBJECTS):
-        assert tier.put_from(object_id(number), object_bytes(number))
+    put_all(tier, range(OBJECTS))
 
 
 def kept_by(pool: Pool, position: int) -> set[int]:

@@ -26,6 +26,7 @@ from kvtide_lab.wrapped import Counting
 
 pytest.importorskip("cryptography")
 from tests.stores import nothing_pinned, open_memory
+from tests.suites.tier_suite import put_all
 
 from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, sealing_key_id
 from kvtide.tier.seal import tier as sealing
@@ -282,8 +283,7 @@ def test_truncated_objects_are_misses_or_refused(ring: Keyring) -> None:
 
 def test_swapped_objects_and_pieces_are_refused(ring: Keyring) -> None:
     tier, size = SealedTier(open_memory(), ring), 3 * PIECE
-    for number in (1, 2):
-        tier.put_from(object_id(number), object_bytes(number, size))
+    put_all(tier, (1, 2), size)
     one, two = raw(tier, object_id(1)), raw(tier, object_id(2))
     lay(tier, object_id(1), two)
     # Not even where nobody looks at the object's own header.
@@ -424,8 +424,7 @@ def test_what_a_sealed_tier_evicts_is_offered_as_it_was(tmp_path: Path, ring: Ke
 
     tier = SealedTier(open_memory(TIER_BYTES), ring)
     tier.offer_to(take)
-    for number in range(40):
-        tier.put_from(object_id(number), object_bytes(number, 100_000))
+    put_all(tier, range(40), 100_000)
     assert len(offered) > 20
     assert all(data == object_bytes(n, 100_000) for n in range(40) if (data := offered.get(object_id(n))) is not None)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.servers import running_server
 from tests.stores import Slow, nothing_pinned, open_disk, opened
-from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
@@ -25,6 +25,7 @@ from kvtide.tier.disk.segment import OPEN_MAX, OpenSegments
 from kvtide.tier.files import Files
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
+from kvtide.tier.url import open_tier
 from kvtide_lab.bench.services import wait_until
 from kvtide_lab.wrapped import Counting
 
@@ -90,8 +91,7 @@ def in_memory(memory: MemoryTier) -> list[int]:
 
 def test_eviction_from_memory_writes_nothing() -> None:
     stack, memory, slow = stack_of_two(RecencyRanking())
-    for number in range(10):
-        stack.put_from(object_id(number), object_bytes(number))
+    put_all(stack, range(10))
     assert slow.bytes["put"] == 10 * 1000
     for number in range(10):
         for _ in range(3):
@@ -103,8 +103,7 @@ def test_eviction_from_memory_writes_nothing() -> None:
 def test_object_that_is_worth_less_than_the_least_in_memory_is_not_admitted() -> None:
     important = (object_id(0), object_id(1))
     stack, memory, _ = stack_of_two(ScoreRanking(lambda each: 8.0 if each in important else 1.0, half_life=None))
-    for number in range(3):
-        stack.put_from(object_id(number), object_bytes(number))
+    put_all(stack, range(3))
     for _ in range(5):
         assert read_all(stack, 2) == object_bytes(2)
     assert in_memory(memory) == [0, 1]
@@ -203,8 +202,7 @@ def test_read_that_fails_fails_alone() -> None:
 
 def test_prefetched_run_is_read_from_memory() -> None:
     stack, memory, slow = stack_of_two(RecencyRanking(), pages=8)
-    for number in range(5):
-        slow.put_from(object_id(number), object_bytes(number))
+    put_all(slow, range(5))
     assert stack.prefetch([object_id(number) for number in range(5)], 2000) == 5
     wait_until(lambda: in_memory(memory) == [0, 1, 2, 3, 4], "the run to be there")
     before = slow.calls["get"]
@@ -228,8 +226,7 @@ def stack_behind_gate(gate: Gate) -> tuple[TierStack, MemoryTier, MemoryTier]:
     memory, disk = NamedMemory("memory", 8 * PAGE), NamedMemory("disk", TIER_BYTES)
     stack = TierStack([memory, Slow(disk, gate, latency_s=1.0)])
     stack.open()
-    for number in range(1, 9):
-        disk.put_from(object_id(number), object_bytes(number))
+    put_all(disk, range(1, 9))
     return stack, memory, disk
 
 
@@ -301,18 +298,12 @@ def test_tier_that_is_written_last_is_one_of_several(is_foreign: bool) -> None:
 # What falls out of the local tiers goes to the remote one, within a bound, and comes back from there.
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_evicted_objects_go_to_the_slower_tier_alone(kind: str, tmp_path: Path, clock: ManualClock) -> None:
-    local: Tier = (
-        MemoryTier(400_000, clock, nothing_pinned)
-        if kind == "memory"
-        else DiskTier(tmp_path, 400_000, clock, nothing_pinned)
-    )
+def test_evicted_objects_go_to_the_slower_tier_alone(local_url: str, clock: ManualClock) -> None:
+    local = open_tier(local_url, Limits(memory_bytes_max=400_000, disk_bytes_max=400_000), clock, nothing_pinned)
     remote = MemoryTier(10 << 20, clock, nothing_pinned)
     remote.name = "remote"
     with opened(TierStack([local, remote], demote_to=[remote])) as stack:
-        for number in range(20):
-            assert stack.put_from(object_id(number), object_bytes(number, 50_000))
+        put_all(stack, range(20), 50_000)
         assert stack.demoter.wait(10)
         stack.demoter.check()
         evicted = {number for number in range(20) if not local.contains(object_id(number))}
@@ -356,8 +347,7 @@ def test_engine_keeps_locally_and_demotes_to_servers(scheme: str, tmp_path: Path
             assert stack.tier_names == ["memory", "disk", scheme]
             stack.put_from(object_id(0), object_bytes(0, 50_000))
             assert server.store.stats().objects == 0
-            for number in range(1, 20):
-                stack.put_from(object_id(number), object_bytes(number, 50_000))
+            put_all(stack, range(1, 20), 50_000)
             assert stack.demoter.wait(10)
             assert server.store.contains(object_id(0))
             assert read_all(stack, 0) == object_bytes(0, 50_000)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.processes import resident_bytes
 from tests.servers import listening
 from tests.stores import nothing_pinned, open_disk, open_memory, opened
-from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
 from kvtide.block import BlockLayout, BlockMeta
 from kvtide.clock import ManualClock, SystemClock
@@ -51,29 +51,25 @@ class TestDisk(TierSuite):
         assert list(tmp_path.glob("*.part")) == []
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_pinned_object_is_never_evicted(kind: str, tmp_path: Path, clock: ManualClock) -> None:
+def test_pinned_object_is_never_evicted(local_url: str, clock: ManualClock) -> None:
     # Room for two objects and half of a third; on the disk each has a segment of its own.
     size = 40_000
     tier = open_tier(
-        "memory://" if kind == "memory" else str(tmp_path),
+        local_url,
         Limits(memory_bytes_max=100_000, disk_bytes_max=140_000),
         clock,
         lambda key: key == object_id(0).key,
     )
     tier.open()
-    for number in range(4):
-        tier.put_from(object_id(number), object_bytes(number, size))
+    put_all(tier, range(4), size)
     assert [n for n in range(4) if tier.contains(object_id(n))] == [0, 3]
     assert read_all(tier, 0) == object_bytes(0, size)
     with pytest.raises(TierFull, match="in use"):
         tier.put_from(object_id(9), object_bytes(9, 2 * size))
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_object_larger_than_the_tier_is_refused(kind: str, tmp_path: Path, clock: ManualClock) -> None:
-    url = "memory://" if kind == "memory" else str(tmp_path)
-    tier = open_tier(url, Limits(memory_bytes_max=10, disk_bytes_max=10), clock, nothing_pinned)
+def test_object_larger_than_the_tier_is_refused(local_url: str, clock: ManualClock) -> None:
+    tier = open_tier(local_url, Limits(memory_bytes_max=10, disk_bytes_max=10), clock, nothing_pinned)
     tier.open()
     with pytest.raises(TierFull, match="may hold 10"):
         tier.put_from(object_id(1), object_bytes(1))
@@ -169,8 +165,7 @@ def test_lent_memory_can_not_be_written() -> None:
 
 def test_object_laid_into_scattered_frames_is_read_from_any_offset() -> None:
     tier = open_memory(7 * PAGE)
-    for number in range(7):
-        tier.put_from(object_id(number), object_bytes(number))
+    put_all(tier, range(7))
     for number in (1, 3, 5):
         tier.delete(object_id(number), "removed")
     content = object_bytes(9, 2 * PAGE + 100)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.stores import opened
-from tests.suites.tier_suite import TierSuite, object_bytes, object_id, read_all
+from tests.suites.tier_suite import TierSuite, object_bytes, object_id, put_all, read_all
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
@@ -60,15 +60,13 @@ class TestCluster(TierSuite):
             yield tier
 
     def test_objects_spread_over_all_primaries(self, tier: Tier, cluster: list[BenchService]) -> None:
-        for number in range(60):
-            tier.put_from(object_id(number), object_bytes(number))
+        put_all(tier, range(60))
         for service in cluster[:3]:
             with redis.Redis(port=service.port, protocol=2) as client:
                 assert client.dbsize() >= 5
 
     def test_look_ups_of_many_follow_redirections(self, tier: Any) -> None:
-        for number in range(20):
-            tier.put_from(object_id(number), object_bytes(number))
+        put_all(tier, range(20))
         nodes, real = tier._nodes, tier._nodes.owner
         addresses = {real(tier._key(object_id(number))) for number in range(20)}
         nodes.owner = lambda key: min(addresses)
@@ -76,8 +74,7 @@ class TestCluster(TierSuite):
         nodes.owner = real
 
     def test_objects_of_a_dead_owner_are_absent_and_the_others_are_found(self, tier: Any) -> None:
-        for number in range(20):
-            tier.put_from(object_id(number), object_bytes(number))
+        put_all(tier, range(20))
         owners = [tier._nodes.owner(tier._key(object_id(number))) for number in range(20)]
         tier._nodes._servers[owners[0]].breaker.note_fault()
         found = tier.contains_each([object_id(number) for number in range(20)])
@@ -97,8 +94,7 @@ class TestSingle(TierSuite):
     def test_server_that_evicts_gives_misses(self, tier: Tier, server: BenchService) -> None:
         with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:
             client.config_set("maxmemory", client.info("memory")["used_memory"] + (4 << 20))
-        for number in range(100):
-            tier.put_from(object_id(number), object_bytes(number, 100_000))
+        put_all(tier, range(100), 100_000)
         found = [read_all(tier, number) for number in range(100)]
         assert all(data in (None, object_bytes(n, 100_000)) for n, data in enumerate(found))
         stats = tier.stats()
