@@ -62,7 +62,6 @@ class RunningServer:
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            assert self._loop is not None and self._stop is not None
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(START_S_MAX)
             assert not self._thread.is_alive()
@@ -100,7 +99,6 @@ class ServerProcess:
     def __init__(self, *arguments: str, port: int = 0) -> None:
         command = [sys.executable, "-m", "kvtide.cli", "serve", "--listen", f"127.0.0.1:{port}", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert " on " in line, f"the server said {line!r}"
         self.port = int(line.rsplit(":", 1)[1])
@@ -123,7 +121,6 @@ class ServerProcess:
 
     def _wait(self) -> int:
         status = self.process.wait(START_S_MAX)
-        assert self.process.stdout is not None
         self.process.stdout.close()
         return status
 

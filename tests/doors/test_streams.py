@@ -211,7 +211,6 @@ def test_what_is_computed_on_top_of_rough_blocks_is_not_stored(
     longer = torch.cat([PROMPT, PROMPT[:, :40]], dim=1)
     with world.attached(SLOW_BYTES_PER_S, start_within_s=deadline_after_bases) as cached:
         cached.generate(longer, max_new_tokens=2, do_sample=False)
-        assert cached.last is not None and cached.last.streamed is not None
         assert (cached.last.streamed.kl > 1e-3, cached.last.blocks_queued) == (True, 0)
 
 
@@ -226,7 +225,6 @@ def test_cachegen_picks_a_level_for_each_chunk(levels: World, slow_engine: None)
             cached.cache.judge.note_prefill(0, 100, 1000.0)
             report = asked(cached)
             assert (report.tokens, report.computed_tokens) == (RESTORED, 0)
-            assert report.fetch is not None
             read[rate] = report.fetch.progress.here
     # The level after the first two, in the middle while no rate is known.
     assert read[SLOW_BYTES_PER_S][0] == read[PLENTY_BYTES_PER_S][0] == 2
@@ -248,7 +246,6 @@ def test_anchors_of_all_come_before_deltas_of_any(
     with anchors.attached(SLOW_BYTES_PER_S, policy="anchor-first", start_within_s=deadline_after_bases) as cached:
         report = asked(cached)
     assert (report.tokens, report.computed_tokens) == (RESTORED, 0)
-    assert report.fetch is not None
     here = report.fetch.progress.here
     assert min(here) >= 1
     assert min(here) < 10, "the link was not slow"
@@ -275,7 +272,6 @@ def test_slow_links_bring_deltas_before_anchors(anchors: World, monkeypatch: pyt
             # Slower than any link.
             cached.cache.judge.note_prefill(0, 100, 1000.0)
             report = asked(cached)
-        assert report.fetch is not None
         reasons[rate] = report.fetch.reasons
     assert reasons[SLOW_BYTES_PER_S][Reason.DELTAS] > 0
     assert Reason.DELTAS not in reasons[PLENTY_BYTES_PER_S]
@@ -293,7 +289,6 @@ def test_a_link_that_is_slower_than_computing_is_left_alone(world: World) -> Non
         cached.generate(other, max_new_tokens=2, do_sample=False)
         second = cached.last
         counted = parse_decisions(cached.cache.stats().decisions)
-    assert first is not None and second is not None
     assert first.hit_tokens < RESTORED, "the link was not slow"
     assert (second.hit_tokens, second.stored_bytes_read) == (0, 0)
     assert counted[Decided(Choice.RECOMPUTE, Why.LINK_SLOWER)] == RESTORED

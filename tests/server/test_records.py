@@ -95,7 +95,6 @@ def test_killed_writer_has_kept_what_it_acknowledged(tmp_path: Path) -> None:
         "    records.write('', RecordName(RecordKind.GENERATION, 64 * 'a'), str(n)); print(n, flush=True)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, tmp_path / "records"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     said = [int(process.stdout.readline()) for _ in range(50)][-1]
     process.kill()
     process.wait()
@@ -133,7 +132,6 @@ def test_records_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_full_disk_changes_nothing(tmp_path: Path) -> None:
     with opened(tmp_path / "records") as records:
         records.write("", NAME, "1")
-        assert records._file is not None
         records._file.close()
         records._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
         with pytest.raises(RequestRefused, match="can't be written"):

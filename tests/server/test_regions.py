@@ -48,7 +48,6 @@ def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world
     one = world.regions[0]
     coarse, fine = object_bytes(1, quality=0.5), object_bytes(1)
     sent = one.backing.synchroniser
-    assert sent is not None
     for content in (coarse, fine):
         assert ask(one, "PUT", 1, content)[0].status == 201
         wait_until(lambda c=content: ask(world.centre, "GET", 1)[1] == c, "the centre to have it")  # type: ignore[misc]
@@ -159,7 +158,6 @@ def test_file_of_the_manifest_stays_small(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_manifest_that_can_not_be_written_is_a_fault(tmp_path: Path) -> None:
     with manifest_in(tmp_path) as manifest:
-        assert manifest._file is not None
         manifest._file.close()
         manifest._file = (tmp_path / "manifest").open("rb")
         central = CentralTier(MemoryTier(1 << 20, SystemClock(), lambda key: False), manifest)
@@ -369,13 +367,11 @@ def wiped(tmp_path: Path, stack: ExitStack) -> World:
 
 def silence(region: RunningServer) -> None:
     """Let a region hear of its centre only when a test, or a request for the latest, makes it ask."""
-    assert region.backing.central is not None
     region.backing.central._asking.close()
 
 
 def look(region: RunningServer) -> None:
     """Do what a region does every second."""
-    assert region.backing.central is not None
     region.backing.central._ask()
 
 
