@@ -290,7 +290,7 @@ def test_what_was_evicted_before_does_not_come_back_by_the_server(server: Runnin
 
 def test_what_is_invalidated_while_it_is_evicted_is_not_sent_as_new(server: RunningServer) -> None:
     remote = http_tier(server.url, CLOCK)
-    engine = Engine([own := memory()], [remote], [server.url], demote_to=[remote])
+    engine = Engine([own := open_memory()], [remote], [server.url], demote_to=[remote])
 
     def fill(view: memoryview) -> bool:
         invalidate(server)
