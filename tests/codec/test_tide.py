@@ -668,7 +668,6 @@ def test_profile_carries_its_law_through_its_bytes_and_one_without_has_the_defau
     positions = (PositionLaw(0.5, 0, WEIGHTS, LINEAR, Powers(0.5, 1, 1), Powers(1, 0.75, 0.25)), DEFAULT_POSITIONS[1])
     profile = Profile.parse(fitted(LAYOUT).with_arrays({"law": law_table(positions)}).to_bytes())
     found, default = (TideCodec(each, 1e-2, 2).law for each in (profile, fitted(LAYOUT)))
-    assert found is not None and default is not None
     assert found.positions[0] == positions[0] and default.positions == DEFAULT_POSITIONS
     assert found.losses == default.losses and len(found.losses) == 3
     assert TideCodec().law is None

@@ -209,7 +209,6 @@ def test_products_of_errors_and_gradients_add_up_to_the_kl(tiny_model: Any) -> N
         moments.add(meta, bits, rotaries[0])
     moments.add_sensitivity(cache_sensitivity(contexts, context, ids[TOKENS:], rotaries, torch.Generator())[0])
     codec = TideCodec(draft_profile("tiny", layout, "layer", rotaries[0], moments.state)).with_steps(Steps(-12, 0))
-    assert codec.model is not None
     (coded,) = coded_prefixes([codec], context)
     weights = [codec.model.weight]
     (found,) = loss_shares(contexts, context, coded.decoded, ids[TOKENS:], rotaries, weights)

@@ -167,7 +167,6 @@ def test_part_of_an_object_that_is_used_whole_is_not_used(tiny_model: Any, promp
     engine = StreamedPrefill(stored.model, stored.ids[:96], stored.layout)
     streamed = Streamed(engine, LoadRequest(SPEED, 0.0), computes=False)
     streamed.load(access_of(MadeSource(stored.objects)), stored.metas, 5.0)
-    assert streamed.report is not None
     assert (streamed.report.tokens, engine.past.get_seq_length()) == (64, 64)
 
 

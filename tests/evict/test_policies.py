@@ -134,7 +134,6 @@ def test_prompt_that_is_asked_again_is_no_turn(grows: bool, role: str) -> None:
     index = RadixIndex(clock, lambda _: policy, 40)
     hits(index, clock, [(1, 2, *range(3, 4 + grows * turn)) for turn in range(5)])
     first = index._tree.run_of(chain(1)[0])
-    assert first is not None
     assert policy.model.kinds[first.state.queue.row].role == role
 
 
@@ -418,9 +417,7 @@ def test_end_that_is_said_afterwards_is_no_use() -> None:
     keys = chain(1, 2, 3)
     order.enter(ObjectId(namespace(), keys[0]), keys[0], 4096)
     order.note_request(namespace(), keys, Hint("a"))
-    assert order._tree is not None
     run = order._tree._tree.run_of(keys[-1])
-    assert run is not None
     uses, trace = run.uses, run.state
     clock.advance(60.0)
     assert order.note_request(namespace(), keys[-1:], Hint("a", is_last=True))

@@ -284,7 +284,6 @@ def test_same_block_is_stored_once(tmp_path: Path, layout: BlockLayout, open_cac
 
 def test_leak_fails_the_check(tmp_path: Path, open_cache: OpenCache) -> None:
     cache = open_cache(tmp_path)
-    assert cache._storer is not None
     cache._storer._queued_bytes += 1
     with pytest.raises(AssertionError, match="1 bytes"):
         cache.check()

@@ -108,7 +108,6 @@ def test_report_names_the_best_of_ours_and_how_it_stands() -> None:
         row(stream.ORACLE, 0.08, 0.1),
     ]
     standing = stream.stream_report(stream.StreamSetup(), rows).standing
-    assert standing is not None
     assert (standing.policy, standing.halved_share) == ("two-ended", 1.0)
     assert standing.miss_over_oracle_max == pytest.approx(0.02)
     assert standing.miss_over_cachegen_max == pytest.approx(-0.4)
