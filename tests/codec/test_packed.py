@@ -231,13 +231,12 @@ class TestChunkwisePrefix(CodecSuite):
     codec = ChunkwiseCodec(level=1, coder=1)
 
 
-def golden_codecs() -> list[Codec]:
-    return [RawCodec(), CachegenCodec(), CachegenCodec(level=1, coder=1), ChunkwiseCodec(), ChunkwiseCodec(level=1)]
+GOLDEN_CODECS = (RawCodec(), CachegenCodec(), CachegenCodec(1, coder=1), ChunkwiseCodec(), ChunkwiseCodec(level=1))
 
 
-@pytest.mark.parametrize("position", range(5))
-def test_golden_bytes_of_every_codec_are_still_written_and_read(position: int) -> None:
-    codec, path = golden_codecs()[position], GOLDEN / f"codec-{position}.kvt"
+@pytest.mark.parametrize(("position", "codec"), list(enumerate(GOLDEN_CODECS)))
+def test_golden_bytes_of_every_codec_are_still_written_and_read(position: int, codec: Codec) -> None:
+    path = GOLDEN / f"codec-{position}.kvt"
     meta, bits = block_meta(SUITE_LAYOUT), smooth_bits(SUITE_LAYOUT, 5)
     assert bytes(pack_object(meta, codec.codec_id, codec.encode(meta, bits))) == path.read_bytes()
     found = decoded_by(codec, meta, parse_object(path.read_bytes()).sections())

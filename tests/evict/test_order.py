@@ -67,13 +67,10 @@ def test_real_tier_keeps_block_by_block_what_the_simulator_says(policy: str) -> 
         expected = simulated.match(keys)
         simulated.insert(NS, keys)
         assert serve(stack, keys) == expected
-        assert {info.id.key for info in stack.objects()} == set(keys_of(simulated))
+        kept = {key for run in simulated._tree.runs() for key in run.keys[: run.held]}
+        assert {info.id.key for info in stack.objects()} == kept
     stack.check()
     stack.close()
-
-
-def keys_of(index: RadixIndex) -> list[BlockKey]:
-    return [each for run in index._tree.runs() for each in run.keys[: run.held]]
 
 
 ORDERS = ["pool", *sorted(POLICIES)]
@@ -140,7 +137,6 @@ def test_block_that_lost_its_place_is_remembered_when_its_object_leaves(policy: 
     for each in prompts:
         for before, block in zip([BlockKey(NS), *(found.key for found in each)], each, strict=False):
             order.enter(block, before, PAGE)
-    assert order._tree is not None
     known, lost = order._tree.stats().known_blocks, list(order._orphans)
     assert lost
     for block in lost:

@@ -118,7 +118,6 @@ def test_first_state_does_not_say_how_many_blocks_fit() -> None:
     order.enter(state(1), BlockKey(OF_STATES), 6)
     for number in range(5):
         order.enter(ObjectId(NS, key(number)), BlockKey(NS), 1)
-    assert order._tree is not None
     assert order._tree.stats().held_blocks == 5
 
 
@@ -196,10 +195,6 @@ def shadows_of(blocks_max: int) -> Shadows:
     return Shadows(fixed, agreement, RadixIndex(clock, lambda _: agreement, blocks_max))
 
 
-def held(shadows: Shadows, name: str, known: set[BlockKey]) -> set[BlockKey]:
-    return {key for key in known if shadows[name].is_held(key)}
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_by_which_two_are_apart_are_counted_exactly(seed: int) -> None:
     rng, shadows, known = random.Random(seed), shadows_of(20), set[BlockKey]()
@@ -210,7 +205,7 @@ def test_blocks_by_which_two_are_apart_are_counted_exactly(seed: int) -> None:
         shadows.insert(keys, None, LIKE)
         if not number % 50:
             shadows.shrink()
-        sets = {name: held(shadows, name, known) for name in shadows.names}
+        sets = {name: {key for key in known if shadows[name].is_held(key)} for name in shadows.names}
         for one in shadows.names:
             for other in shadows.names:
                 assert shadows.apart(one, other) == len(sets[one] - sets[other])

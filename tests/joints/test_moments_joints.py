@@ -235,10 +235,6 @@ TWENTY_TOKENS: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do
 SHORT = {**TWENTY_TOKENS, "max_new_tokens": 6, "min_new_tokens": 6}
 
 
-def blocks_of(tokens: int) -> int:
-    return tokens // 16 * 16
-
-
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_every_turn_finds_the_turns_before_it(codec: str, tiny_model: Any, tmp_path: Path, held_back: HoldBack) -> None:
     talk = torch.randint(1, 256, (1, 40), generator=torch.Generator().manual_seed(3))
@@ -248,7 +244,7 @@ def test_every_turn_finds_the_turns_before_it(codec: str, tiny_model: Any, tmp_p
             said = cached.generate(talk, **TWENTY_TOKENS)
             assert torch.equal(said, tiny_model.generate(talk, **TWENTY_TOKENS))
             # The last token of an answer has not been run.
-            assert cached.last is not None and cached.last.hit_tokens == (blocks_of(talk.shape[1] - 11) if turn else 0)
+            assert cached.last.hit_tokens == ((talk.shape[1] - 11) // 16 * 16 if turn else 0)
             talk = torch.cat([said, talk[:, :10]], dim=1)
         # Closing waits for what is queued.
         gate.set()
@@ -413,11 +409,6 @@ def test_loadings_that_differ_in_buffers_alone_share_nothing(
         assert third.last is not None and third.last.hit_tokens == 0
 
 
-def key_weight(model: Any) -> torch.Tensor:
-    weight: torch.Tensor = model.model.layers[1].self_attn.k_proj.weight
-    return weight
-
-
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("is_inferred", [False, True])
 def test_a_changed_model_is_another_model_until_it_is_changed_back(
@@ -446,7 +437,7 @@ def test_a_fingerprint_of_the_users_own_names_the_model_until_it_changes(
     with attached(model, tmp_path, fingerprint=b"release 7") as cached:
         cached.generate(prompt, **GREEDY)
         assert cached.flush(10) and cached.hit_tokens(prompt) == 96
-        key_weight(model).data.mul_(1.5)
+        model.model.layers[1].self_attn.k_proj.weight.data.mul_(1.5)
         cached.generate(prompt, **GREEDY)
         assert cached.last is not None and cached.last.hit_tokens == 0
         cached.weights_changed(b"release 8")

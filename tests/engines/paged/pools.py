@@ -192,13 +192,17 @@ class ToyEngine:
         """Run a whole prompt without loading anything; return its pages."""
         self.ask(request, tokens, salt=salt)
         pages = self.pages(len(tokens))
-        for position in range(len(tokens) // BLOCK):
-            start = position * BLOCK // PAGE_TOKENS
-            engine_writes(self.layers, ORDER, block_of(tokens, position), pages[start : start + BLOCK // PAGE_TOKENS])
+        self.fill(tokens, pages)
         self.step(ScheduledRequest(request, tokens, len(tokens), lambda: pages))
         assert self.worker.cache.flush(10)
         self.finish(request)
         return pages
+
+    def fill(self, tokens: list[int], pages: list[int]) -> None:
+        """Write the whole blocks of a prompt."""
+        for position in range(len(tokens) // BLOCK):
+            start = position * BLOCK // PAGE_TOKENS
+            engine_writes(self.layers, ORDER, block_of(tokens, position), pages[start : start + BLOCK // PAGE_TOKENS])
 
     def finish(self, request: str) -> None:
         self.scheduler.finished(request)

@@ -15,7 +15,6 @@ from tests.engines.paged.pools import (
     PAGES,
     PROMPT,
     ToyEngine,
-    block_of,
     held,
     host_pages,
     namespaces,
@@ -38,17 +37,11 @@ TOKENS = list(range(30))
 class TailEngine(ToyEngine):
     """A toy engine of blocks of eight tokens and pages of four, whose prompts are computed token by token."""
 
-    def compute(self, request: str, tokens: list[int], salt: bytes = b"") -> list[int]:
-        """Run a whole prompt without loading anything; each token's values depend on all tokens up to it."""
-        self.ask(request, tokens, salt=salt)
-        pages = self.pages(len(tokens))
+    def fill(self, tokens: list[int], pages: list[int]) -> None:
+        """Write a prompt; each token's values depend on all tokens up to it."""
         for token in range(len(tokens)):
             page, slot = pages[token // PAGE_TOKENS], token % PAGE_TOKENS
             self.pool.scatter_tokens(token_values(tokens, token), page, slot)
-        self.step(ScheduledRequest(request, tokens, len(tokens), lambda: pages))
-        assert self.worker.cache.flush(10)
-        self.finish(request)
-        return pages
 
 
 def token_values(tokens: list[int], token: int) -> Any:
@@ -249,10 +242,7 @@ class StateEngine(ToyEngine):
     def run(self, request: str, tokens: list[int], *ends: int, options: RequestOptions = NO_OPTIONS) -> int:
         """Run a prompt in steps that end after so many tokens; return what could have been restored of it."""
         hit, pages = self.ask(request, tokens, options=options), self.pages(len(tokens))
-        for position in range(len(tokens) // BLOCK):
-            self.pool.scatter(
-                block_of(tokens, position), pages[position * BLOCK // PAGE_TOKENS :][: BLOCK // PAGE_TOKENS], 0
-            )
+        self.fill(tokens, pages)
         for end in ends:
             self.states[pages[-(-end // PAGE_TOKENS) - 1], :STATE_BYTES] = list(state_of(tokens[:end]))
             self.step(ScheduledRequest(request, tokens, end, lambda: pages))

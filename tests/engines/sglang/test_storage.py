@@ -1,7 +1,8 @@
 """The storage backend against SGLang's interface as its callers use it; the engine itself needs a GPU."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -44,15 +45,13 @@ class Interface:
 
 
 @pytest.fixture
-def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def backends(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Make backends on one store, each with a host pool of its own."""
     for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["sglang.srt.mem_cache.hicache_storage"].HiCacheStorage = Interface  # type: ignore[attr-defined]
     monkeypatch.delitem(sys.modules, "kvtide.engines.sglang.storage", raising=False)
     from kvtide.engines.sglang.storage import KVTideStorage
-
-    made = []
 
     def make(rank: int = 0, **options: Any) -> Any:
         ours = {"store": str(tmp_path / "store"), "fingerprint": "toy", **options}
@@ -63,12 +62,9 @@ def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         )  # fmt: skip
         backend = KVTideStorage(config, {})
         backend.register_mem_pool_host(HostPool())
-        made.append(backend)
-        return backend
+        return stack.enter_context(closing(backend))
 
-    yield make
-    for backend in made:
-        backend.close()
+    return make
 
 
 def _filled(backend: Any) -> torch.Tensor:

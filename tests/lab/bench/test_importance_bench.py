@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.codec.tide_profiles import fitted, fitted_on
+from tests.families import tiny_llama
 
 from kvtide.block import KVDtype
 from kvtide.clock import SystemClock
@@ -36,7 +37,6 @@ def test_a_task_has_its_needles_and_right_answers_in_the_text() -> None:
         assert each.answer is not None and each.answer.strip() in text
     for each in (each for each in asked if each.kind == "choice"):
         lines = {line[0]: line[3:] for line in each.words.splitlines() if line[1:2] == ")"}
-        assert each.answer is not None
         assert lines.pop(each.answer.strip()) in TEXT
         assert not any(line in TEXT for line in lines.values())
 
@@ -52,14 +52,7 @@ def test_tasks_are_made_of_texts_that_are_long_enough() -> None:
 @pytest.fixture
 def random_model() -> Any:
     """The tiny model with words enough for noise."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(7)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=1100, num_attention_heads=4, max_position_embeddings=1024, **shape)
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(vocab_size=1100)
 
 
 def test_needles_lie_at_their_depths_and_are_asked_for(random_model: Any) -> None:

@@ -22,10 +22,6 @@ COMPUTE = StreamedPrefill.compute
 TEXTS = [[1 + (number * i * i + 3 * i) % 255 for i in range(400)] for number in (7, 11)]
 
 
-def quiet(step: str, done: int, total: int) -> None:
-    pass
-
-
 def slowly(engine: StreamedPrefill, start: int, stop: int, is_wanted: Callable[[], bool]) -> bool:
     for _ in range(50):
         time.sleep(0.01)
@@ -39,7 +35,8 @@ def test_every_policy_is_judged_by_the_model_on_what_came(tiny_model: Any, monke
     monkeypatch.setattr(StreamedPrefill, "compute", slowly)
     monkeypatch.setattr(StreamWorld, "recompute_s", lambda world, text: 60.0)
     profile = fitted(model_layout(tiny_model, SIZE.block_tokens))
-    result = stream.run(tiny_model, TEXTS, [profile], [FAST], stream.all_doors("tide:1e-3:3"), SIZE, quiet)
+    doors = stream.all_doors("tide:1e-3:3")
+    result = stream.run(tiny_model, TEXTS, [profile], [FAST], doors, SIZE, lambda step, done, total: None)
     rows = {row.policy: row for row in result.rows}
     assert list(rows) == ["recompute", "whole", "to 5e-3", *POLICIES]
     assert (rows["recompute"].kl_model, rows["recompute"].bytes, rows["recompute"].share_computed) == (0.0, 0, 1.0)
