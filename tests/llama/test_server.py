@@ -27,7 +27,6 @@ def served(model: Path, store: Path, log: Path, *options: str) -> Iterator[tuple
         log.open("w") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
-        assert process.stdout is not None
         try:
             lines = [process.stdout.readline(), process.stdout.readline()]
             found = re.search(r"on (http://\S+)", lines[1])

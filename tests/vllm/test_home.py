@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +19,7 @@ from tests.vllm.conftest import ANSWER_TOKENS, PAGE_TOKENS, PROMPT_TOKENS
 
 from kvtide.engines.transformers import smollm2
 from kvtide_lab.bench.agents import AgentSession, made_up_sessions
+from kvtide_lab.bench.services import free_ports
 from kvtide_lab.config import engine_environment
 from wheel import install_wheel
 
@@ -30,13 +30,6 @@ START_S_MAX = 300.0
 STORED, LOADED = "vllm:kvtide_stored_blocks_total", "vllm:kvtide_loaded_tokens_total"
 BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 AGENTS, TURNS, SAID_TOKENS = 2, 3, 8
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 class Server:
@@ -83,7 +76,7 @@ class Server:
 @contextmanager
 def serving(python: Path, model: Path, store: str, log: Path, more: Sequence[str] = ()) -> Iterator[Server]:
     """Run vLLM's own server; kvtide is named by its short name alone. more: words of its command."""
-    port = _free_port()
+    (port,) = free_ports(1)
     transfer = {"kv_connector": "KVTideConnector", "kv_role": "kv_both"}
     transfer["kv_connector_extra_config"] = {"store": store, "codec": "lossless"}  # type: ignore[assignment]
     flags = {

@@ -112,7 +112,6 @@ def _state(**changes: Any) -> Any:
 def test_states_are_a_part_of_their_own_beside_the_rows() -> None:
     served, plain = _served(_config(), _caches(_spec(), _state())), _served(_config(), _caches(_spec()))
     assert served.layout == plain.layout
-    assert served.states is not None
     assert (served.states.layout.raw_bytes, served.states.slots) == (2 * 64, (1, 1))
     assert served.namespaces.has_states
     assert not plain.namespaces.has_states
