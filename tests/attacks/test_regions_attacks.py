@@ -53,7 +53,6 @@ def made_up(number: int) -> Namespace:
 def test_look_ups_of_one_tenant_do_not_keep_the_objects_of_another_from_the_centre(tenants: World) -> None:
     one = tenants.regions[0]
     sync = one.backing.synchroniser
-    assert sync is not None
     # Nothing is sent while the flood comes.
     sync._sending.close()
     put(one, 1, **bearer("a"))
@@ -68,7 +67,6 @@ def test_look_ups_of_one_tenant_do_not_keep_the_objects_of_another_from_the_cent
 
 def test_what_waits_has_its_name_after_a_restart(tenants: World) -> None:
     one = tenants.regions[0]
-    assert one.backing.synchroniser is not None
     one.backing.synchroniser._sending.close()
     put(one, 1, **bearer("a"))
     manifest = one.backing.synchroniser.manifest
@@ -176,7 +174,6 @@ def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
     ):
         with opened(http_tier(other.url, SystemClock())) as tier:
             assert tier.put_from(object_id(7), object_bytes(7))
-        assert centre.region is not None
         recovery = centre.region.recovery
         wait_until(lambda: recovery is not None and recovery.is_over, "the centre to have asked its regions")
         with frozen(silent.process.pid):

@@ -152,7 +152,6 @@ def test_profile_of_one_tenant_is_no_others(calibrated: tuple[Path, Path], tmp_p
     options: dict[str, Any] = {"codec": "tide", "block_tokens": LONG_BLOCK}
     with attach(model, store, **options) as cached:
         own = ProfileStore(cached.cache.tiers).read(cached.cache.profiles.codec.profile or b"")
-    assert own is not None
     # Its curve says a twentieth of the loss: blocks keep its promise and lose more than anybody asked for.
     lying = dict(own.arrays) | {"curve": own.arrays["curve"] * np.array([1, 1, 0.05], dtype=np.float32)}
     layout = model_layout(model, LONG_BLOCK)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.server.worlds import path_of
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
 from kvtide.tier import Tier
@@ -116,8 +117,7 @@ class Answered(NamedTuple):
 
 def asked(where: int | str, method: str, what: int | str, body: bytes | None = None, **headers: str) -> Answered:
     """Ask a port here or an address for an object by number, or a path. AssertionError for an answer that hangs."""
-    name = object_id(what) if isinstance(what, int) else None
-    path = f"/v1/{name.namespace.hex()}/{name.key.hex()}" if name else str(what)
+    path = path_of(what) if isinstance(what, int) else what
     started_s = time.monotonic()
     address = f"{HERE}:{where}" if isinstance(where, int) else where
     connection = HTTPConnection(address, timeout=ANSWER_S_MAX)

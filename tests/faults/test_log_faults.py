@@ -16,7 +16,7 @@ from tests.faults.writers import append_objects, heard, writing
 from tests.store.test_cache import Collector, fill, metas_of
 from tests.stores import disk_bytes, open_disk, stored_records
 from tests.suites import block_meta, smooth_bits
-from tests.suites.tier_suite import object_bytes, object_id, read_all
+from tests.suites.tier_suite import object_bytes, object_id, put_all, read_all
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import ManualClock, SystemClock
@@ -205,8 +205,7 @@ def test_full_disk_gives_up_the_oldest_and_nothing_wrong(small_disk: Callable[[s
     disk, objects = small_disk("size=8m"), 200
     tier = open_disk(disk / "store", files=UnsyncedFiles())
     (disk / "ballast").write_bytes(bytes(2 << 20))
-    for number in range(objects):
-        assert tier.put_from(object_id(number), object_bytes(number, 100_000))
+    put_all(tier, range(objects), 100_000)
     for reader in (tier, open_disk(disk / "store", files=UnsyncedFiles())):
         found = {number: read_all(reader, number, 100_001) for number in range(objects)}
         contents = {number: object_bytes(number, 100_000) for number in found}

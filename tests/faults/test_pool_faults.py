@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,7 @@ import pytest
 from tests.faults.conftest import Tally
 from tests.faults.schedules import Host, Load, Node, network_hosts, nodes, seeds
 from tests.stores import opened
-from tests.suites.tier_suite import object_bytes, object_id, read_all
+from tests.suites.tier_suite import object_bytes, object_id, put_all, read_all
 
 from kvtide.clock import SystemClock
 from kvtide.tier.http.tier import http_tier
@@ -78,9 +78,7 @@ class Pool:
             server.wait()
 
     def objects_on(self, number: int) -> int:
-        tier = http_tier(f"http://{self.servers[number].address}", SystemClock())
-        with closing(tier):
-            tier.open()
+        with opened(http_tier(f"http://{self.servers[number].address}", SystemClock())) as tier:
             return sum(1 for _ in tier.objects())
 
 
@@ -102,8 +100,7 @@ def engine_of(pool: Pool) -> Iterator[tuple[TierStack, PoolTier]]:
 @pytest.fixture
 def stack(pool: Pool) -> Iterator[tuple[TierStack, PoolTier]]:
     with engine_of(pool) as found:
-        for number in range(OBJECTS):
-            assert found[0].put_from(object_id(number), object_bytes(number, OBJECT_BYTES))
+        put_all(found[0], range(OBJECTS), OBJECT_BYTES)
         yield found
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.faults.conftest import Tally
 from tests.faults.schedules import Load
 from tests.stores import opened
-from tests.suites.tier_suite import object_bytes, object_id, read_all
+from tests.suites.tier_suite import object_bytes, object_id, put_all, read_all
 
 from kvtide.clock import SystemClock
 from kvtide.config import Limits
@@ -37,8 +37,7 @@ def open_stack(services: Sequence[BenchService]) -> TierStack:
 
     stack = TierStack([ValkeyTier(f"valkey://127.0.0.1:{services[0].port}", SystemClock())])
     stack.open()
-    for number in range(OBJECTS):
-        assert stack.put_from(object_id(number), object_bytes(number, OBJECT_BYTES))
+    put_all(stack, range(OBJECTS), OBJECT_BYTES)
     return stack
 
 
