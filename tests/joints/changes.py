@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from tests.families import tiny_llama
 
 # A power of two: the way back is exact.
 TIMES = 2.0
@@ -15,9 +14,23 @@ MODELS = ("plain", "cast", "inferred")
 
 def make_model(seed: int = 7) -> Any:
     """A Llama with random weights, large enough to matter: two layers, two KV heads of size 8."""
-    small = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    # Without padding `generate` hides no token that looks like it.
-    return tiny_llama(seed, **small, initializer_range=0.2, eos_token_id=None, pad_token_id=None)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        eos_token_id=None,
+        # Without padding `generate` hides no token that looks like it.
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 def make_models() -> dict[str, Any]:

@@ -19,10 +19,9 @@ from tests.engines.paged.pools import PROMPT, ToyEngine
 from tests.joints.changes import CHANGES, USES, make_model, use_cache
 from tests.joints.conftest import HoldBack, attached, attached_lossy, no_threads
 from tests.joints.operations import in_child
-from tests.joints.truth import check_restored
 from tests.store.test_cache import metas_of
 from tests.suites import smooth_bits
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from kvtide.block import BlockLayout
 from kvtide.engines.transformers import CachedModel
@@ -373,8 +372,15 @@ def test_use_of_the_returned_cache_changes_nothing_that_was_queued(
         gate = held_back(cached.cache)
         use_cache(use, tiny_model, cached.generate(prompt, **WITH_CACHE).past_key_values, prompt, back=60)
         gate.set()
+    plain = DynamicCache(config=tiny_model.config)
+    with torch.inference_mode():
+        tiny_model(prompt, past_key_values=plain)
     with attached(tiny_model, tmp_path) as again:
-        assert check_restored(again, prompt) == 96
+        restored = again.restored(prompt)
+        assert restored.get_seq_length() == 96
+        for one, other in zip(restored.layers, plain.layers, strict=True):
+            assert torch.allclose(one.keys, other.keys[:, :, :96], atol=1e-5)
+            assert torch.allclose(one.values, other.values[:, :, :96], atol=1e-5)
         assert torch.equal(again.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
 
 
