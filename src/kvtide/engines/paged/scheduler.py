@@ -6,7 +6,7 @@ Invariant: what is ordered to be stored are full blocks of known tokens whose ke
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -26,6 +26,7 @@ from kvtide.engines.paged.sequence import (
     WorkerReport,
 )
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
+from kvtide.evict import Recent
 from kvtide.group import Parts
 from kvtide.outcomes import Choice, Why
 from kvtide.store import Cache
@@ -91,9 +92,9 @@ class SchedulerHalf:
         # What was found since the last step.
         self._held: list[BlockRef] = []
         # First pages of blocks that lie rough in the engine's pages, those of the latest requests last.
-        self._rough: OrderedDict[bytes, None] = OrderedDict()
+        self._rough: Recent[bytes, None] = Recent(ROUGH_MAX)
         # When a step began, and its tokens.
-        self._steps: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        self._steps: Recent[int, tuple[float, int]] = Recent(STEPS_IN_FLIGHT_MAX)
         self._step = self._heard = 0
         self._is_warm = False
         self._counts: Counter[str] = Counter()
@@ -155,9 +156,11 @@ class SchedulerHalf:
         why = Why.DEADLINE if self._lookups.is_open(request) else Why.ABSENT
         self._count(sequence, why, reach - computed_tokens - max(0, fresh))
         sequence.summary.found_tokens = max(sequence.summary.found_tokens, fresh)
-        if fresh <= 0 or self._pays(sequence, fresh):
-            self._held += [*blocks[: hit.blocks], *sequence.offered] if fresh > 0 else []
-            return max(0, fresh)
+        if fresh <= 0:
+            return 0
+        if self._pays(sequence, fresh):
+            self._held += [*blocks[: hit.blocks], *sequence.offered]
+            return fresh
         self._count(sequence, Why.LINK_SLOWER, fresh)
         return 0
 
@@ -256,8 +259,6 @@ class SchedulerHalf:
         # A step that waits for its loads says nothing of how fast the engine computes.
         paced_tokens = 0 if any(load.is_in_step for load in loads) else step_tokens
         self._steps[self._step] = (self._clock.monotonic_s(), paced_tokens)
-        if len(self._steps) > STEPS_IN_FLIGHT_MAX:
-            self._steps.popitem(last=False)
         return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice, held)
 
     def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
@@ -340,9 +341,6 @@ class SchedulerHalf:
     def _note_rough(self, sequence: TrackedSequence) -> None:
         for lead in sequence.leads(self._page_tokens)[sequence.rough_from :]:
             self._rough[lead] = None
-            self._rough.move_to_end(lead)
-        while len(self._rough) > ROUGH_MAX:
-            self._rough.popitem(last=False)
 
     def heard(self, report: WorkerReport) -> None:
         """Learn from a worker: the step's duration, those of loads, and blocks that are not there after all."""
@@ -423,7 +421,7 @@ class _Lookups:
         self._match_s_max = match_s_max
         # When it was asked, and the answer to come.
         self._asked: dict[str, tuple[float, Future[_Found]]] = {}
-        self._lost: OrderedDict[BlockKey, float] = OrderedDict()
+        self._lost: Recent[BlockKey, float] = Recent(LOST_MAX)
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-match")
 
     def close(self) -> None:
@@ -450,9 +448,6 @@ class _Lookups:
         for key in keys:
             self._cache.index.remove(key)
             self._lost[key] = now_s
-            self._lost.move_to_end(key)
-            if len(self._lost) > LOST_MAX:
-                self._lost.popitem(last=False)
 
     def find(
         self, request: str, sequence: TrackedSequence, tokens: Sequence[int], blocks: Sequence[BlockRef]

@@ -9,13 +9,13 @@ given up is still read until its segment goes; a use takes it back.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from kvtide.clock import Clock, ManualClock
-from kvtide.evict import EvictionOrder, Hint, States
+from kvtide.evict import EvictionOrder, Hint, Recent, States
 from kvtide.tier.disk.segment import CatalogEntry, RecordHeader, record_bytes
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import ObjectLabel
@@ -146,7 +146,7 @@ class Lineage:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._refused: OrderedDict[ObjectId, frozenset[BlockKey]] = OrderedDict()
+        self._refused: Recent[ObjectId, frozenset[BlockKey]] = Recent(REFUSED_MAX)
 
     def ancestors(self, namespace: Namespace, label: ObjectLabel) -> frozenset[BlockKey]:
         """Return the keys of the stored blocks before the one that this label is of."""
@@ -168,9 +168,6 @@ class Lineage:
         """Remember a block that found no room, so that those after it don't push out its ancestors."""
         if ancestors:
             self._refused[object_id] = ancestors
-            self._refused.move_to_end(object_id)
-            while len(self._refused) > REFUSED_MAX:
-                self._refused.popitem(last=False)
 
 
 class _Ranked(NamedTuple):

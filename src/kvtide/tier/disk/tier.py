@@ -64,7 +64,7 @@ class DiskTier(CountingTier):
         """Note a prompt; what its advice is worth is found when something must go, so none counts as taken."""
         order, keys = self._log.given_up, [*map(attrgetter("key"), object_ids)]
         if order is not None:
-            order.note(order.hear_request, object_ids[0].namespace, keys, hint, states, weight=max(1, len(keys)))
+            order.note(order.hear_request, object_ids[0].namespace, keys, hint, states, weight=len(keys))
         return False
 
     def offer_to(self, offer: Offer) -> None:
