@@ -78,11 +78,10 @@ def test_full_disk_under_the_engine_fails_no_request(
     answers = process.generate([{"ids": prompt, "answer_tokens": 8} for prompt in soak_prompts])["answers"]
     assert [(each["ids"], each["finish"]) for each in answers] == [(ids, "length") for ids in plain["soak"]]
     process.do("settle")
-    # What is asked for takes the place of others, the second time at the latest, and is served from a full disk.
-    first, second, third = (_ask(process, tokens[:PROMPT_TOKENS], plain["long"]["ids"]) for _ in range(3))
+    # What is asked for again and again takes the place of what came once, and is served from a full disk.
+    first, *_, third, fourth = (_ask(process, tokens[:PROMPT_TOKENS], plain["long"]["ids"]) for _ in range(4))
     assert first["blocks_stored"] > before["blocks_stored"]
-    assert second["blocks_loaded"] > first["blocks_loaded"]
-    assert third["blocks_loaded"] >= second["blocks_loaded"] + FULL_PAGES
+    assert fourth["blocks_loaded"] >= third["blocks_loaded"] + FULL_PAGES
     ballast.unlink()
 
 

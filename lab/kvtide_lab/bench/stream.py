@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.codec.tide import TideCodec
-from kvtide.codec.tide.law import LossLaw, Purpose
+from kvtide.codec.tide.law import CURVE_OVER_MEAN, LossLaw, Purpose
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.generation import FirstToken
 from kvtide.plan.base import StreamPolicy
@@ -65,7 +65,7 @@ class Played(NamedTuple):
     """One first token: seconds to it, and the cache that it was answered from.
 
     kl_model, kl_copy: the model's own on that cache, for text that goes on and for answers that copy. kl_law: what the
-    loss law says of the former, None for a codec without one. link_bytes: those that passed the link. share_computed:
+    loss law expects of it, None for a codec without one. link_bytes: those that passed the link. share_computed:
     of the context's tokens.
     """
 
@@ -175,7 +175,7 @@ class StreamWorld:
         law, kl_law = self.law(door.codec), None
         if law is not None:
             kept = kept_blocks(report.streamed, loaded, tokens // block_tokens, len(law.losses) - 1)
-            kl_law = None if kept is None else law.kl(kept, block_tokens, Purpose.GOES_ON)
+            kl_law = None if kept is None else law.kl(kept, block_tokens, Purpose.GOES_ON) / CURVE_OVER_MEAN
         return Played(ttft_s, kls[0], fmean(kls[1:]), kl_law, link_bytes, 1 - len(loaded) * block_tokens / tokens)
 
     def _begin(self, link: Link, at_s: float) -> None:
@@ -233,7 +233,7 @@ class StreamBenchRow(msgspec.Struct, frozen=True):
     """One policy over one link, the mean of its texts (of seconds the median).
 
     codec: of what was loaded. kl_model, kl_copy: the model's own KL in nats on the cache that was built, for text that
-    goes on and for answers that copy. kl_law: what the loss law says of the former. bytes: passed the link.
+    goes on and for answers that copy. kl_law: what the loss law expects of the former. bytes: passed the link.
     share_computed: of the context.
     """
 

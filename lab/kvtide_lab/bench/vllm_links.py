@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvtide.codec.tide.law import CURVE_OVER_MEAN
 from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess, kvtide_transfer
 from kvtide_lab.bench.services import server_behind
 from kvtide_lab.bench.shaped import ShapedProxy, as_fast_as_the_machine
@@ -104,7 +105,7 @@ def run_stream(
                     answer = streaming.ask(prompt, ANSWER_TOKENS, LOGPROBS)
                     streaming.do("settle")
                     metrics = streaming.do("check")["stats"]["metrics"]
-                law = metrics.get("vllm:kvtide_streamed_kl", 0.0)
+                law = metrics.get("vllm:kvtide_streamed_kl", 0.0) / CURVE_OVER_MEAN
                 read = int(metrics.get("vllm:kvtide_loaded_bytes", 0))
                 figures = (answer["ttft_s"], answer_kl(exact, answer), law, read, answer["cached_tokens"])
                 is_within = answer["ttft_s"] <= LATE * within_s
