@@ -1,7 +1,9 @@
 import os
 import random
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -250,6 +252,109 @@ def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: py
         tier.put_from(object_id(1), object_bytes(1))
     os.close(held)
     assert tier.put_from(object_id(1), object_bytes(1))
+
+
+def files_open_in(folder: Path) -> list[str]:
+    """Return the files below a folder that this process has open."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [name for name in (str(link.readlink()) for link in links) if name.startswith(f"{folder}/")]
+
+
+def test_segment_is_given_back_at_close_though_the_directory_stays_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    tier = open_disk(tmp_path, TIER_BYTES)
+    assert tier.put_from(object_id(1), object_bytes(1))
+    assert files_open_in(tmp_path)
+    monkeypatch.setattr("kvtide.tier.disk.directory.LOCK_TRIES_MAX", 3)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    tier.close()
+    assert not files_open_in(tmp_path)
+    os.close(held)
+    assert read_all(open_disk(tmp_path, TIER_BYTES), 1) == object_bytes(1)
+
+
+def test_directory_that_can_not_be_opened_anew_closes_nobody_else_s_file(tmp_path: Path) -> None:
+    class Scarce(Files):
+        """No more descriptors are to be had for folders."""
+
+        is_scarce = False
+
+        def open(self, path: Path | str, flags: int) -> int:
+            if self.is_scarce and flags & os.O_DIRECTORY:
+                raise OSError(24, "Too many open files")
+            return super().open(path, flags)
+
+    files = Scarce()
+    tier = open_disk(tmp_path / "store", TIER_BYTES, files)
+    shutil.rmtree(tmp_path / "store")
+    files.is_scarce = True
+    with pytest.raises(TierUnavailable, match="Too many"):
+        tier.put_from(object_id(1), object_bytes(1))
+    files.is_scarce = False
+    # One of them has the number that was free.
+    others = [os.open(tmp_path, os.O_RDONLY) for _ in range(64)]
+    assert tier.put_from(object_id(1), object_bytes(1))
+    assert all(os.path.samestat(os.fstat(other), tmp_path.stat()) for other in others)
+    for other in others:
+        os.close(other)
+
+
+def several_segments(folder: Path) -> DiskTier:
+    """A tier that knows segments of somebody who has ended."""
+    writer = open_disk(folder, 2 << 20)
+    put_all(writer, range(20), 50_000)
+    writer.close()
+    tier = open_disk(folder, 2 << 20)
+    assert len(tier._log._directory.segments) > 5
+    return tier
+
+
+def test_segments_that_another_thread_has_evicted_meanwhile_are_forgotten_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = several_segments(tmp_path)
+    directory = tier._log._directory
+    shutil.rmtree(directory.folder)
+    drop = directory.opened.drop
+
+    def evicted_meanwhile(number: int) -> None:
+        directory.segments.clear()
+        drop(number)
+
+    monkeypatch.setattr(directory.opened, "drop", evicted_meanwhile)
+    assert not tier.contains(object_id(99))
+
+
+def test_segments_that_others_make_are_learnt_of_while_a_policy_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order_of = partial(order_named, "lru", bytes_max=2 << 20)
+    several_segments(tmp_path).close()
+    tier = DiskTier(tmp_path, 2 << 20, ManualClock(), lambda key: False, order_of=order_of)
+    tier.open()
+    segments, has_ended = tier._log._directory.segments, threading.Event()
+    state = next(iter(segments.values()))
+
+    def learn() -> None:
+        while not has_ended.is_set():
+            segments[1 << 30] = state
+            del segments[1 << 30]
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    learner = threading.Thread(target=learn)
+    learner.start()
+    try:
+        for _ in range(300):
+            tier._log._candidates(frozenset())
+    finally:
+        sys.setswitchinterval(interval_s)
+        has_ended.set()
+        learner.join()
 
 
 def golden_pages() -> list[bytes]:

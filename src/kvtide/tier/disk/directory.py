@@ -230,8 +230,9 @@ class SegmentDirectory:
         self.make()
         if not self._files.is_here(self._descriptor, self._root):
             # Somebody removed or moved the whole directory: what stands there now is a new one.
-            self._files.close(self._descriptor)
-            self._descriptor = self._files.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+            # Opened first: the number of a closed one is soon somebody else's.
+            known, self._descriptor = self._descriptor, self._files.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+            self._files.close(known)
         pause = threading.Event()
         for _ in range(LOCK_TRIES_MAX):
             if self._files.try_lock(self._descriptor):
@@ -320,7 +321,8 @@ class SegmentDirectory:
                 self._catalog.add(CatalogEntry(header, header.stored_ms))
 
     def _forget(self, number: int) -> None:
-        del self.segments[number]
+        # Whoever evicts it may have been faster.
+        self.segments.pop(number, None)
         self.opened.drop(number)
         self._catalog.drop_segment(number)
 

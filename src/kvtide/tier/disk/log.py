@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -114,14 +115,15 @@ class SegmentLog:
         with self._write_lock:
             if not self._is_open:
                 return
-            try:
+            with ExitStack() as ending:
+                ending.callback(self._stop)
+                # Where the directory stays locked the segment is given back all the same.
+                ending.callback(self._retire_writer)
                 if self._is_writable:
                     with self._directory.locked():
                         self._retire_writer()
                         if self.catalog.is_changed:
                             self._directory.save_checkpoint()
-            finally:
-                self._stop()
 
     def _stop(self) -> None:
         self._directory.close()
@@ -308,7 +310,8 @@ class SegmentLog:
         numbers = sorted(self._directory.segments)
         if self.given_up is None:
             return numbers
-        sizes = {number: found.size for number, found in self._directory.segments.items() if not found.is_mine}
+        known = [*self._directory.segments.items()]
+        sizes = {number: found.size for number, found in known if not found.is_mine}
         held = partial(self._is_held, ancestors)
         self.given_up.catch_up(self.catalog.newest)
         ranked = self.given_up.segments(sizes, self.catalog.find, lambda object_id: not held(object_id))
