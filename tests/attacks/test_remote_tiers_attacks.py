@@ -317,7 +317,7 @@ def etcd_on(port: int) -> EtcdMembership:
 
 
 def entry(source: EtcdMembership, key: str, value: str) -> None:
-    again(lambda: source._call("/v3/kv/put", {"key": _b64(key.encode()), "value": _b64(value.encode())}))
+    again(lambda: source._call("/v3/kv/put", {"key": _b64(key.encode()), "value": _b64(value.encode())}, dict))
 
 
 def again(act: Callable[[], _Result]) -> _Result:

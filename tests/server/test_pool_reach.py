@@ -192,9 +192,9 @@ def _count(reader: EtcdMembership) -> int:
 def test_dead_member_is_gone_with_its_lease(etcd: BenchService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership_etcd, "LEASE_S", 3)
     reader = source(etcd, "dead")
-    lease = reader._call("/v3/lease/grant", {"TTL": 3})["ID"]
+    lease = reader._call("/v3/lease/grant", {"TTL": 3}, dict)["ID"]
     value = membership_etcd._b64(b'{"name":"dead","address":"dead:1"}')
-    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"dead/dead"), "value": value, "lease": lease})
+    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"dead/dead"), "value": value, "lease": lease}, dict)
     assert _count(reader) == 1
     wait_until(lambda: _count(reader) == 0, "the lease to end")
 
@@ -204,7 +204,7 @@ def test_unrelated_changes_leave_the_epoch(etcd: BenchService) -> None:
     member = Registered(etcd, "only", "still")
     wait_until(lambda: _count(reader) == 1, "the member")
     before = reader.read()
-    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"other"), "value": membership_etcd._b64(b"1")})
+    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"other"), "value": membership_etcd._b64(b"1")}, dict)
     assert reader.read() == before
     member.leave()
 
@@ -224,6 +224,8 @@ def test_no_endpoint_is_unavailable() -> None:
 
 def test_garbage_below_the_prefix_is_no_map(etcd: BenchService) -> None:
     reader = source(etcd, "garbage")
-    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"garbage/x"), "value": membership_etcd._b64(b"hello")})
+    reader._call(
+        "/v3/kv/put", {"key": membership_etcd._b64(b"garbage/x"), "value": membership_etcd._b64(b"hello")}, dict
+    )
     with pytest.raises(ValueError, match="servers with different names"):
         reader.read()

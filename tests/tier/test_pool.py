@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 
 import msgspec
@@ -275,3 +276,40 @@ def test_one_source_gives_client_and_server_one_map() -> None:
     url = "pool://b:2,a:1,c:3?replicas=3&kind=mod"
     assert membership_of(url).read() == membership_of(url).read()
     assert [server.name for server in membership_of(url).read().servers] == ["a:1", "b:2", "c:3"]
+
+
+@pytest.mark.parametrize("bad", ["nowhere", "h:0", "h/x:1", "a..b:1", f"{'h' * 64}:1"])
+def test_map_with_a_server_that_can_not_be_one_is_none(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "pool.json"
+    good = msgspec.json.encode(PoolMap(1, (server_at("h:1"),)))
+    path.write_bytes(good.replace(b'"address":"h:1"', b'"address":"%s"' % bad.encode()))
+    with opened(TierStack([pool_tier(f"pool+file://{path}", SystemClock())])) as stack:
+        assert read_all(stack, 1) is None
+        assert stack.tier_stats()[0].faults == 1
+
+
+def test_map_that_can_not_be_used_now_is_used_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that joins while the file with our token is being replaced."""
+    path, token = tmp_path / "pool.json", tmp_path / "token"
+    token.write_text("secret")
+    path.write_bytes(msgspec.json.encode(PoolMap(1, (server_at("127.0.0.1:9"),))))
+    with opened(pool_tier(f"pool+file://{path}?token_file={token}", SystemClock())) as tier:
+        token.unlink()
+        aside = tmp_path / "new"
+        aside.write_bytes(msgspec.json.encode(PoolMap(2, (server_at("127.0.0.1:9"), server_at("127.0.0.1:10")))))
+        aside.rename(path)
+        wait_until(lambda: "token" in caplog.text, "the map to be refused")
+        assert tier.epoch == 1
+        token.write_text("secret")
+        wait_until(lambda: tier.epoch == 2, "the map")
+
+
+ODD = ["{}", "[]", "", "\xff", '{"header": null}', '{"header": {"revision": "x"}}']
+KVS = ["{}", '{"key": "A"}', '{"key": 1}', "null"]
+
+
+@pytest.mark.parametrize("answer", [*ODD, *(f'{{"header": {{"revision": "1"}}, "kvs": [{kv}]}}' for kv in KVS)])
+def test_answer_of_etcd_that_is_off_changes_nothing(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = membership_of("pool+etcd://h:1/pool")
+    monkeypatch.setattr(source, "_open", lambda *_: BytesIO(answer.encode("latin-1")))
+    Watcher(source, lambda pool: pytest.fail("no map")).refresh()

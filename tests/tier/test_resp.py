@@ -132,3 +132,10 @@ def test_large_words_are_sent_uncopied(pair: Pair) -> None:
     assert b"".join(map(bytes, parts)) == b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$5000\r\n" + body + b"\r\n"
     pair[0].send(parts)
     assert pair[1].recv(10_000, socket.MSG_WAITALL | socket.MSG_DONTWAIT) == b"".join(map(bytes, parts))
+
+
+def test_more_parts_than_the_kernel_takes_at_once_are_sent(pair: Pair) -> None:
+    sender = threading.Thread(target=pair[0].send, args=([b"part"] * 3000,))
+    sender.start()
+    assert pair[1].recv(12_000, socket.MSG_WAITALL) == b"part" * 3000
+    sender.join()

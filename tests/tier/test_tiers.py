@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import resident_bytes
-from tests.servers import listening
+from tests.servers import listening, running_server, tier_on
 from tests.stores import nothing_pinned, open_disk, open_memory, opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
@@ -416,3 +416,21 @@ def test_nobody_listening_is_a_fault_for_every_verb() -> None:
                 action()
         assert tier.removed_reason(object_id(1)) is None
         assert tier.stats().objects == 0
+
+
+HOSTS = ["a..b", ".a", "h" * 64, "\N{SNOWMAN}" * 64]
+
+
+@pytest.mark.parametrize("url", [f"{scheme}://{host}:1" for scheme in ("http", "pool", "valkey") for host in HOSTS])
+def test_host_that_no_name_server_takes_is_a_users_mistake(url: str) -> None:
+    with pytest.raises(ValueError, match="expected HOST:PORT"):
+        open_tier(url, Limits(), SystemClock(), nothing_pinned)
+
+
+def test_dead_replica_keeps_no_object_that_is_removed() -> None:
+    with running_server() as dead, running_server() as other, opened(tier_on(dead, other)) as tier:
+        assert tier.put_from(object_id(1), object_bytes(1))
+        dead.stop()
+        with pytest.raises(TierUnavailable):
+            tier.delete(object_id(1), "corrupt")
+        assert not other.store.contains(object_id(1))

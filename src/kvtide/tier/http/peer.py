@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
-from kvtide.tier.base import Buffer, Take
+from kvtide.tier.base import Buffer, Take, host_and_port
 from kvtide.tier.breaker import Breaker, caller_deadline_s
 from kvtide.types import NamedId, Namespace, ObjectId
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, Headers, pack_request_head, parse_response_head
@@ -452,15 +452,10 @@ def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
         return [Endpoint("", 0, unquote(parts.path))]
     if parts.path not in {"", "/"}:
         raise ValueError(f"a remote store's URL has no path, got {url!r}")
-    found = []
-    for name in parts.netloc.split(","):
-        host, colon, port = name.rpartition(":")
-        if not host or not colon:
-            raise ValueError(f"a remote store needs host:port, or several with commas, got {name!r} in {url!r}")
-        if not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) <= 0xFFFF:
-            raise ValueError(f"a remote store's port is a number from 1 to 65535, got {port!r} in {url!r}")
-        found.append(Endpoint(host.removeprefix("[").removesuffix("]"), int(port), tls=tls))
-    return found
+    try:
+        return [Endpoint(*host_and_port(place), tls=tls) for place in parts.netloc.split(",")]
+    except ValueError as error:
+        raise ValueError(f"a remote store needs one server or several with commas: {error} in {url!r}") from error
 
 
 def tls_context(whose: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:

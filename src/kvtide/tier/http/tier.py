@@ -224,12 +224,19 @@ class HttpTier(CountingTier):
     replace = put_from
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
-        """Remove the object from every server. False if none had it."""
+        """Remove the object from every server. False if none had it; TierUnavailable after all were asked."""
         target, headers = object_target(object_id)
         why = [(Header.REASON, reason)] if reason.isalpha() else []
-        with self._faults:
-            answers = [self._send(peer, "DELETE", target, [*headers, *why]) for peer in self._peers]
-        return any(answer.status == 204 for answer in answers)
+        is_gone, fault = False, None
+        for peer in self._peers:
+            try:
+                is_gone |= self._send(peer, "DELETE", target, [*headers, *why]).status == 204
+            except TierUnavailable as error:
+                fault = error
+        if fault is not None:
+            self._faults.note(fault)
+            raise fault
+        return is_gone
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Tell the first server that answers, by the cheapest question about the namespace, a look-up of nothing."""

@@ -22,18 +22,20 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
 from kvtide.errors import TierUnavailable
 from kvtide.tier.background import LastingFault, Repeater
+from kvtide.tier.base import host_and_port
 from kvtide.tier.http import tls_context
 from kvtide.tier.pool.placement import SERVERS_MAX, Placement, PlacementKind, PoolMap, PoolServer
 from kvtide.types import BlockKey
 
 _log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
 
 POLL_S = 1.0
 # A question to etcd takes at most so long.
@@ -110,6 +112,34 @@ class DnsMembership(Membership):
         return known
 
 
+class _Header(msgspec.Struct):
+    revision: int
+    cluster_id: str = ""
+
+
+class _EtcdEntry(msgspec.Struct):
+    key: bytes
+    value: bytes = b""
+
+
+class _Range(msgspec.Struct):
+    header: _Header
+    kvs: list[_EtcdEntry] = []
+
+
+class _Lease(msgspec.Struct):
+    id: str = msgspec.field(name="ID")
+    left_s: int = msgspec.field(name="TTL", default=0)
+
+
+class _Alive(msgspec.Struct):
+    result: _Lease
+
+
+class _Token(msgspec.Struct):
+    token: str = ""
+
+
 class EtcdAccess(NamedTuple):
     """Access to etcd: under TLS if there is a context, as a user if it has a name."""
 
@@ -146,27 +176,26 @@ class EtcdMembership(Membership):
 
     def read(self) -> PoolMap:
         """Return the map of what is registered now. The era is the cluster's id, and how often its revision fell."""
-        found = self._call("/v3/kv/range", {**self._range, "limit": SERVERS_MAX})
-        members, era = self._members(found.get("kvs", [])), self.era
-        revision = int(found["header"]["revision"])
+        found = self._call("/v3/kv/range", {**self._range, "limit": SERVERS_MAX}, _Range)
+        members, era, revision = self._members(found.kvs), self.era, found.header.revision
         self._losses += revision < self._revision
         self._revision = revision
-        self.era = f"{found['header'].get('cluster_id', '')}-{self._losses}"
+        self.era = f"{found.header.cluster_id}-{self._losses}"
         if self._known is None or self._known.servers != members or self.era != era:
             # Everything that changes the members changes the revision, the end of a lease too.
             self._known = PoolMap(revision, members, self._replicas, kind=self._kind)
         return self._known
 
-    def _members(self, entries: Sequence[Mapping[str, str]]) -> tuple[PoolServer, ...]:
+    def _members(self, entries: Sequence[_EtcdEntry]) -> tuple[PoolServer, ...]:
         """Return the servers that entries name, each name once: as the entry of that name says, if there is one."""
         found: dict[str, PoolServer] = {}
         unread: list[str] = []
         for entry in entries:
-            key = base64.b64decode(entry["key"]).decode(errors="replace")
+            key = entry.key.decode(errors="replace")
             try:
-                server = msgspec.json.decode(base64.b64decode(entry.get("value", "")), type=PoolServer)
+                server = msgspec.json.decode(entry.value, type=PoolServer)
                 PoolMap(0, (server,))
-            except (ValueError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, ValueError) as error:
                 unread.append(f"{key}: {error}")
                 continue
             if server.name in found:
@@ -189,7 +218,7 @@ class EtcdMembership(Membership):
                     answer.readline(ANSWER_BYTES_MAX)
         except TimeoutError:
             return 0.0
-        except (OSError, HTTPException, TierUnavailable, ValueError) as error:
+        except (OSError, HTTPException, TierUnavailable, msgspec.DecodeError, ValueError) as error:
             _log.debug("watching %s: %s", self._endpoints, error)
             return timeout_s
         return 0.0
@@ -198,29 +227,26 @@ class EtcdMembership(Membership):
         """Keep a server in the map until `stop` is set, then take it out. Faults are tried again."""
         while not stop.is_set():
             try:
-                lease = self._call("/v3/lease/grant", {"TTL": LEASE_S})["ID"]
+                lease = self._call("/v3/lease/grant", {"TTL": LEASE_S}, _Lease).id
                 entry = {"value": _b64(msgspec.json.encode(server)), "lease": lease}
-                self._call("/v3/kv/put", {"key": _b64(f"{self._prefix}{server.name}".encode()), **entry})
+                self._call("/v3/kv/put", {"key": _b64(f"{self._prefix}{server.name}".encode()), **entry}, dict)
                 while not stop.wait(LEASE_S / 3):
-                    alive = self._call("/v3/lease/keepalive", {"ID": lease})
-                    if not int(alive.get("result", {}).get("TTL", 0)):
+                    if not self._call("/v3/lease/keepalive", {"ID": lease}, _Alive).result.left_s:
                         break
                 else:
-                    self._call("/v3/lease/revoke", {"ID": lease})
-            except (TierUnavailable, KeyError) as error:
+                    self._call("/v3/lease/revoke", {"ID": lease}, dict)
+            except TierUnavailable as error:
                 _log.warning("can't register at etcd, trying again: %s", error)
                 stop.wait(LEASE_S / 3)
 
-    def _call(self, path: str, body: dict[str, object]) -> dict[str, Any]:
-        """Return the answer of the first endpoint that gives one. TierUnavailable if none does."""
+    def _call(self, path: str, body: dict[str, object], kind: type[_Answer]) -> _Answer:
+        """Return the answer of the first endpoint that gives one. TierUnavailable if none does, or another kind."""
         try:
             with self._open(path, body, REQUEST_S_MAX) as answer:
-                decoded = json.loads(answer.read(ANSWER_BYTES_MAX))
-        except (OSError, HTTPException, ValueError) as error:
+                # Etcd writes numbers as strings, and bytes in base 64.
+                return msgspec.json.decode(answer.read(ANSWER_BYTES_MAX), type=kind, strict=False)
+        except (OSError, HTTPException, msgspec.DecodeError, ValueError) as error:
             raise TierUnavailable(f"etcd at {', '.join(self._endpoints)}: {error}") from error
-        if not isinstance(decoded, dict):
-            raise TierUnavailable(f"expected an object from etcd, got {decoded!r}")
-        return decoded
 
     def _open(self, path: str, body: dict[str, object], timeout_s: float) -> Any:
         """Send a question, as our user if there is one; a token that is over is asked for again."""
@@ -236,7 +262,7 @@ class EtcdMembership(Membership):
         self._token = ""
         words = {"name": self._access.user, "password": self._access.password}
         with self._open_as("/v3/auth/authenticate", words, REQUEST_S_MAX) as answer:
-            self._token = str(json.loads(answer.read(ANSWER_BYTES_MAX)).get("token", ""))
+            self._token = msgspec.json.decode(answer.read(ANSWER_BYTES_MAX), type=_Token).token
 
     def _open_as(self, path: str, body: Mapping[str, object], timeout_s: float) -> Any:
         problem: Exception | None = None
@@ -290,14 +316,12 @@ class Watcher:
         self._follower.close()
 
     def refresh(self) -> None:
-        """Read the map now; a broken or unreachable source changes nothing and is logged once."""
-        with self._lock:
-            pool = None
-            with self._fault.caught(TierUnavailable, ValueError):
-                pool = self._source.read()
-            if pool is not None and (pool.epoch > self._epoch or self._source.era != self._era):
-                self._epoch, self._era = pool.epoch, self._source.era
+        """Read the map now; a broken or unreachable source, or a map that can't be used, is logged once and no more."""
+        with self._lock, self._fault.caught(TierUnavailable, ValueError):
+            pool, era = self._source.read(), self._source.era
+            if pool.epoch > self._epoch or era != self._era:
                 self._on_map(pool)
+                self._epoch, self._era = pool.epoch, era
 
     def _follow(self) -> float:
         pause_s = self._source.watch(POLL_S)
@@ -366,9 +390,7 @@ def membership_of(url: str) -> Membership:
     if parts.scheme == "pool+file" and parts.path and not parts.netloc:
         return FileMembership(Path(unquote(parts.path)))
     if parts.scheme == "pool+dns":
-        name = server_at(parts.netloc).address
-        host, _, port = name.rpartition(":")
-        return DnsMembership(host.strip("[]"), int(port), int(replicas), chosen, scheme=scheme)
+        return DnsMembership(*host_and_port(parts.netloc), int(replicas), chosen, scheme=scheme)
     if parts.scheme in {"pool+etcd", "pool+etcds"} and parts.path.strip("/"):
         endpoints = [server_at(each).address for each in parts.netloc.split(",")]
         access = _etcd_access(options, parts.scheme == "pool+etcds")
@@ -380,9 +402,6 @@ def membership_of(url: str) -> Membership:
 
 def server_at(address: str, scheme: Literal["http", "https"] = "http") -> PoolServer:
     """Return a server that is named by where it listens. ValueError without a port."""
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not (port.isascii() and port.isdecimal()) or not 0 < int(port[:6]) < 1 << 16:
-        raise ValueError(f"expected HOST:PORT of a server, got {address!r}")
     return PoolServer(address, address, scheme=scheme)
 
 

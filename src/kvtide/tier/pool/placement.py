@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtide.tier.base import host_and_port
 from kvtide.types import BlockKey
 
 SLOTS = 1 << 14
@@ -37,7 +38,10 @@ class PlacementKind(StrEnum):
 
 
 class PoolServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One server. `name` decides what it owns; clients on `host` use `socket_path`, others `address` by `scheme`."""
+    """One server. `name` decides what it owns; clients on `host` use `socket_path`, others `address` by `scheme`.
+
+    ValueError for an address that can't be one, so that a map with it is refused whole and never met half-way.
+    """
 
     name: _Name
     address: _Name
@@ -45,6 +49,11 @@ class PoolServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, msgspec.Meta(max_length=_NAME_MAX)] = ""
     socket_path: Annotated[str, msgspec.Meta(max_length=_NAME_MAX)] = ""
     scheme: Literal["http", "https"] = "http"
+
+    def __post_init__(self) -> None:
+        host_and_port(self.address)
+        if self.socket_path and not self.socket_path.startswith("/"):
+            raise ValueError(f"a socket's path begins with /, got {self.socket_path!r}")
 
     @property
     def origin(self) -> str:

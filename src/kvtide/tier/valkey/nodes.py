@@ -21,21 +21,27 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 from redis.retry import Retry
 
 from kvtide.clock import Clock
 from kvtide.errors import TierUnavailable
+from kvtide.evict import Recent
 from kvtide.tier.background import Repeater
+from kvtide.tier.base import host_and_port
 from kvtide.tier.breaker import Breaker, caller_deadline_s
 from kvtide.tier.valkey.resp import WAIT_S_MIN, RespSocket
 
 _log = logging.getLogger(__name__)
 
+# What redis-py raises. A cluster that can't be reached, or has no owner of a slot, is no RedisError there.
+FAULTS = (RedisError, RedisClusterException, OSError)
 CONNECT_S_MAX = 0.5
 # What a new connection may wait for before it is ready: to be made, and for the answers to who we are and what we want.
 HANDSHAKE_WAITS = 5
 CONNECTIONS_MAX = 64
+# Twice as many as a cluster should have.
+SERVERS_MAX = 2000
 # How long a server that did not answer is left alone; then one caller tries it, and the others don't wait.
 SHUN_S = 0.5
 REFRESH_S_MIN = 0.1
@@ -98,7 +104,7 @@ def parse_valkey_url(url: str) -> ValkeyTarget:
     username, has_password, password = credentials.partition(":")
     addresses = tuple(_address(each, shown) for each in hosts.split(","))
     database = parts.path.strip("/") or "0"
-    if not database.isdigit():
+    if not (database.isascii() and database.isdecimal()):
         raise ValueError(f"a database is a number, as in {shown}/0, got {database!r}")
     if "sentinel" in parts.scheme or "sentinel" in parts.query:
         raise ValueError(f"Sentinel is not spoken: {shown} must name the servers, primary and replicas, with commas")
@@ -118,11 +124,11 @@ def parse_valkey_url(url: str) -> ValkeyTarget:
 
 
 def _address(text: str, shown: str) -> ValkeyAddress:
-    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-    host, port = (host, port) if colon else (host or port, str(_PORT))
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"expected HOST:PORT[,HOST:PORT…], as in valkey://localhost:6379, got {text!r} in {shown}")
-    return ValkeyAddress(host.strip("[]"), int(port))
+    has_port = ":" in text.rpartition("]")[2]
+    try:
+        return ValkeyAddress(*host_and_port(text if has_port else f"{text}:{_PORT}"))
+    except ValueError as error:
+        raise ValueError(f"{shown} names servers as valkey://localhost:6379 does, with commas: {error}") from error
 
 
 class _Topology(NamedTuple):
@@ -143,7 +149,7 @@ class _Connection(NamedTuple):
         """Tell whether the connection still stands, with nothing left on it."""
         try:
             return not self.connection.can_read(0) if self.resp.is_tls else self.resp.is_idle()
-        except (RedisError, OSError):
+        except FAULTS:
             return False
 
 
@@ -175,7 +181,8 @@ class ValkeyNodes:
             ca, certificate, key = target.options.ca, target.options.certificate, target.options.key
             self._settings |= {"ssl_ca_certs": ca, "ssl_certfile": certificate, "ssl_keyfile": key}
         self._lock = threading.Lock()
-        self._servers: dict[ValkeyAddress, _Server] = {}
+        # Of the servers that were named last: a cluster's come and go, each time at another address.
+        self._servers: Recent[ValkeyAddress, _Server] = Recent(SERVERS_MAX)
         self._topology: _Topology | None = None
         self._reason = "not connected yet"
         self._wanted = threading.Event()
@@ -196,10 +203,10 @@ class ValkeyNodes:
         self._refresher.close()
         topology, self._topology = self._topology, None
         with self._lock:
-            servers, self._servers = self._servers, {}
-        for server in servers.values():
-            for opened in server.idle:
-                opened.connection.disconnect()
+            servers = [*self._servers.values()]
+            self._servers.clear()
+        for server in servers:
+            self._drop_idle(server)
         if topology is not None:
             topology.client.close()
 
@@ -213,7 +220,7 @@ class ValkeyNodes:
             return topology.address
         try:
             node = topology.client.nodes_manager.get_node_from_slot(key_slot(key))
-        except (RedisError, LookupError) as error:
+        except (*FAULTS, LookupError) as error:
             self.refresh_soon()
             raise TierUnavailable(f"no Valkey server owns the slot of {key!r} now: {error}") from error
         return ValkeyAddress(str(node.host), int(node.port))
@@ -267,7 +274,7 @@ class ValkeyNodes:
             if opened is not None:
                 opened.connection.disconnect()
             return self._new_connection(server.address, left_s / HANDSHAKE_WAITS)
-        except (RedisError, OSError) as error:
+        except FAULTS as error:
             self._give_back(server, None, is_whole=False)
             is_late = isinstance(error, TimeoutError | redis.TimeoutError)
             is_cut = is_late and left_s / HANDSHAKE_WAITS < self._target.options.wait_s_max
@@ -297,9 +304,17 @@ class ValkeyNodes:
             return TierUnavailable(f"{server.address}: no answer before the caller's deadline")
         server.breaker.note_fault()
         self.refresh_soon()
+        # Of a server that is gone for good they would stay.
+        self._drop_idle(server)
         is_late = isinstance(error, BlockingIOError | TimeoutError)
         what = f"no answer within {self._target.options.wait_s_max} s" if is_late else str(error)
         return TierUnavailable(f"{server.address}: {what or type(error).__name__}")
+
+    def _drop_idle(self, server: _Server) -> None:
+        with self._lock:
+            idle, server.idle = server.idle, []
+        for opened in idle:
+            opened.connection.disconnect()
 
     def clients(self) -> list[redis.Redis]:
         """Return a redis-py client of each server that owns slots; none before one was reached."""
@@ -327,7 +342,7 @@ class ValkeyNodes:
                 self._topology = self._connect()
                 if topology is not None:
                     topology.client.close()
-        except (RedisError, OSError, TierUnavailable) as error:
+        except (*FAULTS, TierUnavailable) as error:
             self._reason = str(error) or type(error).__name__
             _log.debug("no map of %s: %s", self._target.shown, error)
 
@@ -343,7 +358,7 @@ class ValkeyNodes:
             client = redis.Redis(host=address.host, port=address.port, db=self._target.database, **settings)
             try:
                 said = client.info()
-            except (RedisError, OSError) as error:
+            except FAULTS as error:
                 client.close()
                 problem = error
                 continue

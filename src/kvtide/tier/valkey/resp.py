@@ -25,6 +25,8 @@ WAIT_S_MIN = 1e-3
 # A reply's line: a number, OK, or an error's text.
 LINE_BYTES_MAX = 1024
 _END = b"\r\n"
+# The kernel takes no more buffers at once.
+_PARTS_MAX = 1024
 
 
 class Refusal(NamedTuple):
@@ -112,7 +114,7 @@ class RespSocket:
         rest = [memoryview(part) for part in parts]
         while rest:
             self._before_call()
-            sent = self._socket.sendmsg(rest)
+            sent = self._socket.sendmsg(rest[:_PARTS_MAX])
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
             if sent:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
-
-from redis.exceptions import RedisError
 
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
-from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead
-from kvtide.tier.valkey.nodes import ValkeyAddress, ValkeyNodes, parse_valkey_url
+from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, host_and_port
+from kvtide.tier.valkey.nodes import FAULTS, ValkeyAddress, ValkeyNodes, parse_valkey_url
 from kvtide.tier.valkey.resp import Refusal, pack_command
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
@@ -182,9 +181,9 @@ class ValkeyTier(CountingTier):
             self._nodes.refresh_soon()
         words = refusal.text.split()
         if refusal.code in {"MOVED", "ASK"} and len(words) == 3:
-            host, colon, port = words[2].rpartition(":")
-            if colon and port.isdigit():
-                return ValkeyAddress(host or address.host, int(port)), refusal.code == "ASK"
+            place = f"{address.host}{words[2]}" if words[2].startswith(":") else words[2]
+            with suppress(ValueError):
+                return ValkeyAddress(*host_and_port(place)), refusal.code == "ASK"
         kind = TierFull if refusal.code == "OOM" else TierUnavailable
         raise kind(f"{address}: {refusal.text}")
 
@@ -204,7 +203,7 @@ class ValkeyTier(CountingTier):
                     new = {key for key in keys if _NAME.fullmatch(key, len(self._prefix))} - seen
                     seen |= new
                     yield from _infos(client, list(new), len(self._prefix), now_s)
-        except (RedisError, OSError) as error:
+        except FAULTS as error:
             raise TierUnavailable(f"can't list: {error}") from error
 
     def stats(self) -> TierStats:
@@ -218,7 +217,7 @@ class ValkeyTier(CountingTier):
         try:
             for client in self._nodes.clients():
                 infos.append({**client.info("memory"), **client.info("stats"), "keys": client.dbsize()})
-        except (RedisError, OSError):
+        except FAULTS:
             return 0, 0, 0, 0
         return (
             sum(_figure(each, "keys") for each in infos),
