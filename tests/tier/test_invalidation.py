@@ -96,7 +96,7 @@ def test_an_engine_that_was_away_learns_it_when_it_starts(server: RunningServer,
         assert list(stack.places(object_id(1))) == [1, 2], "dealt with once"
 
 
-@pytest.mark.parametrize("noted", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff\x00"])
+@pytest.mark.parametrize("noted", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff\x00", b'{"\xff": 1}'])
 def test_a_note_that_cannot_be_read_removes_too_much(server: RunningServer, tmp_path: Path, noted: bytes) -> None:
     invalidate(server)
     with opened(engine(server, tmp_path)) as stack:

@@ -346,6 +346,15 @@ def test_what_could_not_be_opened_is_found_once_its_key_is_here(tmp_path: Path) 
     assert read_all(ours, 1) == object_bytes(1)
 
 
+def test_what_could_not_be_opened_is_found_once_it_was_replaced(tmp_path: Path) -> None:
+    below = open_memory()
+    assert SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))
+    tier = SealedTier(below, keyring(tmp_path, TWO))
+    assert read_all(tier, 1) is None and not tier.contains(object_id(1))
+    assert tier.replace(object_id(1), object_bytes(1))
+    assert tier.contains(object_id(1)) and read_all(tier, 1) == object_bytes(1)
+
+
 def test_tenants_have_keys_of_their_own(tmp_path: Path) -> None:
     below, ring = open_memory(), keyring(tmp_path, ONE, f"search {TWO}", f"chat {THREE}")
     tier = SealedTier(below, ring)
@@ -371,7 +380,16 @@ def test_keys_come_from_a_file_the_environment_or_a_command(tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     "source",
-    ["", "key", "file:", "file:/no/such/file", "env:NO_SUCH_VARIABLE", "command:false", "command:/no/such/program"],
+    [
+        "",
+        "key",
+        "file:",
+        "file:/no/such/file",
+        "env:NO_SUCH_VARIABLE",
+        "command:false",
+        "command: ",
+        "command:/no/such/program",
+    ],
 )
 def test_missing_keys_are_a_users_mistake_at_the_start(source: str) -> None:
     with pytest.raises(ValueError, match="seal"):

@@ -338,6 +338,18 @@ def test_what_finds_no_room_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     stack.demoter.check()
 
 
+def test_object_that_can_not_be_copied_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*arguments: object) -> bool:
+        raise MemoryError
+
+    local, remote = NamedMemory("memory", PAGE), NamedMemory("remote", PAGE)
+    monkeypatch.setattr(local, "_copy_out", short)
+    with opened(TierStack([local, remote], demote_to=[remote])) as stack:
+        put_all(stack, range(3))
+        assert in_memory(local) == [2] and in_memory(remote) == []
+        stack.demoter.check()
+
+
 @pytest.mark.parametrize("scheme", ["http", "pool"])
 def test_engine_keeps_locally_and_demotes_to_servers(scheme: str, tmp_path: Path, clock: ManualClock) -> None:
     with running_server() as server:

@@ -55,7 +55,7 @@ class Keyring:
 
     def __init__(self, source: str, clock: Clock) -> None:
         kind, _, where = source.partition(":")
-        if kind not in _READERS or not where:
+        if kind not in _READERS or not where.strip():
             raise ValueError(f"seal= takes file:PATH, env:NAME or command:WORDS, got {kind!r}")
         self._is_file = kind == "file"
         self._read: Callable[[], str] = partial(_READERS[kind], where)

@@ -267,7 +267,11 @@ class SealedTier(WrappedTier):
         if not self.tier.can_replace:
             return False
         with self._sealed(object_id, buffer) as sealed:
-            return self.tier.replace(object_id, sealed)
+            is_replaced = self.tier.replace(object_id, sealed)
+        if is_replaced:
+            with self._lock:
+                self._unopened.pop(object_id, None)
+        return is_replaced
 
     @contextmanager
     def _sealed(self, object_id: ObjectId, buffer: Buffer) -> Iterator[memoryview]:

@@ -138,6 +138,6 @@ def _remembered(path: Path | None) -> _Generations:
         return msgspec.json.decode(Files().content(path, _FILE_BYTES_MAX), type=_Generations)
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         _log.warning("what was invalidated before can't be read and is asked for anew: %s", error)
         return {}

@@ -228,8 +228,8 @@ class TierStack(Tier):
         # Before its bytes are taken: an invalidation meanwhile must not find them under the new generation.
         object_id = self.named(object_id)
         if self.demoter.reserve(size):
-            data = bytearray(size)
-            if fill(memoryview(data)):
+            data = self.guard("copy", partial(_filled, size, fill), None)
+            if data is not None:
                 self.demoter.submit(partial(self._send_evicted, object_id, data), size)
             else:
                 self.demoter.release(size)
@@ -504,6 +504,11 @@ class TierStack(Tier):
     def stats(self) -> TierStats:
         """Return the sums over the tiers; an object in two tiers counts twice."""
         return TierStats.sum_of(self.name, self.tier_stats())
+
+
+def _filled(size: int, fill: Fill) -> bytearray | None:
+    data = bytearray(size)
+    return data if fill(memoryview(data)) else None
 
 
 def _admitting(places: Sequence[_Place], object_id: ObjectId, size: int) -> list[_Place]:
