@@ -20,11 +20,13 @@ from kvtide.evict import Ranking, ScoreRanking
 from kvtide.evict.ranking import RankedOrder, RecencyRanking
 from kvtide.tier import Tier, stack_of
 from kvtide.tier.base import Buffer
+from kvtide.tier.breaker import until
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import OPEN_MAX, OpenSegments
 from kvtide.tier.files import Files
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
+from kvtide.tier.stack.tier import SingleFlight
 from kvtide.tier.url import open_tier
 from kvtide_lab.bench.services import wait_until
 from kvtide_lab.wrapped import Counting
@@ -198,6 +200,23 @@ def test_read_that_fails_fails_alone() -> None:
             time.sleep(0.02)
     assert [str(each.exception()) for each in results if each.exception()] == ["a bug"]
     assert [each.result() for each in results if not each.exception()] == [object_bytes(1)] * 3
+
+
+def test_follower_waits_no_longer_than_its_caller() -> None:
+    flight, has_begun, may_end = SingleFlight(), threading.Event(), threading.Event()
+
+    def slow() -> int:
+        has_begun.set()
+        assert may_end.wait(10)
+        return 1
+
+    with ThreadPoolExecutor(1) as threads:
+        leader = threads.submit(flight.read, object_id(1), memoryview(bytearray(1)), 0, slow)
+        assert has_begun.wait(10)
+        with until(time.monotonic() + 0.05):
+            assert flight.read(object_id(1), memoryview(bytearray(1)), 0, lambda: 7) == 7
+        may_end.set()
+        assert leader.result() == 1
 
 
 def test_prefetched_run_is_read_from_memory() -> None:

@@ -2,7 +2,9 @@
 
 import socketserver
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -25,6 +27,7 @@ from kvtide.tier.breaker import Breaker
 from kvtide.tier.buffers import Recycler, aligned_buffer, is_aligned, recycled_buffer, touch
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.directory import JOURNAL_BYTES_MAX, RemovalJournal
+from kvtide.tier.http import PeerSettings
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.ram.memory import Arena, Span, frame_bytes_for
@@ -33,6 +36,7 @@ from kvtide.tier.stack.tier import LOOK_UPS_MAX
 from kvtide.tier.url import open_tier
 from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import pack_object
+from kvtide_lab.bench.services import wait_until
 from kvtide_lab.wrapped import Counting
 
 
@@ -434,3 +438,30 @@ def test_dead_replica_keeps_no_object_that_is_removed() -> None:
         with pytest.raises(TierUnavailable):
             tier.delete(object_id(1), "corrupt")
         assert not other.store.contains(object_id(1))
+
+
+def test_call_that_finds_no_free_connection_is_no_fault_of_the_server() -> None:
+    may_end = threading.Event()
+
+    class Slow(socketserver.StreamRequestHandler):
+        """Sends a range byte by byte."""
+
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                continue
+            self.wfile.write(PART % (b"0-999/1000", 1000, b""))
+            for _ in range(1000):
+                self.wfile.write(b"x")
+                may_end.wait(0.02)
+
+    settings = PeerSettings(connections_max=1, tries_max=1, faults_max=1)
+    with listening(Slow) as port, ThreadPoolExecutor(1) as threads:
+        tier = http_tier(f"http://127.0.0.1:{port}", SystemClock(), settings, operation_s_max=1.0, bytes_s_min=10)
+        with opened(tier):
+            read = threads.submit(read_all, tier, 1, 1000)
+            wait_until(lambda: tier._peers[0]._lent == 1, "the connection to be in use")
+            with pytest.raises(TierUnavailable, match="connections are in use"):
+                tier.contains(object_id(1))
+            assert not tier._peers[0].breaker.is_open
+            may_end.set()
+            assert read.result() == b"x" * 1000

@@ -295,6 +295,10 @@ class PeerSettings:
     trial_s: float = 2.0
 
 
+class _AllInUse(TimeoutError):
+    """Our own calls had all connections for as long as this one may take."""
+
+
 class Peer:
     """One server. Safe to use from several threads; at most `connections_max` of them at once, the others wait."""
 
@@ -337,8 +341,9 @@ class Peer:
             except (OSError, RequestRefused) as error:
                 problem = str(error) or type(error).__name__
                 if call.is_given_up or isinstance(error, TimeoutError):
-                    # It says nothing of the server if the caller's own deadline ended it.
-                    is_cut = call.is_given_up or self._clock.monotonic_s() + _WAIT_S_MIN >= caller_deadline_s()
+                    # It says nothing of the server if the caller's own deadline ended it, or it was never asked.
+                    is_late = self._clock.monotonic_s() + _WAIT_S_MIN >= caller_deadline_s()
+                    is_cut = call.is_given_up or is_late or isinstance(error, _AllInUse)
                     break
             else:
                 if answer.status not in _RETRIED:
@@ -374,7 +379,11 @@ class Peer:
     def _take(self, patience: Patience) -> tuple[HttpConnection, bool]:
         with self._changed:
             while self._is_open and self._lent >= self._settings.connections_max:
-                self._changed.wait(patience.left_s())
+                try:
+                    wait_s = patience.left_s()
+                except TimeoutError as error:
+                    raise _AllInUse(f"all {self._lent} connections are in use") from error
+                self._changed.wait(wait_s)
             if not self._is_open:
                 raise ConnectionAbortedError("the tier is closed")
             self._lent += 1

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvtide.clock import SystemClock
 from kvtide.evict import Hint, Ranking, RecencyRanking, States
 from kvtide.outcomes import Decided
 from kvtide.tier.background import Background
 from kvtide.tier.base import Buffer, Fill, LentObject, ObjectInfo, RangeRead, Take, Tier
+from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.faults import TIER_FAULTS, FaultGuard
 from kvtide.tier.source import read_range_of_any, read_ranges
@@ -44,7 +46,7 @@ CLOSE_S_MAX = 30.0
 DEMOTE_BYTES_MAX = 256 << 20
 PREFETCH_THREADS = 2
 PREFETCH_MAX = 64
-# A follower reads for itself if the leader takes longer.
+# A follower reads for itself if the leader takes longer, or than its own caller waits.
 FOLLOW_S_MAX = 30.0
 
 # Told of an object that was stored in a tier, the tier's number from the fastest on, and the object's bytes.
@@ -106,7 +108,8 @@ class SingleFlight:
 
 
 def _follow(leading: _Reading, buffer: memoryview, read: Read) -> int | None:
-    if not leading.done.wait(FOLLOW_S_MAX) or not leading.has_answer:
+    wait_s = min(FOLLOW_S_MAX, caller_deadline_s() - SystemClock().monotonic_s())
+    if not leading.done.wait(max(0.0, wait_s)) or not leading.has_answer:
         return read()
     answer = leading.answer
     if answer is None or (leading.is_cut and len(buffer) > len(answer)):
