@@ -329,27 +329,27 @@ def test_segments_that_another_thread_has_evicted_meanwhile_are_forgotten_once(
     assert not tier.contains(object_id(99))
 
 
-def test_segments_that_others_make_are_learnt_of_while_a_policy_chooses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_that_others_make_are_learnt_of_while_a_policy_chooses(tmp_path: Path) -> None:
     order_of = partial(order_named, "lru", bytes_max=2 << 20)
     several_segments(tmp_path).close()
     tier = DiskTier(tmp_path, 2 << 20, ManualClock(), lambda key: False, order_of=order_of)
     tier.open()
     segments, has_ended = tier._log._directory.segments, threading.Event()
     state = next(iter(segments.values()))
+    segments |= dict.fromkeys(range(1000, 6000), state)
 
     def learn() -> None:
         while not has_ended.is_set():
-            segments[1 << 30] = state
-            del segments[1 << 30]
+            # One step each time: between two of them the other thread may go on.
+            if segments.pop(1 << 30, None) is None:
+                segments[1 << 30] = state
 
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     learner = threading.Thread(target=learn)
     learner.start()
     try:
-        for _ in range(300):
+        for _ in range(200):
             tier._log._candidates(frozenset())
     finally:
         sys.setswitchinterval(interval_s)
