@@ -328,7 +328,7 @@ class SegmentDirectory:
 
     def seal_abandoned(self) -> None:
         """Give back the space that killed writers had reserved. Call it under the lock; faults are passed over."""
-        for number, segment in list(self.segments.items()):
+        for number, segment in self.segments.copy().items():
             if segment.is_mine or segment.length <= segment.tail:
                 continue
             try:

@@ -310,8 +310,9 @@ class SegmentLog:
         numbers = sorted(self._directory.segments)
         if self.given_up is None:
             return numbers
-        known = [*self._directory.segments.items()]
-        sizes = {number: found.size for number, found in known if not found.is_mine}
+        # Of a copy, made in one step: others' segments are learnt of meanwhile.
+        known = self._directory.segments.copy()
+        sizes = {number: found.size for number, found in known.items() if not found.is_mine}
         held = partial(self._is_held, ancestors)
         self.given_up.catch_up(self.catalog.newest)
         ranked = self.given_up.segments(sizes, self.catalog.find, lambda object_id: not held(object_id))
