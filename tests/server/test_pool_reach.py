@@ -118,7 +118,7 @@ def test_server_of_a_pool_must_be_reached_by_others_and_may_advertise_where(tmp_
         process.terminate()
 
 
-# Members in a real etcd: leases, watches, faults.
+# Members in a real etcd: leases, faults.
 
 
 @pytest.fixture(scope="module")
@@ -165,21 +165,6 @@ def test_members_come_and_go_and_everybody_sees_one_map(etcd: BenchService) -> N
         watcher.close()
     epochs = [each.epoch for each in maps]
     assert epochs == sorted(set(epochs))
-
-
-def test_change_is_seen_by_watching_at_once(etcd: BenchService) -> None:
-    reader = source(etcd, "watched")
-    first = Registered(etcd, "first", "watched")
-    wait_until(lambda: _count(reader) == 1, "the first")
-    waiting = threading.Thread(target=reader.watch, args=(60.0,))
-    waiting.start()
-    second = Registered(etcd, "second", "watched")
-    # Without a change it would go on for a minute.
-    waiting.join(20)
-    assert not waiting.is_alive()
-    assert _count(reader) == 2
-    first.leave()
-    second.leave()
 
 
 def _count(reader: EtcdMembership) -> int:

@@ -1,14 +1,18 @@
 """The pool on real servers of this process: placement, redirection, moved blocks, members that come and go."""
 
+import base64
 import platform
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from pathlib import Path
+from socketserver import BaseRequestHandler
 
 import msgspec
 import pytest
-from tests.servers import RunningServer, counted, hints_heard, running_server
+from tests.servers import RunningServer, counted, hints_heard, listening, running_server
 from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
@@ -260,6 +264,33 @@ def test_names_addresses_are_servers() -> None:
     maps = [source.read() for _ in range(3)]
     assert [each.epoch for each in maps] == [1, 1, 2]
     assert [server.address for server in maps[2].servers] == ["10.0.0.1:7421", "[::1]:7421"]
+
+
+def test_etcd_that_is_frozen_is_left_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tier.pool.membership.REQUEST_S_MAX", 0.5)
+    is_over = threading.Event()
+    server = base64.b64encode(msgspec.json.encode(server_at("h:1"))).decode()
+    body = f'{{"header": {{"revision": "7"}}, "kvs": [{{"key": "", "value": "{server}"}}]}}'.encode()
+
+    class Frozen(BaseRequestHandler):
+        def handle(self) -> None:
+            is_over.wait(20)
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: object) -> None:
+            """Say nothing."""
+
+    with listening(Frozen) as first, listening(Answering) as second:
+        source = membership_of(f"pool+etcd://127.0.0.1:{first},127.0.0.1:{second}/pool")
+        pool = source.read()
+        is_over.set()
+    assert (pool.epoch, pool.servers) == (7, (server_at("h:1"),))
 
 
 BAD = "host host:0 a:1,a:1 a:1?replicas=0 a:1?kind=ring a:1?nope=1"

@@ -9,7 +9,6 @@ Invariant: whoever reads one source at one time gets one map, so that clients an
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import socket
 import ssl
@@ -56,10 +55,6 @@ class Membership(ABC):
     @abstractmethod
     def read(self) -> PoolMap:
         """Return the map as it is now. May wait. TierUnavailable if it can't be had, ValueError if it is none."""
-
-    def watch(self, timeout_s: float) -> float:
-        """Wait until the map may have changed, or for so long; return in how many seconds to watch again."""
-        return timeout_s
 
 
 @dataclass(eq=False)
@@ -208,21 +203,6 @@ class EtcdMembership(Membership):
                 _log.warning("entries that are no servers are passed over: %s", "; ".join(unread)[:_LOGGED_MAX])
         return tuple(sorted(found.values(), key=lambda each: each.name))
 
-    def watch(self, timeout_s: float) -> float:
-        """Watch the prefix for so long; the time is rounded by REQUEST_S_MAX."""
-        question = {**self._range, "start_revision": self._revision + 1}
-        try:
-            with self._open("/v3/watch", {"create_request": question}, timeout_s) as answer:
-                # The first line says that the watch stands, the next one that something changed.
-                for _ in range(2):
-                    answer.readline(ANSWER_BYTES_MAX)
-        except TimeoutError:
-            return 0.0
-        except (OSError, HTTPException, TierUnavailable, msgspec.DecodeError, ValueError) as error:
-            _log.debug("watching %s: %s", self._endpoints, error)
-            return timeout_s
-        return 0.0
-
     def register(self, server: PoolServer, stop: threading.Event) -> None:
         """Keep a server in the map until `stop` is set, then take it out. Faults are tried again."""
         while not stop.is_set():
@@ -242,44 +222,42 @@ class EtcdMembership(Membership):
     def _call(self, path: str, body: dict[str, object], kind: type[_Answer]) -> _Answer:
         """Return the answer of the first endpoint that gives one. TierUnavailable if none does, or another kind."""
         try:
-            with self._open(path, body, REQUEST_S_MAX) as answer:
+            with self._open(path, body) as answer:
                 # Etcd writes numbers as strings, and bytes in base 64.
                 return msgspec.json.decode(answer.read(ANSWER_BYTES_MAX), type=kind, strict=False)
         except (OSError, HTTPException, msgspec.DecodeError, ValueError) as error:
             raise TierUnavailable(f"etcd at {', '.join(self._endpoints)}: {error}") from error
 
-    def _open(self, path: str, body: dict[str, object], timeout_s: float) -> Any:
+    def _open(self, path: str, body: dict[str, object]) -> Any:
         """Send a question, as our user if there is one; a token that is over is asked for again."""
         if self._access.user and not self._token:
             self._authenticate()
         try:
-            return self._open_as(path, body, timeout_s)
+            return self._open_as(path, body)
         except _Unauthenticated:
             self._authenticate()
-            return self._open_as(path, body, timeout_s)
+            return self._open_as(path, body)
 
     def _authenticate(self) -> None:
         self._token = ""
         words = {"name": self._access.user, "password": self._access.password}
-        with self._open_as("/v3/auth/authenticate", words, REQUEST_S_MAX) as answer:
+        with self._open_as("/v3/auth/authenticate", words) as answer:
             self._token = msgspec.json.decode(answer.read(ANSWER_BYTES_MAX), type=_Token).token
 
-    def _open_as(self, path: str, body: Mapping[str, object], timeout_s: float) -> Any:
+    def _open_as(self, path: str, body: Mapping[str, object]) -> Any:
         problem: Exception | None = None
-        data, scheme = json.dumps(body).encode(), "https" if self._access.tls else "http"
+        data, scheme = msgspec.json.encode(body), "https" if self._access.tls else "http"
         headers = {"Content-Type": "application/json", **({"Authorization": self._token} if self._token else {})}
         for endpoint in list(self._endpoints):
             request = urllib.request.Request(f"{scheme}://{endpoint}{path}", data, headers)
             try:
-                return urllib.request.urlopen(request, timeout=timeout_s, context=self._access.tls)
+                return urllib.request.urlopen(request, timeout=REQUEST_S_MAX, context=self._access.tls)
             except urllib.error.HTTPError as error:
                 if error.code == HTTPStatus.UNAUTHORIZED and self._token:
                     error.close()
                     raise _Unauthenticated(f"etcd at {endpoint} takes our token no longer") from error
                 error.close()
                 raise TierUnavailable(f"etcd at {endpoint} answered {error.code} to {path}") from error
-            except TimeoutError:
-                raise
             except (OSError, HTTPException) as error:
                 problem = error
                 # The next call begins with another one.
@@ -296,7 +274,7 @@ def _b64(data: bytes) -> str:
 
 
 class Watcher:
-    """A thread that reads a source whenever it may have changed, and hands on maps that are new."""
+    """A thread that reads a source every POLL_S, and hands on maps that are new."""
 
     def __init__(self, source: Membership, on_map: Callable[[PoolMap], None]) -> None:
         self._source = source
@@ -324,9 +302,8 @@ class Watcher:
                 self._epoch, self._era = pool.epoch, era
 
     def _follow(self) -> float:
-        pause_s = self._source.watch(POLL_S)
         self.refresh()
-        return pause_s
+        return POLL_S
 
 
 class Member:
