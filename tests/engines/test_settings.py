@@ -229,7 +229,6 @@ def test_what_was_used_last_goes_last() -> None:
     kept.put(B, _captured())
     assert kept.leading([A, C]) == [block]
     kept.put(C, _captured())
-    kept.check()
     assert [len(kept.leading([each])) for each in (A, B, C)] == [1, 0, 1]
 
 
@@ -242,6 +241,5 @@ def test_second_load_earns_a_place() -> None:
 def test_without_room_for_a_block_nothing_is_kept() -> None:
     kept = KeptBlocks(99, 100, lambda object_id: True)
     kept.put(A, _captured())
-    kept.check()
     assert kept.leading([A]) == []
     assert [kept.is_loaded_again(A) for _ in range(2)] == [False, False]

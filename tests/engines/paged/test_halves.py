@@ -30,7 +30,7 @@ from tests.servers import running_server
 from kvtide.clock import SystemClock
 from kvtide.engines.paged.scheduler import ScheduledRequest
 from kvtide.engines.paged.sequence import FollowedPrefix, WorkerReport
-from kvtide.engines.paged.worker import WorkerHalf
+from kvtide.engines.paged.worker import FAULTY, WorkerHalf
 from kvtide.engines.settings import RequestOptions
 from kvtide.evict import Hint
 from kvtide.keys import block_keys
@@ -433,6 +433,71 @@ def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(second: ToyE
     second.worker.ended([], is_idle=False)
 
 
+def test_nobody_stores_on_top_of_shared_pages_that_were_not_filled(second: ToyEngine) -> None:
+    hit, pages = second.ask("b", PROMPT), second.pages(len(PROMPT) + BLOCK)
+    second.worker.cache.tiers.get_into = lambda *arguments: None  # type: ignore[method-assign]
+    second.scheduler.allocated("b", pages, hit, is_in_step=True)
+    # The engine's own prefix cache gives the pages to the next request of the same step.
+    other = [*PROMPT[:hit], *range(BLOCK)]
+    assert second.ask("c", other, computed=hit) == 0
+    orders = second.scheduler.plan([ScheduledRequest("c", other, len(other), lambda: pages)], 10)
+    second.worker.start(orders)
+    second.worker.wait_loads()
+    second.worker.store(orders)
+    assert [order.request for order in orders.stores] == ["c"]
+    assert second.worker.cache.flush(5)
+    assert second.worker.cache.stats().blocks_stored == 0
+    second.worker.ended([], is_idle=False)
+
+
+def test_shards_store_nothing_before_all_have_what_is_loaded_within_a_step(engines: Engines) -> None:
+    engine = engines(shards=2)
+    engine.compute("a", PROMPT)
+    hit, pages, longer = engine.ask("b", PROMPT), engine.pages(len(PROMPT) + BLOCK), PROMPT + list(range(BLOCK))
+    engine.scheduler.allocated("b", pages, hit, is_in_step=True)
+    scheduled = ScheduledRequest("b", longer, len(longer), lambda: pages)
+    orders = engine.step(scheduled)
+    assert orders.loads and orders.stores == ()
+    engine.worker.wait_loads()
+    # The other shard's load may have failed, of which this one knows nothing.
+    assert engine.scheduler.plan([scheduled], 10).stores == ()
+    engine.scheduler.heard(engine.worker.report(orders.step))
+    assert len(engine.scheduler.plan([scheduled], 10).stores) == 1
+
+
+def test_load_that_was_given_up_does_not_end_the_next_one_of_its_request(second: ToyEngine) -> None:
+    gate, tiers = threading.Event(), second.worker.cache.tiers
+    read = tiers.get_into
+    tiers.get_into = lambda *arguments: (gate.wait(5), read(*arguments))[1]  # type: ignore[method-assign]
+    for _ in range(2):
+        hit, pages = second.ask("b", PROMPT), second.pages(len(PROMPT))
+        second.scheduler.allocated("b", pages, hit)
+        second.step(tokens=0)
+        if not gate.is_set():
+            given_up = second.worker._loads["b"]
+            second.finish("b")
+            gate.set()
+    second.worker._finish(given_up, FAULTY)
+    assert second.wait("b") == set()
+    assert np.array_equal(held(second, pages)[:, :, :BLOCK], block_of(PROMPT, 0))
+
+
+def test_threads_that_can_not_be_had_are_misses(
+    second: ToyEngine, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third, hit, pages = engines(), second.ask("b", PROMPT), second.pages(len(PROMPT))
+    second.scheduler.allocated("b", pages, hit)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    second.step(tokens=0)
+    assert second.wait("b") == set(pages[: hit // PAGE_TOKENS])
+    # A request that takes no copy of this machine asks in a thread.
+    assert third.ask("b", PROMPT, options=RequestOptions(is_latest=True)) == 0
+
+
 def test_layers_are_waited_for_one_by_one(second: ToyEngine) -> None:
     hit = second.ask("b", PROMPT)
     assert hit
@@ -512,6 +577,16 @@ def test_reset_serves_nothing_that_was_stored_before(engines: Engines) -> None:
     engine.finish("b")
     engine.compute("c", PROMPT)
     assert engine.ask("d", PROMPT) == 3 * BLOCK
+
+
+def test_reset_forgets_what_was_asked_of_old_names(second: ToyEngine) -> None:
+    gate, tiers, latest = threading.Event(), second.scheduler.cache.tiers, RequestOptions(is_latest=True)
+    places = tiers.run_places
+    tiers.run_places = lambda ids: (gate.wait(5), places(ids))[1]  # type: ignore[method-assign]
+    assert second.scheduler.match("b", b"", PROMPT, 0, latest) is None
+    second.scheduler.reset(b"new weights")
+    gate.set()
+    assert second.ask("b", PROMPT, options=latest) == 0
 
 
 def test_pages_that_are_refused_are_left_alone_and_the_scheduler_hears_of_it(second: ToyEngine) -> None:

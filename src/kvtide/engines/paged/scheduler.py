@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import NamedTuple
 
 from kvtide.clock import Clock
@@ -96,6 +97,8 @@ class SchedulerHalf:
         # When a step began, and its tokens.
         self._steps: Recent[int, tuple[float, int]] = Recent(STEPS_IN_FLIGHT_MAX)
         self._step = self._heard = 0
+        # Of several shards: the last step with a load within it. Whether all have it is heard later.
+        self._doubtful_step = 0
         self._is_warm = False
         self._counts: Counter[str] = Counter()
         self._lookups = _Lookups(cache, clock, match_s_max)
@@ -249,21 +252,26 @@ class SchedulerHalf:
 
     def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepCommands:
         """Return the orders of this step and forget them."""
+        self._step += 1
+        # A step that waits for its loads says nothing of how fast the engine computes.
+        is_waiting = any(load.is_in_step for load in self._loads)
+        if is_waiting and len(self._namespaces.of(self._epoch)) > 1:
+            self._doubtful_step = self._step
         stores = tuple(order for request in scheduled for order in self._stores(request))
         for order in stores:
             self._sequences[order.request].summary.stored_blocks += not (order.is_state or order.is_tail)
         loads, self._loads = tuple(self._loads), []
         advice, self._advice = tuple(self._advice), []
         held, self._held = tuple(self._held), []
-        self._step += 1
-        # A step that waits for its loads says nothing of how fast the engine computes.
-        paced_tokens = 0 if any(load.is_in_step for load in loads) else step_tokens
+        paced_tokens = 0 if is_waiting else step_tokens
         self._steps[self._step] = (self._clock.monotonic_s(), paced_tokens)
         return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice, held)
 
     def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         sequence = self._sequences.get(scheduled.request)
-        if sequence is not None and not self._is_refused:
+        # What one shard misses is missing in what all compute, and the others don't know.
+        is_sure = self._doubtful_step <= self._heard
+        if sequence is not None and is_sure and not self._is_refused:
             yield from self._block_stores(sequence, scheduled)
             if self._namespaces.has_states and sequence.options.may_store:
                 yield from self._state_stores(sequence, scheduled)
@@ -388,6 +396,9 @@ class SchedulerHalf:
     def reset(self, epoch: bytes) -> None:
         """Serve nothing that was stored before: from now on names carry `epoch`, which nobody has used."""
         self._epoch = b"\0epoch " + epoch
+        for request in self._sequences:
+            # Its answer is about other names.
+            self._lookups.finished(request)
         self._sequences.clear()
         self._rough.clear()
 
@@ -459,7 +470,10 @@ class _Lookups:
             is_asked = sequence.options.is_latest or self._known(blocks) < len(blocks)
             if not is_asked and all(self.are_held(piece.ids) for piece in pieces):
                 return _Found(len(blocks), len(blocks), len(pieces))
-            self._asked[request] = (now_s, self._asker.submit(self._match, sequence, tokens, blocks))
+            ask = partial(self._asker.submit, self._match, sequence, tokens, blocks)
+            if (asked := self._cache.guarded("start a thread", ask, None)) is None:
+                return _Found(0)
+            self._asked[request] = (now_s, asked)
         asked_s, answer = self._asked[request]
         try:
             hit = answer.result(ANSWER_S)

@@ -6,7 +6,7 @@ Invariant: nothing is written to a page after the load that it was given for has
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +29,7 @@ from kvtide.engines.paged.sequence import (
     WorkerReport,
 )
 from kvtide.engines.settings import StreamOrder
+from kvtide.evict import Recent
 from kvtide.plan import PrefillSpeed
 from kvtide.store import BlockSource, Cache, PendingBlock
 from kvtide.store.load import QUALITY_SLACK, LoadReport, MissReason, Whole
@@ -94,8 +95,8 @@ class WorkerHalf:
         self._is_closed = False
         self._step = 0
         self._held: list[BlockKey] = []
-        # Requests whose load within a step failed, and that step: what they compute is on top of nothing.
-        self._failed_requests: dict[str, int] = {}
+        # The last step in which a load within it failed: what any request computes may be on top of these pages.
+        self._failed_step = 0
         # Guards all below.
         self._changed = threading.Condition()
         self._loads: dict[str, PageLoad] = {}
@@ -131,14 +132,12 @@ class WorkerHalf:
     def start(self, orders: StepCommands) -> None:
         """Start the step's loads, and pass on advice."""
         for advice in orders.advice:
-            self._loaders.submit(self._advise, advice)
+            self._submit(partial(self._advise, advice))
         self._step = orders.step
         held = [block.ids[self._shard].key for block in orders.held]
         self.cache.index.pin(held)
         self.cache.index.unpin(self._held)
         self._held = held
-        # Once the scheduler has heard of it, the engine computes again what was not filled.
-        self._failed_requests = {name: step for name, step in self._failed_requests.items() if step > orders.heard}
         can_follow = not orders.loads or self.cache.guarded("follow", self._follow, False)
         for order in orders.loads:
             ids = [self.cache.tiers.named(block.ids[self._shard]) for block in order.blocks]
@@ -152,8 +151,12 @@ class WorkerHalf:
             # A copy is over sooner than a thread has woken up.
             elif load.is_kept and len(ids) * self._pool.layout.raw_bytes <= COPY_BYTES_MAX:
                 self._run(load)
-            else:
-                self._loaders.submit(self._run, load)
+            elif not self._submit(partial(self._run, load)):
+                self._finish(load, FAULTY)
+
+    def _submit(self, action: Callable[[], None]) -> bool:
+        """Have a thread do it; False if there is none to be had."""
+        return self.cache.guarded("start a thread", lambda: bool(self._loaders.submit(action)), False)
 
     def _advise(self, advice: AdviceOrder) -> None:
         ids = [self.cache.tiers.named(block.ids[self._shard]) for block in advice.blocks]
@@ -223,19 +226,18 @@ class WorkerHalf:
         load.close()
         seconds = self._clock.monotonic_s() - load.started_s
         with self._changed:
-            if self._loads.pop(load.order.request, None) is None:
+            if self._loads.get(load.order.request) is not load:
                 return
-            self._end(load.order, load.unfilled(report.blocks))
+            order, unfilled = load.order, load.unfilled(report.blocks)
+            del self._loads[order.request]
+            if not order.is_in_step:
+                self._outcome.requests.add(order.request)
+                self._outcome.failed.update([order.request] if unfilled else [])
+            elif unfilled:
+                self._failed_step = self._step
+            self._outcome.failed_pages.update(unfilled)
             self._note(load, report, seconds)
             self._changed.notify_all()
-
-    def _end(self, order: LoadOrder, unfilled: Collection[int]) -> None:
-        if not order.is_in_step:
-            self._outcome.requests.add(order.request)
-            self._outcome.failed.update([order.request] if unfilled else [])
-        elif unfilled:
-            self._failed_requests[order.request] = self._step
-        self._outcome.failed_pages.update(unfilled)
 
     def _note(self, load: PageLoad, report: LoadReport, seconds: float) -> None:
         order, refs = load.order, load.refs
@@ -291,9 +293,9 @@ class WorkerHalf:
         """Copy the blocks that the step completed and queue them. What the queue has no room for is dropped."""
         gaps: set[str] = set()
         for order in orders.stores:
-            # What was computed on top of pages that were never filled is no cache of anything, and nothing after a gap
-            # could be matched.
-            is_wanted = order.request not in self._failed_requests and order.request not in gaps
+            # What was computed on top of pages that were never filled is no cache of anything, whoever shares them,
+            # until the scheduler has heard of it and they are computed; and nothing after a gap could be matched.
+            is_wanted = self._failed_step <= orders.heard and order.request not in gaps
             is_wanted = is_wanted and (not order.is_tail or self._has_room())
             if not (is_wanted and not self._is_refused and self.cache.store([self._pending(order)])):
                 gaps.add(order.request)
@@ -361,7 +363,6 @@ class WorkerHalf:
         with self._changed:
             assert not self._loads, f"loads are left: {sorted(self._loads)}"
             assert not self._outcome.requests
-        self._kept.check()
 
 
 # Of the memory tier's room so much is taken from the system before it is needed.
@@ -380,8 +381,8 @@ class KeptBlocks:
         self._is_valid = is_valid
         self._lock = threading.Lock()
         # With the id that was current then: equal ids may be of different generations.
-        self._blocks: OrderedDict[ObjectId, tuple[ObjectId, Captured]] = OrderedDict()
-        self._loaded: OrderedDict[ObjectId, None] = OrderedDict()
+        self._blocks: Recent[ObjectId, tuple[ObjectId, Captured]] = Recent(self._count_max)
+        self._loaded: Recent[ObjectId, None] = Recent(LOADED_MAX)
 
     def leading(self, object_ids: Sequence[ObjectId]) -> list[Captured]:
         """Return the longest leading run of blocks that are here; they stay valid."""
@@ -399,9 +400,6 @@ class KeptBlocks:
         """Keep a block in place of those that were not used for longest."""
         with self._lock:
             self._blocks[object_id] = (object_id, block)
-            self._blocks.move_to_end(object_id)
-            while len(self._blocks) > self._count_max:
-                self._blocks.popitem(last=False)
 
     def is_loaded_again(self, object_id: ObjectId) -> bool:
         """Note a load from a tier; tell whether the block has earned a place by it. Never where no block has room."""
@@ -412,15 +410,7 @@ class KeptBlocks:
                 del self._loaded[object_id]
                 return True
             self._loaded[object_id] = None
-            if len(self._loaded) > LOADED_MAX:
-                self._loaded.popitem(last=False)
         return False
-
-    def check(self) -> None:
-        """AssertionError if more is kept than may be."""
-        with self._lock:
-            assert len(self._blocks) <= self._count_max
-            assert len(self._loaded) <= LOADED_MAX
 
 
 class PageLoad:

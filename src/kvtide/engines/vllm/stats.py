@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -103,7 +104,8 @@ class CacheCounts:
         now_s = self._clock.monotonic_s()
         if self._asked is None and now_s >= self._asked_s + COUNTS_EVERY_S:
             self._asked_s = now_s
-            self._asked = self._asker.submit(self._cache.guarded, "count", self._all, self._before)
+            with suppress(RuntimeError):  # the process may have no more threads
+                self._asked = self._asker.submit(self._cache.guarded, "count", self._all, self._before)
         return added
 
     def _all(self) -> dict[str, float]:
