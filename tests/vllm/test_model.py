@@ -56,9 +56,11 @@ def _config(**changes: Any) -> Any:
     runner = changes.pop("runner", "generate")
     return SimpleNamespace(
         parallel_config=parallel,
-        model_config=SimpleNamespace(runner_type=runner, model="models/toy", dtype=torch.float32),
+        model_config=SimpleNamespace(
+            runner_type=runner, model="models/toy", dtype=torch.float32, multimodal_config=None
+        ),
         speculative_config=changes.pop("draft", None),
-        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache", "auto")),
+        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache", "auto"), enable_prefix_caching=True),
         device_config=SimpleNamespace(device_type=changes.pop("device", "cpu")),
     )
 
@@ -134,8 +136,8 @@ def test_groups_are_loaded_between_steps_alone() -> None:
         _served(_config(), _caches(_window()), settings)
 
 
-def _fp8() -> Any:
-    return _spec(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+def _fp8(**changes: Any) -> Any:
+    return _spec(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, **changes)
 
 
 def _latent(**changes: Any) -> Any:
@@ -180,6 +182,15 @@ def test_fp8_is_taken_as_bytes_in_pairs_under_names_of_its_own(any_processor: No
     assert len({*served.namespaces.of(b""), *(name for each in others for name in each.namespaces.of(b""))}) == 3
     with pytest.raises(UnsupportedModel, match="lossless or raw"):
         _served(_config(cache="fp8"), _caches(_fp8()), is_exact=False)
+
+
+def test_pages_that_are_kept_as_they_are_have_their_size_in_the_names(any_processor: None) -> None:
+    small, large = (_served(_config(cache="fp8"), _caches(_fp8(block_size=tokens))) for tokens in (32, 64))
+    assert small.layout == large.layout
+    assert small.namespaces.of(b"") != large.namespaces.of(b"")
+    # Rows of tokens fit any page.
+    small, large = (_served(_config(), _caches(_spec(block_size=tokens))) for tokens in (32, 64))
+    assert small.namespaces.of(b"") == large.namespaces.of(b"")
 
 
 def test_latents_are_one_row_a_token_and_one_copy_for_all_ranks() -> None:
@@ -384,6 +395,7 @@ def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected
     asked: list[tuple[Any, ...]] = []
     connector: Any = object.__new__(KVTideConnector)
     connector._settings, connector._requests = ConnectorSettings.parse({"store": "memory://"}), {}
+    connector._vllm_config = None
     cache = SimpleNamespace(guarded=lambda verb, action, fallback: action())
     connector._scheduler = SimpleNamespace(match=lambda *words: asked.append(words) or 0, cache=cache)
     connector._counts = Counter()
@@ -395,7 +407,7 @@ def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected
 
 
 def _names(request: Any, tokens: int = 12) -> list[Any]:
-    served = ServedRequest.of(request, SETTINGS)
+    served = ServedRequest.of(request, SETTINGS, _config())
     assert served is not None
     found = TrackedSequence((Namespace(bytes(32)),), 4, extra=served.extra).blocks(range(tokens))
     return [served.salt, *(block.ids[0].key for block in found)]
@@ -430,7 +442,7 @@ def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> 
         (path / "adapter_model.safetensors").write_bytes(weights)
         (path / "adapter_config.json").write_text(json.dumps({"r": rank}))
         lora = SimpleNamespace(lora_name="x", lora_path=str(path))
-        served = ServedRequest.of(_request(lora_request=lora), SETTINGS)
+        served = ServedRequest.of(_request(lora_request=lora), SETTINGS, _config())
         assert served is not None
         return served.salt
 
@@ -438,12 +450,44 @@ def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> 
     assert first == salt("one", b"weights", 8)
     assert len({first, salt("two", b"weightz", 8), salt("three", b"weights", 4), b""}) == 4
     with pytest.raises(OSError, match="adapter_config"):
-        ServedRequest.of(_request(lora_request=SimpleNamespace(lora_name="x", lora_path="somewhere")), SETTINGS)
+        lora = SimpleNamespace(lora_name="x", lora_path="somewhere")
+        ServedRequest.of(_request(lora_request=lora), SETTINGS, _config())
 
 
 @pytest.mark.parametrize("changes", [{"pooling_params": 1}, {"resumable": True}])
 def test_request_whose_blocks_have_no_names_is_left_alone(changes: dict[str, Any]) -> None:
-    assert ServedRequest.of(_request(**changes), SETTINGS) is None
+    assert ServedRequest.of(_request(**changes), SETTINGS, _config()) is None
+
+
+@pytest.mark.parametrize(("is_caching", "room_gb", "is_served"), [(True, 0, True), (False, 4, True), (False, 0, False)])
+def test_image_that_vllm_only_numbers_has_no_name(is_caching: bool, room_gb: float, is_served: bool) -> None:
+    config = _config()
+    config.cache_config.enable_prefix_caching = is_caching
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=room_gb)
+    for features, expected in (([_image("renderer0-mm-1-image-0")], is_served), ([], True)):
+        assert (ServedRequest.of(_request(mm_features=features), SETTINGS, config) is not None) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "is_other"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope"}}, True),
+        ({"text_config": {"model_type": "llama4_text"}}, True),
+        ({"rope_parameters": {"rope_type": "yarn"}}, False),
+    ],
+)
+def test_longest_prompt_is_part_of_the_name_where_keys_go_by_it(
+    tmp_path: Path, config: dict[str, Any], is_other: bool
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    names = set()
+    for tokens in (4096, 65536):
+        served = _config()
+        own = {"model": str(tmp_path), "revision": None, "quantization": None, "max_model_len": tokens}
+        vars(served.model_config).update(own, hf_config=SimpleNamespace(to_dict=lambda: config))
+        model = _served(served, _caches(_spec()), ConnectorSettings.parse({"store": "memory://"}))
+        names.add(model.namespaces.of(b""))
+    assert (len(names) == 2) == is_other
 
 
 @pytest.mark.parametrize(

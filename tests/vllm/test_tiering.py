@@ -62,7 +62,9 @@ def test_python_hashes_are_pinned_as_vllms_chunk_names_need() -> None:
     assert engine_environment({}).keys() >= os.environ.keys()
 
 
-def _tier(folder: Path, store: Path, ranks: int, *, is_canonical: bool) -> Any:
+def _tier(
+    folder: Path, store: Path, ranks: int, *, is_canonical: bool, fingerprint: str = "f", dtype: str = "float32"
+) -> Any:
     """A tier of an engine with so many tensor-parallel ranks."""
     parallel = config.OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, True)
     made = config.OffloadingConfig(
@@ -71,14 +73,39 @@ def _tier(folder: Path, store: Path, ranks: int, *, is_canonical: bool) -> Any:
         enable_kv_cache_events=False,
         extra_config={},
         engine_id="e",
-        model=config.OffloadingModelConfig(str(folder), "float32"),
+        model=config.OffloadingModelConfig(str(folder), dtype),
         cache=config.OffloadingCacheConfig(16, 1),
         parallel=parallel,
         canonical_layout=is_canonical,
         kv_cache_layout="LBHNC",
     )
     view = memoryview(cast(Any, np.zeros((2, CHUNK_BYTES), dtype=np.uint8)))
-    return KVTideTier(SimpleNamespace(config=made), view, "KVTideTier", store=str(store), fingerprint="f")
+    return KVTideTier(SimpleNamespace(config=made), view, "KVTideTier", store=str(store), fingerprint=fingerprint)
+
+
+def test_model_of_another_config_with_the_same_weights_shares_nothing(tmp_path: Path) -> None:
+    found = list[bool]()
+    for config_text in ("{}", '{"rope_theta": 1}', "{}"):
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "config.json").write_text(config_text)
+        tier = _tier(folder, tmp_path / "store", 1, is_canonical=False, fingerprint="")
+        found.append(tier.lookup(b"key", None) is LookupResult.HIT)
+        tier.submit_store(TransferJob(1, [b"key"], np.array([0]), False, None))
+        tier.shutdown()
+    assert found == [False, False, True]
+
+
+@pytest.mark.parametrize("is_canonical", [False, True])
+def test_bytes_of_another_type_are_others_whatever_name_the_model_is_given(tmp_path: Path, is_canonical: bool) -> None:
+    found = list[bool]()
+    for dtype in ("bfloat16", "float16", "bfloat16"):
+        tier = _tier(tmp_path, tmp_path / "store", 1, is_canonical=is_canonical, dtype=dtype)
+        found.append(tier.lookup(b"key", None) is LookupResult.HIT)
+        tier.submit_store(TransferJob(1, [b"key"], np.array([0]), False, None))
+        tier.shutdown()
+    assert found == [False, False, True]
 
 
 def test_ranks_of_any_number_share_the_portable_order_and_no_other(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Remember the request: its tokens are needed when its blocks fill."""
-        name = partial(ServedRequest.of, request, self._settings)
+        name = partial(ServedRequest.of, request, self._settings, self._vllm_config)
         served = self.scheduler.cache.guarded("name the request's blocks", name, None)
         if served is not None:
             self._requests[request.request_id] = served

@@ -45,6 +45,8 @@ _QUANTISED = {KVQuantMode.FP8_PER_TENSOR}
 _VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 # Extra keys of vLLM's blocks that the salt has already.
 _SALTED = {"lora", "cache_salt"}
+# Where a config has these, vLLM goes by the longest prompt that is served: how fast keys turn, how queries are scaled.
+_BY_LENGTH = "longrope", "llama4"
 
 
 class ServedStates(NamedTuple):
@@ -292,7 +294,8 @@ def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
         raise UnsupportedModel(str(error)) from error
     # AMX packs pairs; the other kernels' order is looked at where the pages are.
     is_opaque = is_mixed or spec.dtype in BYTE_DTYPES or (isa == "amx" and spec.dtype is torch.bfloat16)
-    return f"{cache_type} of {precision} by {isa} {_in_version()}" if is_opaque else ""
+    # Keys may lie by dims, so that their order goes by the tokens of a page.
+    return f"{cache_type} of {precision} by {isa} in pages of {spec.block_size} {_in_version()}" if is_opaque else ""
 
 
 def _state_order(vllm_config: Any, layers: _Layers) -> str:
@@ -340,6 +343,8 @@ def _fingerprint(vllm_config: Any) -> bytes:
     model = vllm_config.model_config
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _VOLATILE_CONFIG}
     what = {"config": config, "dtype": str(model.dtype), "quantization": str(model.quantization)}
+    if any(name in repr(config) for name in _BY_LENGTH):
+        what["tokens"] = model.max_model_len
     if _is_drafted(vllm_config):
         draft = vllm_config.speculative_config.draft_model_config
         what["draft"] = files_fingerprint(model_folder(draft.model, draft.revision), {}).hex()
@@ -370,9 +375,10 @@ class ServedRequest(NamedTuple):
     options: RequestOptions
 
     @classmethod
-    def of(cls, request: Any, settings: ConnectorSettings) -> Self | None:
-        """Return a request as it is served; None if it pools or its prompt goes on. ValueError for a bad adapter."""
-        if request.pooling_params is not None or request.resumable:
+    def of(cls, request: Any, settings: ConnectorSettings, vllm_config: Any) -> Self | None:
+        """Return a request as it is served; None if its blocks have no names. ValueError for a bad adapter."""
+        is_numbered = bool(request.mm_features) and not _names_images(vllm_config)
+        if request.pooling_params is not None or request.resumable or is_numbered:
             return None
         salt, lora = (request.cache_salt or "").encode(), request.lora_request
         if lora is not None:
@@ -383,6 +389,12 @@ class ServedRequest(NamedTuple):
         depends_on_more = bool(request.mm_features) or request.prompt_embeds is not None
         options = settings.request_options(request.kv_transfer_params)
         return cls(request, salt, partial(_extra, request) if depends_on_more else None, options)
+
+
+def _names_images(vllm_config: Any) -> bool:
+    """False where vLLM counts images from 1 on, in each process again, and does not look at what they are."""
+    images, is_caching = vllm_config.model_config.multimodal_config, vllm_config.cache_config.enable_prefix_caching
+    return is_caching or images is None or images.mm_processor_cache_gb > 0
 
 
 def _extra(request: Any, start: int, stop: int) -> bytes:

@@ -120,14 +120,16 @@ def _layout(config: Any, chunk_bytes: int) -> BlockLayout:
 def _order(config: Any) -> str:
     """Return what decides the order of a chunk's bytes: vLLM's portable order, or its ranks' own."""
     parallel = config.parallel
+    groups = [(group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups]
+    what = f"{config.model.dtype} {groups} {config.kv_cache_layout}"
     own = f"tp={parallel.tp_size} pp={parallel.pp_size} pcp={parallel.pcp_size} dcp={parallel.dcp_size}"
     if not config.canonical_layout:
-        return f"direct {own}{' of one rank' if config.replicated_layout else ''}"
+        return f"direct {own}{' of one rank' if config.replicated_layout else ''} {what}"
     format_id = canonical_format_id(config.kv_cache_layout)
-    return f"canonical {format_id} {'of any ranks' if parallel.is_parallelism_agnostic else own}"
+    return f"canonical {format_id} {'of any ranks' if parallel.is_parallelism_agnostic else own} {what}"
 
 
 def _fingerprint(config: Any) -> bytes:
-    groups = [(group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups]
-    what = {"dtype": config.model.dtype, "groups": groups, "page": config.kv_cache_layout}
-    return files_fingerprint(model_folder(config.model.name), what)
+    folder = model_folder(config.model.name)
+    written = folder / "config.json"
+    return files_fingerprint(folder, {"config": written.read_text(encoding="utf-8") if written.is_file() else ""})
