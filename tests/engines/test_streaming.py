@@ -246,6 +246,24 @@ def test_fault_of_streaming_never_fails_the_model(stored: Stored, attached: Call
     assert torch.equal(answer, stored.plain_answer())
 
 
+def test_prompt_without_a_whole_block_is_no_fault(stored: Stored, attached: Callable[..., CachedModel]) -> None:
+    with attached(MadeSource({})) as cached:
+        cached.generate(torch.tensor([stored.ids[:16]]), **GREEDY)
+        assert not cached.cache.guarded.counts.all()
+
+
+def test_cache_that_is_opened_again_keeps_what_came_late(
+    stored: Stored, tmp_path: Path, attached: Callable[..., CachedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide.engines.transformers.cached.StreamedPrefill", EndlessPrefill)
+    with (cached := attached(stored_elsewhere(stored, tmp_path / "far"))):
+        pass
+    with cached:
+        cached.generate(torch.tensor([stored.ids]), **GREEDY)
+        assert cached.cache.access.backfill.flush(10)
+        assert cached.cache.is_near([meta.id for meta in cached.prefixes.metas(stored.ids[:96])[0]])
+
+
 def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
     over = threading.Event()
 

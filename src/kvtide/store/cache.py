@@ -125,7 +125,7 @@ class Cache:
         )
         self.guarded("open", self.tiers.open, None)
         self.guarded("list", self._restore, None)
-        self.access.workers.open()
+        self.access.open()
         self._storer = Storer(self._placer.store, self._placer.do_chores, self._limits.store_queue_bytes_max)
         self._storer.open()
         self._pid = os.getpid()

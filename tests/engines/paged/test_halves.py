@@ -582,7 +582,7 @@ def test_reset_serves_nothing_that_was_stored_before(engines: Engines) -> None:
 def test_reset_forgets_what_was_asked_of_old_names(second: ToyEngine) -> None:
     gate, tiers, latest = threading.Event(), second.scheduler.cache.tiers, RequestOptions(is_latest=True)
     places = tiers.run_places
-    tiers.run_places = lambda ids: (gate.wait(5), places(ids))[1]  # type: ignore[method-assign]
+    tiers.run_places = lambda object_ids: (gate.wait(5), places(object_ids))[1]  # type: ignore[method-assign]
     assert second.scheduler.match("b", b"", PROMPT, 0, latest) is None
     second.scheduler.reset(b"new weights")
     gate.set()

@@ -151,7 +151,7 @@ def access_of(source: MadeSource | TierStack, judge: Judge | None = None) -> Loa
     if tiers is not source:
         tiers.open()
     index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 1000)
-    return LoadAccess(
+    access = LoadAccess(
         tiers,
         index,
         math.inf,
@@ -163,6 +163,8 @@ def access_of(source: MadeSource | TierStack, judge: Judge | None = None) -> Loa
         lambda object_id: None,
         LoadWorkers(2),
     )
+    access.open()
+    return access
 
 
 class AnyOf:

@@ -238,9 +238,9 @@ class CachedModel:
         return _Begun(rows, restored.past, restored.columns, report)
 
     def _stream(self, row: SequenceRow, streaming: StreamSettings) -> _Begun | None:
-        """Stream a prompt's blocks; None for what is in the fastest tier, and for a load that failed."""
+        """Stream a prompt's blocks; None for none, for what is in the fastest tier, and for a load that failed."""
         metas = row.metas[0]
-        if self.cache.is_near([meta.id for meta in metas]):
+        if not metas or self.cache.is_near([meta.id for meta in metas]):
             return None
         engine = StreamedPrefill(self.model, row.tokens.tolist(), self.identity.layout)
         speed = self.cache.judge.prefill() or PrefillSpeed(PREFILL_GUESS)

@@ -181,6 +181,10 @@ class LoadAccess:
 
     def __post_init__(self) -> None:
         self.quality_max = self.quality * (1 + QUALITY_SLACK)
+
+    def open(self) -> None:
+        """Start the threads that load; what was closed before begins again."""
+        self.workers.open()
         self.backfill = Backfill(self.tiers, self.tiers.keep_above, self.clock)
 
     @contextlib.contextmanager
