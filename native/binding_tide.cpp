@@ -55,15 +55,20 @@ void count(const std::string& path_name, const Values& values, const Which& whic
   unlocked([&] { path.count(rows, span_of(counts)); });
 }
 
-bool take(const std::string& path_name, const Values& values, const Which& which, const Tables& tables, int mode,
-          const Array<const std::int16_t, 1>& items, const Array<std::int64_t, 1>& cursors, const Places& stops) {
-  const TidePath& path = path_named(path_name);
+// Lists to take from.
+TideLists<const std::int16_t> taken_lists(const Array<const std::int16_t, 1>& items, const Array<std::int64_t, 1>& cursors, const Places& stops) {
   want(cursors.size() == stops.size(), "tide: want a stop for each cursor");
   // Vector code reads up to a row beyond what it takes.
   want(items.size() >= tide_slack, "tide: want room behind the lists");
-  const std::span<const std::int16_t> usable = span_of(items).first(items.size() - tide_slack);
+  return {span_of(items).first(items.size() - tide_slack), span_of(cursors), span_of(stops)};
+}
+
+bool take(const std::string& path_name, const Values& values, const Which& which, const Tables& tables, int mode,
+          const Array<const std::int16_t, 1>& items, const Array<std::int64_t, 1>& cursors, const Places& stops) {
+  const TidePath& path = path_named(path_name);
+  const auto lists = taken_lists(items, cursors, stops);
   const TideRows rows = rows_of(values, which, tables, mode, cursors.size());
-  return unlocked([&] { return path.take(rows, {usable, span_of(cursors), span_of(stops)}); });
+  return unlocked([&] { return path.take(rows, lists); });
 }
 
 bool put(const std::string& path_name, const Values& values, const Which& which, const Tables& tables, int mode,
@@ -113,11 +118,9 @@ bool take_states(const std::string& path_name, const Values& values, const Modes
                  const Array<const std::int16_t, 1>& items, const Array<std::int64_t, 1>& cursors, const Places& stops) {
   const TidePath& path = path_named(path_name);
   const std::vector<TideMode> by_row = modes_of(modes);
-  want(cursors.size() == stops.size(), "tide: want a stop for each cursor");
-  want(items.size() >= tide_slack, "tide: want room behind the lists");
-  const std::span<const std::int16_t> usable = span_of(items).first(items.size() - tide_slack);
+  const auto lists = taken_lists(items, cursors, stops);
   const TideStates job = states_of(values, by_row, tables, twins, cursors.size());
-  return unlocked([&] { return path.take_states(job, {usable, span_of(cursors), span_of(stops)}); });
+  return unlocked([&] { return path.take_states(job, lists); });
 }
 
 bool put_states(const std::string& path_name, const Values& values, const Values& parents, const Modes& modes, const Tables& tables,
@@ -225,7 +228,7 @@ TideTurns turns_of(const Turns& turns, const TideShape& shape) {
   const std::size_t pairs = cos.shape(2);
   want(cos.size() == sin.size() && sin.shape(2) == pairs && cos.shape(1) == shape.tokens && kinds.size() == shape.layers,
        "tide: want cosines and sines of all tokens, and a kind for each layer");
-  want(dim_start + 2 * pairs <= shape.head_dim, "tide: more pairs than a head has");
+  want(dim_start <= shape.head_dim && 2 * pairs <= shape.head_dim - dim_start, "tide: more pairs than a head has");
   want(std::ranges::all_of(span_of(kinds), [&](std::size_t kind) { return pairs == 0 || kind < cos.shape(0); }), "tide: no such kind");
   return {flat(cos), flat(sin), span_of(kinds), dim_start, pairs, neighbours};
 }
@@ -237,9 +240,10 @@ std::optional<std::tuple<double, double, double>> project(const std::string& pat
   const TidePath& path = path_named(path_name);
   const TideShape found = shape_of(bits, block, type, mean, scale);
   want(apart.size() == found.tokens && out.shape(0) == found.tokens, "tide: want outputs of all tokens");
-  want(is_coded.size() == 0 || (is_coded.size() == found.values() && out.shape(1) == found.values() && panels.size() == 0),
-       "tide: want a matrix, or to know of each value whether it is coded");
   const TideStage blocks = stage_of(stage, found, out.shape(1));
+  const bool is_whole = is_coded.size() == found.values() && out.shape(1) == found.values();
+  want(is_coded.size() == 0 || (is_whole && panels.size() == 0 && blocks.block == 0),
+       "tide: want a matrix, or to know of each value whether it is coded");
   const TideMatrix matrix = is_coded.size() == 0 ? matrix_of(panels, shape, matrix_coefficients(blocks, out.shape(1), found), false, Order(), matrix_values(blocks, found))
                                                  : TideMatrix{{}, 0, 0, 0, 0};
   want(fraction_bits == 0 || fraction_bits == tide_step_bits, "tide: steps or 16ths of them");

@@ -19,18 +19,4 @@ void rope_load(std::span<const std::uint8_t> keys, ElementType type, const RopeS
   });
 }
 
-void rope_store(std::span<const float> keys, const RopeShape& shape, std::span<const float> cos, std::span<const float> sin,
-                ElementType type, std::span<std::uint8_t> out) {
-  with_type(type, [&]<ElementType element>() {
-    const std::size_t item_bytes = element_bytes(element), head_dim = shape.head_dim;
-    std::vector<float> head(head_dim);
-    for (std::size_t row = 0; row < shape.tokens * shape.heads; ++row) {
-      const std::size_t angles = row / shape.heads * shape.pairs;
-      turn_head(keys.data() + row * head_dim, head.data(), shape, cos.data() + angles, sin.data() + angles);
-      std::uint8_t* target = out.data() + row * head_dim * item_bytes;
-      for (std::size_t i = 0; i < head_dim; ++i) store<element>(head[i], target + i * item_bytes);
-    }
-  });
-}
-
 }  // namespace kvtide

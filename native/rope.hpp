@@ -1,4 +1,4 @@
-// Turns the rotated dims of keys by tables of cosine and sine: forth or back, as the tables say (docs/format.md).
+// Loads keys, their rotated dims turned by tables of cosine and sine: forth or back, as the tables say (docs/format.md).
 //
 // Float32, one operation at a time (no contraction), so that the twin in the tests gives the same bits.
 #pragma once
@@ -19,7 +19,5 @@ struct RopeShape {
 
 void rope_load(std::span<const std::uint8_t> keys, ElementType type, const RopeShape& shape, std::span<const float> cos,
                std::span<const float> sin, std::span<float> out);
-void rope_store(std::span<const float> keys, const RopeShape& shape, std::span<const float> cos, std::span<const float> sin,
-                ElementType type, std::span<std::uint8_t> out);
 
 }  // namespace kvtide

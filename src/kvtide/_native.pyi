@@ -35,15 +35,6 @@ def rope_load(
     sin: NDArray[np.float32],
     out: NDArray[np.float32],
 ) -> None: ...
-def rope_store(
-    keys: NDArray[np.float32],
-    dim_start: int,
-    neighbours: bool,
-    cos: NDArray[np.float32],
-    sin: NDArray[np.float32],
-    element_type: int,
-    out: NDArray[np.uint8],
-) -> None: ...
 def count_bytes(
     values: NDArray[np.uint8], run_symbols: int, run_tables: NDArray[np.uint16], counts: NDArray[np.uint64]
 ) -> None: ...

@@ -154,6 +154,10 @@ def test_float16_is_rounded_as_numpy_rounds_it_up_to_its_largest_value() -> None
     with np.errstate(over="ignore", under="ignore"):
         expected = np.minimum(np.float32(15) * (values / np.float32(15)), np.float32(65504)).astype(np.float16)
     assert np.array_equal(out.view(np.float16), expected)
+    # Whatever a payload says, what is stored is finite.
+    ends = np.array([[0, 1, -1]], np.int16)
+    _native.restore_groups(ends, np.full(3, 0x7F80, np.uint16), none, 1, 15, 1.0, 2, out[:6])
+    assert out[:6].view(np.float16).tolist() == [65504, 65504, -65504]
 
 
 @pytest.mark.parametrize(

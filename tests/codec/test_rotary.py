@@ -12,28 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.rope_models import Keys, cached_keys, config_of, random_model, run
+from tests.codec.tide_twin import as_bits, turned
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvtide import _native
 from kvtide.block import KVDtype
-from kvtide.codec.rotary import Frequencies, Pairs, Rotary, RotaryTables
+from kvtide.codec.rotary import Frequencies, Pairs, Rotary
 from kvtide.engines.transformers import contexts
 from kvtide.engines.transformers.contexts import FAMILIES, UNROTATED_FAMILIES
 from kvtide.errors import CorruptPayload, UnsupportedModel
-
-
-def turned(keys: Keys, rotary: Rotary, tables: RotaryTables) -> Keys:
-    """The twin: each pair (a, b) of the rotated dims becomes (a cos - b sin, b cos + a sin)."""
-    out = keys.copy()
-    dims = out[..., rotary.dim_start : rotary.dim_stop]
-    step = 2 if rotary.pairs is Pairs.NEIGHBOURS else 1
-    first = dims[..., ::2] if step == 2 else dims[..., : rotary.pair_count]
-    second = dims[..., 1::2] if step == 2 else dims[..., rotary.pair_count :]
-    a, b = first.copy(), second.copy()
-    cos, sin = tables.cos[:, None], tables.sin[:, None]
-    first[:], second[:] = a * cos - b * sin, b * cos + a * sin
-    return out
 
 
 def rotary_of(config: Any, layers: Sequence[int] = ()) -> Rotary:
@@ -155,25 +142,10 @@ def test_tables_of_part_of_the_positions_are_part_of_the_tables() -> None:
         rotary_of(config_of("gemma3_text")).tables(0, 1, layer=2)
 
 
-BITS = {KVDtype.FLOAT32: np.uint32, KVDtype.FLOAT16: np.uint16, KVDtype.BFLOAT16: np.uint16}
-
-
 def as_floats(bits: Any, dtype: KVDtype) -> Keys:
     if dtype is KVDtype.BFLOAT16:
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16).astype(np.float32) if dtype is KVDtype.FLOAT16 else bits.view(np.float32)
-
-
-def as_bits(values: Keys, dtype: KVDtype) -> Any:
-    """Round to nearest even, as torch does."""
-    names = {KVDtype.FLOAT32: torch.float32, KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16}
-    tensor = torch.from_numpy(values).to(names[dtype])
-    return tensor.view(torch.int32 if dtype is KVDtype.FLOAT32 else torch.int16).numpy().view(BITS[dtype])
-
-
-def stored(rotary: Rotary, keys: Keys, dtype: KVDtype, tables: RotaryTables, out: Any) -> None:
-    target = out.reshape(-1).view(np.uint8)
-    _native.rope_store(keys, rotary.dim_start, rotary.neighbours, *tables, dtype.code, target)
 
 
 @given(
@@ -198,25 +170,18 @@ def test_native_kernel_is_its_twin(
     back, forth = rotary.inverse_tables(seed % 5000, tokens), rotary.tables(seed % 5000, tokens)
     loaded = rotary.load(bits, dtype, back)
     assert np.array_equal(loaded, turned(as_floats(bits, dtype), rotary, back))
-    out = np.empty_like(bits)
-    stored(rotary, loaded, dtype, forth, out)
-    assert np.array_equal(out, as_bits(turned(loaded, rotary, forth), dtype))
+    out = as_bits(turned(loaded, rotary, forth), dtype)
     ulp = {KVDtype.FLOAT32: 1e-6, KVDtype.FLOAT16: 1e-3, KVDtype.BFLOAT16: 8e-3}[dtype]
     assert np.allclose(as_floats(out, dtype), as_floats(bits, dtype), rtol=ulp, atol=2e-6 * spread)
 
 
 def test_every_float16_is_loaded_as_numpy_loads_it() -> None:
-    """Also infinities and NaN, which no dims turn; what is stored is finite."""
+    """Also infinities and NaN, which no dims turn."""
     rotary = Rotary(Pairs.HALVES, 0, 2, (Frequencies((0.0,), 1.0, 0),))
     bits = np.zeros((1, 1, 2 + 65536), dtype=np.uint16)
     bits[0, 0, 2:] = np.arange(65536)
     loaded = rotary.load(bits, KVDtype.FLOAT16, rotary.tables(0, 1))
     assert np.array_equal(loaded, bits.view(np.float16).astype(np.float32), equal_nan=True)
-    out = np.empty_like(bits)
-    stored(rotary, loaded, KVDtype.FLOAT16, rotary.tables(0, 1), out)
-    is_finite = np.isfinite(loaded)
-    assert np.array_equal(out[is_finite], bits[is_finite])
-    assert (np.abs(out[~is_finite].view(np.float16)) == 65504).all()
 
 
 def test_keys_of_another_shape_are_value_errors() -> None:
@@ -229,8 +194,6 @@ def test_keys_of_another_shape_are_value_errors() -> None:
     for array, dtype in ((bits[:3], KVDtype.FLOAT32), (bits, KVDtype.BFLOAT16)):
         with pytest.raises(ValueError, match=r"token|same elements"):
             rotary.load(array, dtype, tables)
-    with pytest.raises(ValueError, match="same elements"):
-        stored(rotary, keys, KVDtype.FLOAT32, tables, bits[:3])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v2", "phi"])

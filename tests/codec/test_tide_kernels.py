@@ -16,6 +16,7 @@ from tests.suites.codec_suite import decoded_by
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype, values_of
 from kvtide.codec import Profile
+from kvtide.codec.rotary import Frequencies, Pairs, Rotary, RotaryTables
 from kvtide.codec.tide import (
     COSTS,
     AllRows,
@@ -293,11 +294,9 @@ def test_turning_and_storing_are_those_of_rope(
     values[places] = (16 * coded.T).astype(np.float32) * (scale * np.float32(8192)) + mean
     values[5] = kept[2].reshape(-1) * (np.resize([0.5, 1, 2], count) if is_scaled_by_value else 1)
     half = np.ascontiguousarray(values.reshape(tokens, 2, heads, head_dim).transpose(1, 0, 2, 3))
-    nothing = np.empty((tokens, 0), dtype=np.float32)
-    for which, tables in enumerate(((cos[1], sin[1]), (nothing, nothing))):
-        expected = np.empty(len(out) // 2, dtype=np.uint8)
-        _native.rope_store(half[which], 1, neighbours, *tables, code, expected)
-        assert np.array_equal(out.reshape(2, -1)[which], expected)
+    rotary = Rotary(Pairs(neighbours), 1, 1 + 2 * pairs, (Frequencies((1.0,) * pairs, 1.0, 0),))
+    half[0] = twin.turned(half[0], rotary, RotaryTables(cos[1], sin[1]))
+    assert np.array_equal(out, twin.as_bits(half, KVDtype.from_code(code)).reshape(-1).view(np.uint8))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -361,6 +360,22 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
             _native.tide_take("portable", *bad)
     with pytest.raises(ValueError, match="path"):
         _native.tide_take("abacus", values, which, tables, 0, items, cursors, cursors)
+
+
+def test_projections_that_would_read_elsewhere_are_refused() -> None:
+    block, ones, angles = (
+        block_of(np.zeros((2, 4, 8), np.float32)),
+        np.ones(16, np.float32),
+        np.ones((1, 4, 1), np.float32),
+    )
+    out, apart, coded = np.zeros((4, 16), np.int16), np.zeros(4, np.uint8), np.ones(16, np.uint8)
+    rest: tuple[Any, ...] = (ones, ones, NO_PANELS, (0, 16))
+    with pytest.raises(ValueError, match="pairs"):
+        turns = (angles, angles, np.zeros(1, np.uint8), 2**64 - 2, False)
+        _native.tide_project("portable", *block, turns, *rest, NO_STAGE, coded, apart, out)
+    stage = (np.zeros(256, np.int16), 2, np.zeros(1, np.uint16), np.append(np.arange(15), 16).astype(np.uint16))
+    with pytest.raises(ValueError, match="matrix"):
+        _native.tide_project("portable", *block, no_turns(4), *rest, stage, coded, apart, out)
 
 
 @pytest.mark.parametrize("pairs", [32, 64, 5])

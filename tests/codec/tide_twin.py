@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtide.block import KVDtype
+from kvtide.codec.rotary import Pairs, Rotary, RotaryTables
+
 PARTS = 4
 TOP, DIGIT, CONTEXT = 0, 1, 2
 
@@ -204,3 +207,24 @@ def put_states(
 def half_steps(levels: NDArray[np.int16]) -> NDArray[np.int16]:
     """Return what levels along a path stand for, in half steps."""
     return (2 * levels.astype(np.int64) - walk(levels) * np.sign(levels)).astype(np.int16)
+
+
+def turned(keys: NDArray[np.float32], rotary: Rotary, tables: RotaryTables) -> NDArray[np.float32]:
+    """The twin: each pair (a, b) of the rotated dims becomes (a cos - b sin, b cos + a sin)."""
+    out = keys.copy()
+    dims = out[..., rotary.dim_start : rotary.dim_stop]
+    step = 2 if rotary.pairs is Pairs.NEIGHBOURS else 1
+    first = dims[..., ::2] if step == 2 else dims[..., : rotary.pair_count]
+    second = dims[..., 1::2] if step == 2 else dims[..., rotary.pair_count :]
+    a, b = first.copy(), second.copy()
+    cos, sin = tables.cos[:, None], tables.sin[:, None]
+    first[:], second[:] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def as_bits(values: NDArray[np.float32], dtype: KVDtype) -> Any:
+    """Patterns of values, rounded to nearest even."""
+    if dtype is KVDtype.BFLOAT16:
+        wide = values.view(np.uint32)
+        return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(np.uint16)
+    return values.view(np.uint32) if dtype is KVDtype.FLOAT32 else values.astype(np.float16).view(np.uint16)
