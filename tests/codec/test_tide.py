@@ -29,12 +29,13 @@ from kvtide.codec import Codec, CodecRegistry, Profile
 from kvtide.codec.tide import COSTS, Steps, TideCodec, is_staged
 from kvtide.codec.tide.coding import apart_tokens
 from kvtide.codec.tide.fit import transform_layers
-from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, LossLaw, PositionLaw, Powers, Purpose, law_table
+from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, LAW_VERSION, PositionLaw, Powers, Purpose
 from kvtide.codec.tide.model import OwnLoss, TideModel, quality_of_units, units_of_quality
 from kvtide.codec.tide.section import split_base, split_refinement, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object, parse_object
+from kvtide_lab.judge.law import LossLaw
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SUITE_LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
@@ -436,8 +437,7 @@ def test_forged_profile_is_refused(changes: dict[str, Any]) -> None:
 def test_losses_are_those_of_the_curve_a_third_of_the_step_at_a_time() -> None:
     codec = TideCodec(fitted(LAYOUT), 1e-2, 2)
     # 10 times the loss for 40 units below, and for 30 above.
-    assert codec.losses == pytest.approx((1e-2 * 10 ** (38 / 30), 1e-2 * 10 ** (19 / 30), 1e-2), rel=1e-3)
-    assert TideCodec().losses == ()
+    assert LossLaw.of(codec).losses == pytest.approx((1e-2 * 10 ** (38 / 30), 1e-2 * 10 ** (19 / 30), 1e-2), rel=1e-3)
 
 
 # Levels along a trellis: kernels against their twin on every path, and the codec that is made of them.
@@ -551,8 +551,9 @@ def test_less_than_all_refinements_are_thirds_of_the_path() -> None:
     by_last = [[each for each in sections if each.id.refinement <= last] for last in range(3)]
     errors = [lost(decoded(here, TRELLIS), BITS) for here in by_last]
     assert errors[0] > 4 * errors[1] > 16 * errors[2]
-    assert TRELLIS.losses[0] > TRELLIS.losses[1] > TRELLIS.losses[2] == pytest.approx(1e-3, rel=0.1)
-    assert [TRELLIS.quality_of(here) for here in by_last] == pytest.approx(TRELLIS.losses)
+    losses = LossLaw.of(TRELLIS).losses
+    assert losses[0] > losses[1] > losses[2] == pytest.approx(1e-3, rel=0.1)
+    assert [TRELLIS.quality_of(here) for here in by_last] == pytest.approx(losses)
 
 
 def test_rounded_levels_are_those_of_a_profile_that_knows_no_trellis() -> None:
@@ -560,7 +561,7 @@ def test_rounded_levels_are_those_of_a_profile_that_knows_no_trellis() -> None:
     old = fitted(LAYOUT)
     plain = TideCodec(Profile.make(old.kind, old.model, LAYOUT, (old.texts, old.tokens), arrays), TRELLIS.quality, 2)
     assert not plain.steps.is_trellis
-    assert plain.losses == TRELLIS.rounded().losses
+    assert LossLaw.of(plain).losses == LossLaw.of(TRELLIS.rounded()).losses
     rounded = TRELLIS.rounded().encode(META, BITS)
     assert plain.encode(META, BITS) == rounded
     assert np.array_equal(decoded(rounded, plain), decoded(rounded, TRELLIS))
@@ -664,13 +665,18 @@ def test_what_is_no_law_and_no_hit_is_refused(call: object) -> None:
         call()  # type: ignore[operator]
 
 
+def law_table(positions: tuple[PositionLaw, PositionLaw]) -> Any:
+    return np.array([(LAW_VERSION, *law.numbers) for law in positions], dtype=np.float32)
+
+
 def test_profile_carries_its_law_through_its_bytes_and_one_without_has_the_default() -> None:
     positions = (PositionLaw(0.5, 0, WEIGHTS, LINEAR, Powers(0.5, 1, 1), Powers(1, 0.75, 0.25)), DEFAULT_POSITIONS[1])
     profile = Profile.parse(fitted(LAYOUT).with_arrays({"law": law_table(positions)}).to_bytes())
-    found, default = (TideCodec(each, 1e-2, 2).law for each in (profile, fitted(LAYOUT)))
+    found, default = (LossLaw.of(TideCodec(each, 1e-2, 2)) for each in (profile, fitted(LAYOUT)))
     assert found.positions[0] == positions[0] and default.positions == DEFAULT_POSITIONS
     assert found.losses == default.losses and len(found.losses) == 3
-    assert TideCodec().law is None
+    with pytest.raises(ValueError, match="profile"):
+        LossLaw.of(TideCodec())
 
 
 @pytest.mark.parametrize("place", [(0, 0), (0, 2), (1, 5)])

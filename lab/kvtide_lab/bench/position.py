@@ -19,10 +19,11 @@ import numpy as np
 from kvtide.block import BlockLayout
 from kvtide.codec import Profile
 from kvtide.codec.tide import TideCodec
-from kvtide.codec.tide.law import LossLaw, PositionLaw, Purpose
+from kvtide.codec.tide.law import PositionLaw, Purpose
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.fingerprint import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
+from kvtide_lab.judge.law import LossLaw
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
 from kvtide_lab.judge.quality import one_torch_thread
 from kvtide_lab.measuring import Show
@@ -187,8 +188,7 @@ def run(subject: PositionSubject, results: Results, show: Show) -> PositionBench
     ValueError without a text that is long enough.
     """
     size = subject.size
-    law = subject.codec.law
-    assert law is not None
+    law = LossLaw.of(subject.codec)
     jobs = list(_jobs(subject))
     if not jobs:
         raise ValueError("no text is long enough")

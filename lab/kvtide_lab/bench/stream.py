@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.codec.tide import TideCodec
-from kvtide.codec.tide.law import CURVE_OVER_MEAN, LossLaw, Purpose
+from kvtide.codec.tide.law import Purpose
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.generation import FirstToken
 from kvtide.plan.base import StreamPolicy
@@ -26,6 +26,7 @@ from kvtide.store.load.streamed import StreamedReport
 from kvtide_lab.bench.position import passages_of
 from kvtide_lab.bench.services import server_behind
 from kvtide_lab.bench.shaped import as_fast_as_the_machine
+from kvtide_lab.judge.law import CURVE_OVER_MEAN, LossLaw
 from kvtide_lab.judge.position_judge import PositionJudge
 from kvtide_lab.measuring import Show
 from kvtide_lab.sim.links import Link
@@ -185,7 +186,7 @@ class StreamWorld:
     def law(self, codec: str) -> LossLaw | None:
         """Return the loss law of a codec that has one."""
         made = CodecRegistry(self._profiles).make(codec, self._layout)
-        return made.law if isinstance(made, TideCodec) else None
+        return LossLaw.of(made) if isinstance(made, TideCodec) and made.model is not None else None
 
 
 def kept_blocks(

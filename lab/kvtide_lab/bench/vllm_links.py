@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvtide.codec.tide.law import CURVE_OVER_MEAN
 from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess, kvtide_transfer
 from kvtide_lab.bench.services import server_behind
 from kvtide_lab.bench.shaped import ShapedProxy, as_fast_as_the_machine
+from kvtide_lab.judge.law import CURVE_OVER_MEAN
 from kvtide_lab.measuring import Show
 
 CODEC = "tide:9e-4:3"

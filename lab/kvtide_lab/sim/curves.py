@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvtide.codec.tide.law import DEFAULT_POSITIONS, LossLaw
+from kvtide.codec.tide.law import DEFAULT_POSITIONS
+from kvtide_lab.judge.law import LossLaw
 
 
 @dataclass(frozen=True, slots=True)

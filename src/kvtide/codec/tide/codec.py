@@ -19,7 +19,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype, check_bits
 from kvtide.codec.profile import Profile
 from kvtide.codec.tide.coding import Fit, Projected, apart_tokens, decode_range, encode_range, project
 from kvtide.codec.tide.grid import step_of
-from kvtide.codec.tide.law import LossLaw
+from kvtide.codec.tide.law import losses_by_block
 from kvtide.codec.tide.model import QUALITY_MAX, QUALITY_MIN, TideModel, check_quality, place_groups
 from kvtide.codec.tide.promise import Seen, check_decoded_error, check_promise, promise_of
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, StoredLayers, gains_of, load_values, steps_of
@@ -90,17 +90,6 @@ class TideCodec:
             quality = max(self.quality * math.exp(-self.model.own_loss.deviation), QUALITY_MIN)
             codec.steps = Steps(self.model.final_units(quality, is_trellis=False), self.steps.refinements)
         return codec
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """Return the KL with the base alone, with refinement 1, and so on, as calibrated. Empty without a profile."""
-        model, missing = self.model, range(self.steps.refinements, -1, -1)
-        return tuple(model.quality_at(self.steps, each) for each in missing) if model else ()
-
-    @property
-    def law(self) -> LossLaw | None:
-        """Return what hits of mixed refinements cost in answers, None without a profile."""
-        return LossLaw(self.model.positions, self.losses) if self.model else None
 
     @property
     def profile(self) -> bytes | None:
@@ -208,7 +197,7 @@ class TideCodec:
 
     def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
         """Return what each block of a hit adds to the KL of an answer, by the profile's law."""
-        return LossLaw(self._profiled().positions, tuple(losses)).lost(blocks, block_tokens)
+        return losses_by_block(self._profiled().positions, losses, blocks, block_tokens)
 
 
 def _gain(projected: Sequence[Projected]) -> float:

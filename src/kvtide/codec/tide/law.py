@@ -75,9 +75,16 @@ class PositionLaw:
         if min(*numbers[-9:], self.by_distance[0]) <= 0:
             raise ValueError("a position law's powers are above 0, and so is the weight of the newest tokens")
 
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> PositionLaw:
+        """Return the law of `numbers`. ValueError if they are none."""
+        sink, passage, *rest = numbers
+        powers = (Powers(*rest[start : start + 3 or None]) for start in range(-9, 0, 3))
+        return cls(sink, passage, tuple(rest[:-9]), *powers)
+
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Return all numbers, in the order of `law_table`."""
+        """Return all numbers, in the order of a profile's array `law`."""
         return (self.sink, self.passage, *self.by_distance, *self.near, *self.copied, *self.far)
 
     def of_blocks(self, blocks: int, block_tokens: int, curve: _Floats) -> _Floats:
@@ -122,54 +129,12 @@ DEFAULT_POSITIONS = (
 )
 
 
-# Losses are what five texts of six keep at most: so many times the mean of a dozen texts that deviate as texts do.
-CURVE_OVER_MEAN = 1.7
-
-
-@dataclass(frozen=True, slots=True)
-class LossLaw:
-    """Predicts the KL of answers after a hit, as five texts of six keep it; CURVE_OVER_MEAN times what is expected.
-
-    positions: by Purpose. losses: KL with 0 refinements, 1, and so on.
-    """
-
-    positions: tuple[PositionLaw, PositionLaw]
-    losses: tuple[float, ...]
-
-    @property
-    def refinements(self) -> int:
-        """The number of refinements behind a base."""
-        return len(self.losses) - 1
-
-    def kl(
-        self, kept: Sequence[int], block_tokens: int, purpose: Purpose, passages: Sequence[int] | None = None
-    ) -> float:
-        """Return the KL in nats of an answer's first tokens.
-
-        kept: refinements of each block, oldest first, or one more than there are for a block without error; none gives
-        0. An answer that copies is the mean over copies from each block of `passages`, None for all. ValueError for
-        what no block can keep.
-        """
-        found, law, losses = np.array(kept, dtype=np.int64), self.positions[purpose], np.append(self.losses, 0.0)
-        if block_tokens <= 0 or (found < 0).any() or (found >= len(losses)).any():
-            raise ValueError(f"blocks of tokens keep 0 to {len(self.losses)}, got {kept!r} of {block_tokens}")
-        if not len(found):
-            return 0.0
-        everywhere = np.take_along_axis(law.of_blocks(len(found), block_tokens, losses), found[:, None], axis=1).sum()
-        copied = found if passages is None else found[list(passages)]
-        return float(everywhere + law.of_passage(losses)[copied].mean())
-
-    def lost(self, blocks: int, block_tokens: int) -> _Floats:
-        """Return what each block adds to each purpose's KL: (purposes, blocks, refinements + 1)."""
-        losses = np.array(self.losses)
-        return np.stack(
-            [law.of_blocks(blocks, block_tokens, losses) + law.of_passage(losses) / blocks for law in self.positions]
-        )
-
-
-def law_table(positions: Sequence[PositionLaw]) -> NDArray[np.float32]:
-    """Return the array `law` of a profile: for each purpose the version, then the numbers."""
-    return np.array([(LAW_VERSION, *law.numbers) for law in positions], dtype=np.float32)
+def losses_by_block(
+    positions: Sequence[PositionLaw], losses: Sequence[float], blocks: int, block_tokens: int
+) -> _Floats:
+    """Return what each block of a hit adds to each purpose's KL; see `EmbeddedCodec.losses_by_block`."""
+    curve = np.array(losses)
+    return np.stack([law.of_blocks(blocks, block_tokens, curve) + law.of_passage(curve) / blocks for law in positions])
 
 
 def read_law_table(table: NDArray[Any] | None) -> tuple[PositionLaw, PositionLaw]:
@@ -179,14 +144,7 @@ def read_law_table(table: NDArray[Any] | None) -> tuple[PositionLaw, PositionLaw
     if table.shape != (len(Purpose), 1 + LAW_NUMBERS) or (table[:, 0] != LAW_VERSION).any():
         raise CorruptPayload(f"the profile's law must be of version {LAW_VERSION}, got an array of {table.shape}")
     try:
-        goes_on, copies = (law_of(row) for row in table[:, 1:].astype(np.float64).tolist())
+        goes_on, copies = (PositionLaw.of(row) for row in table[:, 1:].astype(np.float64).tolist())
     except ValueError as error:
         raise CorruptPayload(f"the profile's law is none: {error}") from error
     return goes_on, copies
-
-
-def law_of(numbers: Sequence[float]) -> PositionLaw:
-    """Return the law of LAW_NUMBERS numbers in the order of `law_table`. ValueError if they are none."""
-    sink, passage, *rest = numbers
-    powers = (Powers(*rest[start : start + 3 or None]) for start in range(-9, 0, 3))
-    return PositionLaw(sink, passage, tuple(rest[:-9]), *powers)
