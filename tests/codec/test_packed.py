@@ -47,7 +47,7 @@ def test_a_block_is_exact_however_often_it_was_packed_anew(seeds: list[int]) -> 
     packed = pack_object(META, CODEC.codec_id, sections, CODEC.profile)
     assert len(packed) <= object_bytes_max(LAYOUT)
     assert np.array_equal(decoded(parse_object(packed, META.id).sections()), BITS)
-    assert CODEC.decode_base(META, sections, np.empty_like(BITS)).repacks == len(seeds)
+    assert CODEC.layout_of(META, sections).repacks == len(seeds)
 
 
 @given(st.sets(st.integers(0, len(CHUNKS) - 1)), st.integers(0, 1000))
@@ -55,8 +55,7 @@ def test_a_block_is_exact_however_often_it_was_packed_anew(seeds: list[int]) -> 
 def test_tokens_of_chunks_that_are_here_are_exact_the_rest_is_the_base(here: set[int], seed: int) -> None:
     sections = CODEC.repack(META, SECTIONS, orders_of(seed))
     chunks = [section for section in sections if section.id.refinement]
-    rough = np.empty_like(BITS)
-    base = CODEC.decode_base(META, sections, rough)
+    rough, base = decoded(sections[: len(BASES)]), CODEC.layout_of(META, sections)
     for chunk in (chunks[i] for i in here):
         tokens = base.chunk(chunk.id.layer_start, chunk.id.refinement - 1)
         rough[chunk.id.layer_start][:, tokens] = BITS[chunk.id.layer_start][:, tokens]
@@ -88,6 +87,14 @@ def test_what_can_not_be_packed_is_refused() -> None:
         PackedCodec().encode(META, BITS)
     with pytest.raises(ValueError, match="chunk"):
         PackedCodec(fitted(LAYOUT), 1e-2, 0)
+
+
+def test_more_chunks_than_an_object_has_sections_are_left_to_another_codec() -> None:
+    layout = BlockLayout(layers=9, tokens=1024, kv_heads=2, head_dim=128, dtype=KVDtype.BFLOAT16)
+    meta, bits = block_meta(layout), smooth_bits(layout, 1)
+    assert pack_object(meta, "impress-1", ImpressCodec(1, 2).encode(meta, bits))
+    with pytest.raises(UnencodableBlock, match="9225 chunks"):
+        ImpressCodec(1, 1).encode(meta, bits)
 
 
 def test_the_registry_makes_it_and_reads_whole_blocks_without_a_profile() -> None:
@@ -126,7 +133,8 @@ def test_keys_that_lie_apart_and_chunks_are_the_block(kv_heads: int, seed: int, 
     # Whoever reads takes the heads from the object.
     reader = CodecRegistry([]).get("impress-1", None)
     assert isinstance(reader, ImpressCodec)
-    base = reader.decode_base(META, bases, expected)
+    reader.decode(META, bases, expected)
+    base = reader.layout_of(META, bases)
     assert np.array_equal(expected[:, 0, :, :kv_heads], BITS[:, 0, :, :kv_heads]) and not expected[:, 1].any()
     for chunk in (chunks[i] for i in here):
         tokens = base.chunk(chunk.id.layer_start, chunk.id.refinement - 1)

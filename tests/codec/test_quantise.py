@@ -285,13 +285,33 @@ def signed(body: bytes) -> bytes:
         (b'"texts":2', b'"texxx":2', "parse"),
         (b"[3,2]", b"[9,2]", "bytes expected|behind"),
         (b"[3,2]", b"[-1]2", "parse|type"),
+        (b'"shape":[3,2]', b'"shape":[3,2' + 70 * b",1" + b"]", "shape"),
+        (b'"shape":[3,2]', b'"shape":[0,' + 40 * b"9" + b"]", "shape"),
     ],
 )
 def test_forged_description_is_refused(old: bytes, new: bytes, message: str) -> None:
     body = WHOLE[:-32]
     assert old in body
+    forged = bytearray(body.replace(old, new, 1))
+    forged[12:16] = (int.from_bytes(body[12:16], "little") + len(new) - len(old)).to_bytes(4, "little")
     with pytest.raises(CorruptPayload, match=message):
-        Profile.parse(signed(body.replace(old, new, 1)))
+        Profile.parse(signed(bytes(forged)))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("shift", lambda array: array[:, 1:].copy()),
+        ("shift", lambda array: array.astype(np.float64)),
+        ("tables_bytes", lambda array: array.astype(np.float32)),
+    ],
+)
+def test_profile_whose_tables_are_of_other_layers_is_refused(name: str, change: Any) -> None:
+    profile, meta = fitted("cachegen"), block_meta(LAYOUT)
+    sections = CachegenCodec(2, 0, profile).encode(meta, smooth_bits(LAYOUT, 1))
+    forged = profile.with_arrays({f"anchor.{name}": change(profile.arrays[f"anchor.{name}"])})
+    with pytest.raises(CorruptPayload, match="distributions"):
+        decoded_by(CachegenCodec(2, 0, forged), meta, sections)
 
 
 def test_calibration_refuses_no_blocks_and_unknown_kinds() -> None:

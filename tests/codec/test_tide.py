@@ -1,8 +1,13 @@
 """The tide codec: sections, profiles, golden bytes; levels along a trellis; the law of what is lost."""
 
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from threading import Barrier
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ from tests.codec.tide_profiles import (
     of_alike,
     out_of_line,
     out_of_line_bits,
+    rotary_by,
     staged,
 )
 from tests.suites import block_meta, smooth_bits
@@ -26,11 +32,11 @@ from tests.suites.codec_suite import CodecSuite, decoded_by
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Codec, CodecRegistry, Profile
-from kvtide.codec.tide import COSTS, Steps, TideCodec, is_staged
+from kvtide.codec.tide import COSTS, Steps, TideCodec, is_staged, model
 from kvtide.codec.tide.coding import apart_tokens
 from kvtide.codec.tide.fit import transform_layers
 from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, LAW_VERSION, PositionLaw, Powers, Purpose
-from kvtide.codec.tide.model import OwnLoss, TideModel, quality_of_units, units_of_quality
+from kvtide.codec.tide.model import OwnLoss, TideModel, place_groups, quality_of_units, units_of_quality
 from kvtide.codec.tide.section import split_base, split_refinement, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
@@ -115,6 +121,12 @@ def test_any_subset_in_any_order_is_right_or_refused(data: st.DataObject) -> Non
     out = decoded(sections)
     for layer, run in enumerate(runs):
         assert np.array_equal(out[layer], EXPECTED[run][layer])
+
+
+def test_step_that_would_take_many_times_the_blocks_memory_is_refused() -> None:
+    finest = struct.pack("<h", -480)
+    with pytest.raises(CorruptPayload, match="planes"):
+        decoded([each._replace(data=finest + bytes(each.data)[2:]) for each in SECTIONS])
 
 
 def test_section_of_an_object_of_another_quality_is_refused() -> None:
@@ -427,11 +439,40 @@ def forged(**changes: Any) -> Profile:
         {"tables": np.zeros(40, np.uint8)},
         {"rotary": np.zeros(5, np.uint8)},
         {"pulls": np.zeros((3, 4), np.int16)},
+        {"span": np.array([np.nan, 5], np.float32)},
+        {"scale": np.full((15, 16), 1 << 30, np.int32)},
+        {"scale": np.full((15, 16), 32767, np.int16)},
+        {"scale": np.empty((15, 0), np.int16)},
+        {"order": np.full((15, 16), 16, np.uint16)},
+        {"coarse": np.zeros((15, 0, 16), np.float32)},
+        {"unit": np.full((15, 16), np.nan, np.float32)},
+        {"own_gains": np.float32(1), "own_deviation": np.ones(1, np.float32)},
+        {"rotary": np.frombuffer(rotary_by(1e4, 16).to_bytes(), np.uint8)},
+        {"rotary": np.frombuffer(replace(rotary_by(1e4, 8), layer_kinds=(0,) * 14).to_bytes(), np.uint8)},
+        {"curve": np.array([[0, 1, 1e-3], [np.nan, 1, 1e-2]], np.float32)},
+        {"curve": np.array([[0, 1, 1e-3], [np.inf, 1, 1e-2]], np.float32)},
     ],
 )
 def test_forged_profile_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptPayload):
         TideCodec(forged(**changes))
+
+
+def test_steps_are_those_that_sections_can_say() -> None:
+    curve = np.array([[0, 1, 1e-3], [1e6, 1, 1.001e-3]], np.float32)
+    assert [units_of_quality(curve, quality) for quality in (1e-5, 1.0)] == [-480, 480]
+
+
+def test_threads_that_come_at_once_share_the_rows_of_one() -> None:
+    rows, both = place_groups(TideModel(fitted(LAYOUT)), 0, 0), Barrier(2)
+
+    def meet(places: Any) -> Any:
+        both.wait(10)
+        return [object() for _ in places]
+
+    with patch.object(model, "_restored", meet), ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: rows.restored(), range(2)))
+    assert len(rows.restored()) == len(rows.places)
 
 
 def test_losses_are_those_of_the_curve_a_third_of_the_step_at_a_time() -> None:

@@ -43,9 +43,8 @@ def decoded(codec: Codec, layout: BlockLayout, bits: BlockBits, position: int = 
     except UnencodableBlock:
         return None
     if isinstance(codec, PackedCodec):
-        codec.decode_base(meta, [section for section in sections if section.id.refinement == 0], out)
-    else:
-        codec.decode(meta, sections, out)
+        sections = [section for section in sections if section.id.refinement == 0]
+    codec.decode(meta, sections, out)
     return out
 
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,11 @@ def test_long_model_label_is_cut_between_characters() -> None:
     layout_meta = block_meta(LAYOUT)
     meta = type(layout_meta)(layout_meta.id, layout_meta.parent, 0, LAYOUT, "é" * 40)
     assert parse_object(pack_object(meta, "raw-1", SECTIONS)).meta.model == "é" * 24
+
+
+def test_model_in_a_folder_whose_name_is_no_text_is_stored() -> None:
+    meta = replace(META, model="caf\udce9/model")
+    assert parse_object(pack_object(meta, "raw-1", SECTIONS)).meta.model == "caf?/model"
 
 
 def test_room_with_anything_in_it_becomes_the_same_object() -> None:

@@ -22,7 +22,7 @@ from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.importance import CHUNK_TOKENS, Orders, is_order
 from kvtide.plan.base import cut
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire import ENTRY_BYTES, HEADER_BYTES, object_bytes_max
+from kvtide.wire import ENTRY_BYTES, HEADER_BYTES, SECTIONS_MAX, object_bytes_max
 
 # KL that the base alone is to have: about 1.3 bits a value, enough for choosing and a good stand-in for the rest.
 BASE_QUALITY = 2e-2
@@ -106,8 +106,8 @@ class PackedCodec:
         probe = bits[:, 0, :, : self._base.kv_heads] if isinstance(self._base, ProbeKeys) else None
         sections = _joined(bases, PackedBase(self._chunk_tokens, 0, orders, probe), bits)
         size = HEADER_BYTES + sum(ENTRY_BYTES + len(section.data) for section in sections)
-        if size > object_bytes_max(meta.layout):
-            raise UnencodableBlock("the base takes too much beside exact values")
+        if size > object_bytes_max(meta.layout) or len(sections) > SECTIONS_MAX:
+            raise UnencodableBlock(f"base and {len(sections)} chunks take more than an object may")
         return sections
 
     def repack(self, meta: BlockMeta, sections: Sequence[Section], orders: Orders) -> list[Section]:
@@ -136,12 +136,6 @@ class PackedCodec:
     def layout_of(self, meta: BlockMeta, sections: Sequence[Section]) -> PackedBase:
         """Return how tokens are stored. CorruptPayload as for `decode`."""
         return self._split(meta, sections)[0]
-
-    def decode_base(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> PackedBase:
-        """Write the rough values of all tokens; return how they are stored. Sections: those of the base."""
-        base, bases = self._split(meta, sections)
-        self._base.decode(meta, bases, out)
-        return base
 
     def _split(self, meta: BlockMeta, sections: Sequence[Section]) -> tuple[PackedBase, list[Section]]:
         """Return how tokens are stored, and the base as tide has it. CorruptPayload if it is not whole."""

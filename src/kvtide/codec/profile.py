@@ -122,7 +122,10 @@ def _read_arrays(data: memoryview, entries: tuple[_ArrayEntry, ...]) -> dict[str
             raise CorruptPayload(f"array {entry.name!r} of the profile has type {entry.dtype!r}, shape {entry.shape}")
         dtype = np.dtype(f"<{entry.dtype}")
         piece = reader.take(dtype.itemsize * math.prod(entry.shape))
-        arrays[entry.name] = np.frombuffer(piece, dtype=dtype).reshape(entry.shape)
+        try:
+            arrays[entry.name] = np.frombuffer(piece, dtype=dtype).reshape(entry.shape)
+        except (ValueError, OverflowError) as error:
+            raise CorruptPayload(f"array {entry.name!r} of the profile has a shape of none: {error}") from error
     if reader.left:
         raise CorruptPayload(f"the profile has {len(reader.left)} bytes behind its last array")
     return arrays

@@ -3,6 +3,7 @@
 from kvtide.wire.object import (
     ENTRY_BYTES,
     HEADER_BYTES,
+    SECTIONS_MAX,
     ObjectLabel,
     SectionEntry,
     StoredObject,
@@ -22,6 +23,7 @@ from kvtide.wire.object import (
 __all__ = [
     "ENTRY_BYTES",
     "HEADER_BYTES",
+    "SECTIONS_MAX",
     "ObjectLabel",
     "SectionEntry",
     "StoredObject",

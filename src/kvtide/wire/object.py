@@ -197,7 +197,8 @@ def _pack_header(
     packed: bytearray | memoryview, meta: BlockMeta, codec: bytes, section_count: int, profile: bytes, quality_code: int
 ) -> None:
     layout = meta.layout
-    label = meta.model.encode()[:_LABEL_BYTES].decode(errors="ignore").encode()
+    # Names of folders may hold what is no text.
+    label = meta.model.encode(errors="replace")[:_LABEL_BYTES].decode(errors="ignore").encode()
     names = (meta.id.key, meta.id.namespace, meta.parent, codec, profile)
     shape = (layout.layers, layout.tokens, layout.kv_heads, layout.head_dim, meta.start, layout.dtype.code)
     prefix = (_MAGIC, _VERSION, HEADER_BYTES, section_count)

@@ -43,21 +43,6 @@ from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
 
 
-def _stored_distributions(profile: Profile, name: str, wanted: range) -> list[Distribution]:
-    """Return what a profile keeps of these layers under a name, of the rANS coder. CorruptPayload if it has none."""
-    arrays, layers = profile.arrays, profile.layers
-    try:
-        shifts, tables, sizes = arrays[f"{name}.shift"], arrays[f"{name}.tables"], arrays[f"{name}.tables_bytes"]
-    except KeyError as error:
-        raise CorruptPayload(f"the profile has no distributions {name!r}") from error
-    if shifts.ndim != 2 or len(shifts) != layers or sizes.shape != (layers,) or int(sizes.sum()) != tables.size:
-        raise CorruptPayload(f"the profile's distributions {name!r} are not of {layers} layers")
-    reader = ByteReader(memoryview(tables.tobytes()))
-    by_layer = [reader.take(size) for size in sizes.tolist()]
-    parts = [shifts[layer].tobytes() + by_layer[layer] for layer in wanted]
-    return [Distribution.parse(0, memoryview(part), shifts.shape[1]) for part in parts]
-
-
 class Split(NamedTuple):
     """One of K and V of a layer: anchors (channels, groups), scales (groups), deltas (channels, tokens - groups)."""
 
@@ -298,12 +283,28 @@ class ProfiledCodec(ABC):
             return None
         key = (self.name(level, part.position), part.layers, coder)
         if key not in self._shared:
-            self._shared[key] = Distribution.join(_stored_distributions(self._profile, key[0], part.layers), coder)
+            self._shared[key] = Distribution.join(_stored(self._profile, key[0], part.layers), coder)
         return self._shared[key]
 
     def _fitted(self, values: Integers) -> Distribution:
         """Return the distributions that code the rows of `values` best, and nothing else."""
         return fit_distribution(value_counts(values), self.coder, is_open=False)
+
+
+def _stored(profile: Profile, name: str, wanted: range) -> list[Distribution]:
+    """Return what a profile keeps of these layers under a name, of the rANS coder."""
+    layers, runs = profile.layers, 2 * profile.kv_heads * profile.head_dim
+    shifts, tables, sizes = (
+        profile.arrays.get(f"{name}.{each}", _NOTHING) for each in ("shift", "tables", "tables_bytes")
+    )
+    types = [each.dtype.str for each in (shifts, tables, sizes)]
+    is_of_runs = types == ["|u1", "|u1", "<u4"] and shifts.shape == (layers, runs) and sizes.shape == (layers,)
+    if not is_of_runs or int(sizes.sum()) != tables.size:
+        raise CorruptPayload(f"the profile has no distributions {name!r} of {layers} layers of {runs} channels")
+    reader = ByteReader(memoryview(tables.tobytes()))
+    by_layer = [reader.take(size) for size in sizes.tolist()]
+    parts = [shifts[layer].tobytes() + by_layer[layer] for layer in wanted]
+    return [Distribution.parse(0, memoryview(part), runs) for part in parts]
 
 
 def read_scales(data: memoryview) -> NDArray[np.uint16]:
@@ -314,6 +315,7 @@ def read_scales(data: memoryview) -> NDArray[np.uint16]:
     return scales
 
 
+_NOTHING = np.empty(0)
 GROUP_TOKENS = 10
 ANCHOR_HALF = 127
 # Paper, section 5.2: bins of 0.5, 1 and 1.5 (of the standard deviation, in our reading) for the first, middle and last

@@ -45,6 +45,9 @@ STATE_PAIRS = np.stack([_FIRSTS, _FIRSTS + np.repeat(_TWINS, _TWINS)], axis=1)
 ENTER_UNITS = -37
 # A scale of more than four steps does not fit the alphabet: such a component begins three times coarser, or nine, …
 WIDE_UNITS = 24
+# Planes of a base, each of which takes as much memory as all rows. A component that needed more would have a scale of
+# 2^25 steps, where no coefficient has more than 2,000.
+PLANES_MAX = 16
 
 Units = NDArray[np.int64]
 # Row numbers.
@@ -116,16 +119,18 @@ class Plane(NamedTuple):
 
 
 def planes(scales: Units, base_units: int, refinement: int) -> list[Plane]:
-    """Return what a section holds of components of these scales, coarsest first."""
+    """Return what a section holds of components of these scales, coarsest first. CorruptPayload for PLANES_MAX."""
     units = base_units - THIRD * refinement
     enters = scales - units >= ENTER_UNITS
     if refinement:
         before = scales - units - THIRD >= ENTER_UNITS
         return [_plane(units, Mode.CONTEXT, scales, before, enters & ~before)]
     thirds = np.where(enters, np.maximum(0, -((base_units + WIDE_UNITS - scales) // THIRD)), -1)
+    if (deepest := int(thirds.max(initial=0))) >= PLANES_MAX:
+        raise CorruptPayload(f"tide: a base of {deepest + 1} planes, at most {PLANES_MAX} make sense")
     return [
         _plane(base_units + THIRD * third, Mode.DIGIT, scales, thirds > third, thirds == third)
-        for third in range(int(thirds.max(initial=0)), -1, -1)
+        for third in range(deepest, -1, -1)
     ]
 
 

@@ -37,7 +37,7 @@ from kvtide.codec.tide.grid import (
     planes,
 )
 from kvtide.codec.tide.law import read_law_table
-from kvtide.codec.tide.section import KeyRotation, Octaves, Steps
+from kvtide.codec.tide.section import STEP_UNITS_MAX, KeyRotation, Octaves, Steps
 from kvtide.errors import CorruptPayload
 
 _Made = TypeVar("_Made")
@@ -61,6 +61,8 @@ Stage = tuple[NDArray[np.int16], int, NDArray[np.uint16], NDArray[np.uint16]]
 NO_STAGE: Stage = (_NO_PANELS, 0, _NO_ORDER, _NO_ORDER)
 # A channel may be so much louder or softer than others of its stream; Qwen's biases are by 50 to 500 times.
 OCTAVES_MAX = 12
+# Scales of float32 values.
+SCALE_UNITS_MAX = 128 * UNITS
 # Step in units, bits an element, KL.
 CURVE_COLUMNS = 3
 QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0
@@ -80,7 +82,8 @@ def units_of_quality(curve: NDArray[np.float32], quality: float) -> int:
     check_quality(quality)
     units, kls = _points(curve)
     # The curve is float32: a quality that it names must not fall to the unit below.
-    return math.floor(_between(kls, units, math.log(quality)) + 1e-3)
+    found = _between(kls, units, math.log(quality)) + 1e-3
+    return math.floor(min(max(found, -STEP_UNITS_MAX), STEP_UNITS_MAX))
 
 
 def quality_of_units(curve: NDArray[np.float32], units: int) -> float:
@@ -91,7 +94,8 @@ def quality_of_units(curve: NDArray[np.float32], units: int) -> float:
 
 def _points(curve: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return steps and logarithms of KL."""
-    if curve.ndim != 2 or curve.shape[1] != CURVE_COLUMNS or len(curve) < 2 or not (curve[:, 2] > 0).all():
+    is_curve = curve.ndim == 2 and curve.shape[1] == CURVE_COLUMNS and len(curve) > 1 and np.isfinite(curve).all()
+    if not is_curve or not (curve[:, 2] > 0).all():
         raise CorruptPayload("the profile's curve must have two or more points of step, bits and a KL above zero")
     units, kls = curve[:, 0].astype(np.float64), np.log(curve[:, 2].astype(np.float64))
     if (np.diff(units) <= 0).any() or (np.diff(kls) <= 0).any():
@@ -244,7 +248,8 @@ class RangeRows:
     def restored(self) -> list[RestoredRows]:
         """Return what goes back to values: group by group, or all at once where components are values."""
         if not self._restored:
-            self._restored.extend(_restored(self.places))
+            # Set, and not appended to: threads that come at once would leave it there twice.
+            self._restored[:] = _restored(self.places)
         return self._restored
 
 
@@ -286,10 +291,8 @@ class TideModel:
         self._made: dict[str, dict[tuple[str | int, ...], object]] = {}
         try:
             self._read(profile.arrays)
-        except KeyError as error:
-            raise CorruptPayload(f"the profile has no array {error}, which tide needs") from error
-        except IndexError as error:
-            raise CorruptPayload(f"an array of the profile has too few dimensions: {error}") from error
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise CorruptPayload(f"an array of the profile is missing or none that tide can use: {error!r}") from error
 
     def _read(self, arrays: _Arrays) -> None:
         profile = self.profile
@@ -301,6 +304,11 @@ class TideModel:
         self.section_layers = section_layers
         rotary = arrays["rotary"].tobytes()
         self.rotary = Rotary.parse(rotary) if rotary else None
+        turn = self.rotary
+        if turn is not None and (turn.dim_stop > profile.head_dim or 0 < len(turn.layer_kinds) < layers):
+            raise CorruptPayload(
+                f"the profile's rotation is not of {layers} layers with heads of {profile.head_dim} dims"
+            )
         self.mean: NDArray[np.float32] = _shaped(arrays, "mean", (layers, 2, channels)).astype(np.float32)
         # In a profile of channels out of line `weight` is missing: readers that know no octaves refuse it.
         self._octaves = _octaves(arrays, (layers, 2, channels))
@@ -313,6 +321,7 @@ class TideModel:
         self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
         self.tables: RansTables = RansTables.parse(arrays["tables"].tobytes(), TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
+        _points(self.curve)
         self.trellis: Trellis | None = None
         if "trellis_tables" in arrays:
             frequencies = RansTables.parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES).rows
@@ -323,12 +332,16 @@ class TideModel:
 
     def _groups(self, arrays: _Arrays, group_layers: int, values: int) -> list[Group]:
         count = self.profile.layers // group_layers
-        scales = arrays["scale"].astype(np.int64)
-        if scales.ndim != 2 or len(scales) != count or scales.shape[1] > values or (np.diff(scales) > 0).any():
+        kept = arrays["scale"].shape[-1]
+        scales = _shaped(arrays, "scale", (count, kept)).astype(np.int64)
+        is_rising = arrays["scale"].dtype != np.int16 or (np.diff(scales) > 0).any()
+        if is_rising or not 0 < kept <= values or int(np.abs(scales).max()) > SCALE_UNITS_MAX:
             raise CorruptPayload("the profile's scales must fall, for no more components than there are values")
-        kept = scales.shape[1]
         if "order" in arrays:
-            per_group = {"order": _shaped(arrays, "order", (count, kept)).astype(np.uint16)}
+            order = _shaped(arrays, "order", (count, kept))
+            if not 0 <= order.min() <= order.max() < values:
+                raise CorruptPayload(f"the profile's order names values beyond {values}")
+            per_group = {"order": order.astype(np.uint16)}
         elif "place" in arrays:
             per_group = _staged(arrays, (count, values), self.profile.head_dim)
         else:
@@ -427,7 +440,10 @@ def _rows(arrays: _Arrays, prefix: str, shape: tuple[int, ...]) -> dict[str, NDA
     *outer, rows, columns = shape
     fine = arrays[f"{prefix}fine"].shape[-2]
     shapes = {"fine": (*outer, fine, columns), "coarse": (*outer, rows - fine, columns), "unit": (*outer, rows)}
-    return {f"{prefix}{name}": _shaped(arrays, f"{prefix}{name}", each) for name, each in shapes.items()}
+    found = {f"{prefix}{name}": _shaped(arrays, f"{prefix}{name}", each) for name, each in shapes.items()}
+    if found[f"{prefix}coarse"].dtype != np.uint8 or not np.isfinite(found[f"{prefix}unit"]).all():
+        raise CorruptPayload("the profile's rows must be bytes times finite units")
+    return found
 
 
 def _staged(arrays: _Arrays, extent: tuple[int, int], head_dim: int) -> dict[str, NDArray[Any]]:

@@ -209,7 +209,7 @@ class SparseLoad:
         # New memory, which the system clears, would cost as much as decoding.
         layout = part.meta.layout
         bits: BlockBits = np.ndarray(layout.shape, layout.bits_dtype, recycled_buffer(layout.raw_bytes))
-        front.codec.decode_base(part.meta, front.base, bits)
+        front.codec.decode(part.meta, front.base, bits)
         for entry in front.leading:
             try:
                 section = entry.cut(front.data, 0, part.meta.id)
