@@ -24,7 +24,7 @@ from kvtide_gpu.tide_model import DeviceModel
 
 MATRIX_THREADS = 128
 # Ranges at a final step that are remembered: objects of one store have few steps.
-PLANS_MAX = 512
+PLANS_MAX = 128
 
 
 class DeviceBlock:
@@ -141,6 +141,8 @@ class DeviceTide:
                 raise CorruptPayload(f"tide: refinement {refinement} has {coded.steps}, its base {known.steps}")
         if coded.steps.is_trellis:
             raise CorruptPayload("tide: levels along a trellis are the processor's")
+        # A step that is too fine shows here, and takes no other block along.
+        known.plan.extent(known.tokens, known.base_units, refinement)
         known.sections += 1
         return _Ready(block, known, refinement, coded)
 

@@ -13,13 +13,10 @@ from kvtide.block import BlockMeta
 from kvtide.codec.tide.grid import ENTER_UNITS, TABLES, THIRD, CodedLists, Units, planes
 from kvtide.codec.tide.model import place_groups
 from kvtide.codec.tide.section import Apart, Base, SectionBytes, Steps
-from kvtide.errors import CorruptPayload
 from kvtide_gpu.kernels import Kernels, Staging, address
 from kvtide_gpu.targets import PageTarget
 from kvtide_gpu.tide_model import DEPTH, TILE, DeviceModel
 
-# A base of more planes is of no sound profile.
-PLANES_MAX = 32
 PARTS = 4
 
 # TideSection of kernels/tide_lists.cuh.
@@ -57,10 +54,8 @@ class Extent(NamedTuple):
 
 
 def extent_of(scales: Units, tokens: int, base_units: int, refinement: int) -> Extent:
-    """Return what a section of rows of these scales takes. CorruptPayload for a base of absurdly many planes."""
+    """Return what a section of rows of these scales takes. CorruptPayload as of `planes`."""
     found = planes(scales, base_units, refinement)
-    if len(found) > PLANES_MAX:
-        raise CorruptPayload(f"tide: a base of {len(found)} planes")
     rows = sum(len(plane.digits) + len(plane.tops) for plane in found)
     # Each list is filled up to a run, the last one by one more.
     items = rows * tokens + 32 * (TABLES + 1)
@@ -76,6 +71,7 @@ class GroupRecords(NamedTuple):
     starts: NDArray[np.uint64]  # rows before each group's
     sizes: NDArray[np.int64]  # bytes of one half of its pulled values
     tiles: int  # jobs of the largest
+    scales: list[torch.Tensor]  # that rows have addresses of
 
 
 class RangePlan:
@@ -111,14 +107,15 @@ class RangePlan:
     def _made_records(self, target: PageTarget, bases: int, tokens: int, thirds: int) -> GroupRecords:
         rows, layout = np.zeros(len(self.rows.places), dtype=GROUP), target.layout
         units, padded = self._final_units + THIRD * thirds, -(-tokens // TILE) * TILE
-        tiles = 0
+        tiles, scales = 0, list[torch.Tensor]()
         for job, (group, start, _) in zip(rows, self.rows.places, strict=True):
             device = self._model.group(group)
             used = int(np.count_nonzero(group.scales - units >= ENTER_UNITS))
             job["scales"], job["bases"] = self.scales + 2 * start, bases + 16 * group.layer_start
             job["matrix_high"], job["matrix_low"], job["row_of"] = device.matrix
             job["pairs"], job["mean"] = device.pairs_at(target), device.mean
-            job["scale"] = device.scale(self._final_units, thirds)
+            scales.append(device.scale(self._final_units, thirds))
+            job["scale"] = address(scales[-1])
             job["rows"], job["columns"], job["matrix_stride"] = used, device.column_count, device.stride
             depth = job["depth"] = -(-used // DEPTH) * DEPTH
             # Squares of 32 to pull, tiles of 64 to write, or stretches of 16 tokens where there is no matrix.
@@ -129,7 +126,7 @@ class RangePlan:
         before = [group.layer_start - self.layers[0] for group, _, _ in self.rows.places]
         starts = [start for _, start, _ in self.rows.places]
         sizes = rows["depth"].astype(np.int64) * padded
-        return GroupRecords(rows, np.array(before, np.uint64), np.array(starts, np.uint64), sizes, tiles)
+        return GroupRecords(rows, np.array(before, np.uint64), np.array(starts, np.uint64), sizes, tiles, scales)
 
 
 class DeviceRange:
@@ -183,7 +180,7 @@ class SectionJobs:
         return len(self._jobs)
 
     def add(self, known: DeviceRange, refinement: int, found: SectionBytes, status: int) -> None:
-        """Add a section of a range. status: an address. CorruptPayload if it can't be decoded here."""
+        """Add a section of a range. status: an address."""
         extent = known.plan.extent(known.tokens, known.base_units, refinement)
         self._jobs.append(_SectionJob(known, refinement, found.lists, status, extent))
         self.rows_max = max(self.rows_max, len(known.plan.rows.scales))

@@ -120,7 +120,6 @@ class DeviceGroup:
             halves = _split_bytes(by_column)
         self._places = [staging.add(array) for array in (*halves, row_of)]
         self._sent = staging.send()
-        self._scales: dict[tuple[int, int], torch.Tensor] = {}
         self._targets: dict[tuple[int, int], torch.Tensor] = {}
         self._inverse_scales: dict[int, torch.Tensor] = {}
         self._components: tuple[torch.Tensor, list[int]] | None = None
@@ -136,13 +135,10 @@ class DeviceGroup:
         high, low, row_of = (address(self._sent) + place for place in self._places)
         return high, low, row_of
 
-    def scale(self, units: int, thirds: int) -> int:
-        """Return the address of the columns' scales at a step."""
-        key = (units, thirds)
-        if key not in self._scales:
-            scale = step_of(units, thirds) / (SIXTEENTHS * ONE) / self._weight.astype(np.float64)
-            self._scales[key] = self._kept(_by_column(scale.astype(np.float32), self.pairs.columns))
-        return address(self._scales[key])
+    def scale(self, units: int, thirds: int) -> torch.Tensor:
+        """Return the columns' scales at a step, on the device, for who asks to keep: objects may be of any step."""
+        scale = step_of(units, thirds) / (SIXTEENTHS * ONE) / self._weight.astype(np.float64)
+        return self._kept(_by_column(scale.astype(np.float32), self.pairs.columns))
 
     @property
     def values_depth(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.suites import block_meta, smooth_bits
 from cases import EMULATED, TideCase, bits_of, on_processor, tide_cases, untouched
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
-from kvtide.codec.tide import TideCodec
+from kvtide.codec.tide import Steps, TideCodec
 from kvtide.codec.tide.coding import apart_tokens, first_apart
 from kvtide.codec.tide.model import TideModel
 from kvtide.codec.tide.promise import check_promise
@@ -141,12 +142,16 @@ def spoiled(data: bytearray, change: str) -> bytes:
         data[-40] ^= 4
     elif change == "short":
         del data[-2:]
+    elif change == "planes":
+        data[:2] = (-480).to_bytes(2, "little", signed=True)
     else:
         data[0] ^= 1
     return bytes(data)
 
 
-@pytest.mark.parametrize(("which", "change"), [(0, "word"), (0, "short"), (1, "word"), (1, "step"), (2, "word")])
+@pytest.mark.parametrize(
+    ("which", "change"), [(0, "word"), (0, "short"), (0, "planes"), (1, "word"), (1, "step"), (2, "word")]
+)
 def test_spoiled_block_is_refused_and_its_neighbour_is_not(kernels: Kernels, which: int, change: str) -> None:
     layers, target = pages(8, kernels.device)
     meta = block_meta(LAYOUT, 0, 1)
@@ -273,3 +278,19 @@ def test_bad_sources_are_refused(kernels: Kernels) -> None:
         encoder.encode([PagedBlock(block_meta(LAYOUT), np.full(32, -1))])
     with pytest.raises(ValueError, match="profile"):
         DeviceTideEncoder(DeviceModel(kernels, OTHER), source, CODEC.steps)
+
+
+def test_objects_of_ever_more_steps_take_no_more_of_the_device(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide_gpu.tide.PLANS_MAX", 2)
+    meta, block, kept = block_meta(LAYOUT, 0, 1), untouched(LAYOUT, kernels.device), []
+    target = block_target(block, LAYOUT)
+    device = DeviceTide(device_model(kernels), target)
+    for units in range(-20, -12):
+        sections = CODEC.with_steps(Steps(units, 0)).encode(meta, smooth_bits(LAYOUT, 8))
+        assert device.decode([StoredBlock(meta, sections, target.token_starts([0]))], kernels.follow) == [True]
+        del sections
+        gc.collect()
+        kept.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
+    assert len(set(kept[3:])) == 1
