@@ -369,7 +369,7 @@ def test_projections_that_would_read_elsewhere_are_refused() -> None:
         np.ones((1, 4, 1), np.float32),
     )
     out, apart, coded = np.zeros((4, 16), np.int16), np.zeros(4, np.uint8), np.ones(16, np.uint8)
-    rest: tuple[Any, ...] = (ones, ones, NO_PANELS, (0, 16))
+    rest: tuple[Any, Any, Any, Any] = (ones, ones, NO_PANELS, (0, 16))
     with pytest.raises(ValueError, match="pairs"):
         turns = (angles, angles, np.zeros(1, np.uint8), 2**64 - 2, False)
         _native.tide_project("portable", *block, turns, *rest, NO_STAGE, coded, apart, out)
