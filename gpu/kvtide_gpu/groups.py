@@ -130,7 +130,7 @@ class DeviceGroups:
 
     def _trim(self) -> None:
         """Forget what was not used for longest, once nothing that uses it is under way."""
-        counts = [each.distribution.tables.count for each in self._distributions.values()]
+        counts = [len(each.distribution.tables.rows) for each in self._distributions.values()]
         for excess in accumulate(counts, lambda left, count: left - count, initial=sum(counts)):
             if excess <= TABLES_MAX:
                 break

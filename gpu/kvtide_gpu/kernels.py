@@ -294,7 +294,7 @@ class DeviceRans:
     def lanes(self) -> int:
         """Return the address of the tables for decoding."""
         if self._room is None:
-            staging, count = Staging(self._kernels), self._tables.count
+            staging, count = Staging(self._kernels), len(self._tables.rows)
             staging.add(self._tables.rows.astype(np.uint16))
             with self._kernels.queue():
                 room = torch.empty(count * (LANES_BYTES + CODES_BYTES), dtype=torch.uint8, device=self._kernels.device)
@@ -308,7 +308,7 @@ class DeviceRans:
     @property
     def codes(self) -> int:
         """Return the address of the tables for encoding."""
-        return self.lanes + self._tables.count * LANES_BYTES
+        return self.lanes + len(self._tables.rows) * LANES_BYTES
 
 
 class Packed(NamedTuple):

@@ -178,4 +178,4 @@ def test_distributions_on_the_device_are_bounded(kernels: Kernels, monkeypatch: 
     groups, expected = DeviceGroups(kernels), codec.encode(meta, bits)
     for _ in range(2):
         assert groups.encode(codec, meta, bits) == expected
-    assert sum(each.distribution.tables.count for each in groups._distributions.values()) <= 100
+    assert sum(len(each.distribution.tables.rows) for each in groups._distributions.values()) <= 100

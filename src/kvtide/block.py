@@ -108,12 +108,9 @@ class BlockMeta:
 
 def check_bits(bits: BlockBits, layout: BlockLayout) -> None:
     """Raise ValueError unless `bits` is a C-contiguous array of exactly this layout."""
-    if bits.dtype != layout.bits_dtype:
-        raise ValueError(f"block bits must be {layout.bits_dtype}, got {bits.dtype}")
-    if bits.shape != layout.shape:
-        raise ValueError(f"block bits must have shape {layout.shape}, got {bits.shape}")
-    if not bits.flags.c_contiguous:
-        raise ValueError("block bits must be C-contiguous")
+    if bits.dtype != layout.bits_dtype or bits.shape != layout.shape or not bits.flags.c_contiguous:
+        found = f"{bits.dtype} of {bits.shape}, strides {bits.strides}"
+        raise ValueError(f"block bits must be {layout.bits_dtype} of shape {layout.shape}, C-contiguous, got {found}")
 
 
 def values_of(bits: BlockBits, dtype: KVDtype) -> NDArray[np.float32]:

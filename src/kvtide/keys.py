@@ -56,8 +56,7 @@ def tokens_array(tokens: TokenIds) -> NDArray[np.uint32]:
 
 def block_keys(namespace: Namespace, tokens: TokenIds, block_tokens: int) -> list[BlockKey]:
     """Return the keys of all full blocks of `tokens`. ValueError for bad token ids or `block_tokens` < 1."""
-    chain = KeyChain(namespace, block_tokens)
-    return chain.extend(tokens)
+    return KeyChain(namespace, block_tokens).extend(tokens)
 
 
 class KeyChain:

@@ -130,7 +130,7 @@ def sections_by_layer(layout: BlockLayout, sections: Sequence[Section]) -> list[
     return ordered
 
 
-class RawCodec:
+class RawCodec(LayeredCodec):
     """Stores every byte as it is."""
 
     codec_id = "raw-1"
@@ -139,7 +139,6 @@ class RawCodec:
     profile = None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
-        """Return 0: the sections are views."""
         return 0
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
@@ -149,13 +148,11 @@ class RawCodec:
         return [Section(section_id, layer.data) for section_id, layer in layers]
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
-        """Copy each section into its layer of `out`."""
         check_bits(out, meta.layout)
         for section, layer in zip(sections_by_layer(meta.layout, sections), out, strict=True):
             layer[:] = self.decode_layer(meta.layout, section)
 
     def decode_layer(self, layout: BlockLayout, section: Section) -> BlockBits:
-        """Return a view of the section."""
         if len(section.data) != layout.layer_bytes:
             found = f"section {section.id} has {len(section.data)} bytes"
             raise CorruptPayload(f"{found}, a layer has {layout.layer_bytes}")

@@ -5,7 +5,6 @@ The bytes depend on nothing else.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
@@ -51,7 +50,7 @@ class Escapes(NamedTuple):
     counts: NDArray[np.uint64]
 
 
-class EntropyTables(ABC):
+class EntropyTables:
     """A set of static tables, which native code encodes and decodes with. Immutable: threads may share it.
 
     A coder is a subclass, with its native functions: `fit` makes rows of counts, `read` and `write` are their compact
@@ -98,14 +97,9 @@ class EntropyTables(ABC):
         return type(self).write(self.rows).tobytes()
 
     @property
-    @abstractmethod
     def weights(self) -> NDArray[np.uint64]:
         """Counts, (tables, 32), of which `build` makes these same tables."""
-
-    @property
-    def count(self) -> int:
-        """The number of tables."""
-        return len(self.rows)
+        return self.rows.astype(np.uint64)
 
     def encode(self, symbols: NDArray[np.uint8], runs: Runs) -> Streams:
         """Return one stream for each row of `symbols`: (streams, count), contiguous.
@@ -154,14 +148,3 @@ class RansTables(EntropyTables):
 
     name, dtype, table_bits_min, native = "rans", np.uint16, 10, _native.RansTables
     fit, read, write = _native.rans_quantise, _native.rans_read_tables, _native.rans_write_tables
-
-    @property
-    def weights(self) -> NDArray[np.uint64]:
-        return self.rows.astype(np.uint64)
-
-
-def count_values(values: NDArray[np.uint8], runs: Runs, table_count: int) -> NDArray[np.uint64]:
-    """Return (tables, 256): how often each value of (streams, count) stands in runs of each table."""
-    counts = np.zeros((table_count, 256), dtype=np.uint64)
-    _native.count_bytes(values, runs.symbols, runs.tables, counts)
-    return counts

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
-from kvtide.codec.base import layer_section_ids, layer_views, sections_by_layer
+from kvtide.codec.base import LayeredCodec, layer_section_ids, layer_views, sections_by_layer
 from kvtide.codec.entropy import rans_paths
 from kvtide.errors import CorruptPayload
 from kvtide.types import Section
 
 
-class LosslessCodec:
+class LosslessCodec(LayeredCodec):
     """Splits elements into planes and codes those that shrink. Every bit pattern survives."""
 
     codec_id = "lossless-2"
@@ -31,7 +31,6 @@ class LosslessCodec:
         return 3 * layout.layer_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
-        """Return one section a layer."""
         check_bits(bits, meta.layout)
         path, dtype = rans_paths()[0], meta.layout.dtype.value
         layers = zip(layer_section_ids(meta.layout.layers), layer_views(bits), strict=True)
@@ -45,7 +44,6 @@ class LosslessCodec:
             _decode_layer(meta.layout, section, layer)
 
     def decode_layer(self, layout: BlockLayout, section: Section) -> BlockBits:
-        """Return the section's layer."""
         values: BlockBits = np.empty(layout.shape[1:], layout.bits_dtype)
         _decode_layer(layout, section, values.reshape(-1).view(np.uint8))
         return values

@@ -6,7 +6,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.base import Codec, RawCodec
@@ -109,33 +110,21 @@ def _chunkwise(profile: Profile | None, level: str = "3", coder: str = "rans") -
     return ChunkwiseCodec(int(level), coder_named(coder), profile)
 
 
-def _snippet(_profile: Profile | None) -> Codec:
-    from kvtide.codec.published import SnippetCodec
+def _of(module: str, name: str, *kinds: type, has_profile: bool = True) -> Callable[..., Codec]:
+    """Return what makes a codec of the arguments that are given; the codec knows what the others are."""
 
-    return SnippetCodec()
+    def make(profile: Profile | None, *texts: str) -> Codec:
+        made: Any = getattr(import_module(f"kvtide.codec.{module}"), name)
+        numbers = (kind(text) for kind, text in zip(kinds, texts, strict=False))
+        return cast(Codec, made(profile, *numbers) if has_profile else made(*numbers))
 
-
-def _numbers(texts: Sequence[str], *kinds: type) -> list[Any]:
-    """Return the arguments that are given; codecs know what the others are."""
-    return [kind(text) for kind, text in zip(kinds, texts, strict=False)]
-
-
-def _tide(profile: Profile | None, *numbers: str) -> Codec:
-    from kvtide.codec.tide import TideCodec
-
-    return TideCodec(profile, *_numbers(numbers, float, int))
+    return make
 
 
-def _packed(profile: Profile | None, *numbers: str) -> Codec:
-    from kvtide.codec.packed import PackedCodec
-
-    return PackedCodec(profile, *_numbers(numbers, float, int))
-
-
-def _impress(_profile: Profile | None, *numbers: str) -> Codec:
-    from kvtide.codec.packed import ImpressCodec
-
-    return ImpressCodec(*_numbers(numbers, int, int))
+_tide = _of("tide", "TideCodec", float, int)
+_packed = _of("packed", "PackedCodec", float, int)
+_impress = _of("packed", "ImpressCodec", int, int, has_profile=False)
+_snippet = _of("published", "SnippetCodec", has_profile=False)
 
 
 # Codecs by the name that a user gives. Each is imported when it is first made.

@@ -16,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.block import HEAD_DIM_MAX, LAYERS_MAX, KVDtype
+from kvtide.block import HEAD_DIM_MAX, LAYERS_MAX, BlockBits, KVDtype
 from kvtide.errors import CorruptPayload
 
 KINDS_MAX = 64
-# Bit patterns, as in a block.
-BitRows = NDArray[np.uint16] | NDArray[np.uint32]
 
 _VERSION = 1
 # version, pairs, dim_start, dim_stop, kinds, layers
@@ -91,7 +89,7 @@ class Rotary:
         cos, sin = np.cos(angles) * cos_scale, np.sin(angles) * sin_scale
         return RotaryTables(cos.astype(np.float32), sin.astype(np.float32))
 
-    def load(self, keys: BitRows, dtype: KVDtype, tables: RotaryTables) -> NDArray[np.float32]:
+    def load(self, keys: BlockBits, dtype: KVDtype, tables: RotaryTables) -> NDArray[np.float32]:
         """Return keys as float32, turned by `tables`: by `inverse_tables`, they are as before RoPE.
 
         keys: (tokens, kv_heads, head_dim), bit patterns of `dtype`, contiguous: K of one layer of a block.

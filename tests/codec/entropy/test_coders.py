@@ -38,7 +38,7 @@ def bell_runs(streams: int, count: int) -> tuple[Runs, NDArray[np.uint8]]:
 
 def decode(tables: EntropyTables, streams: Streams, runs: Runs, like: NDArray[np.uint8]) -> NDArray[np.uint8]:
     out = np.empty_like(like)
-    tables.decode(streams, runs, np.tile(IDENTITY, (tables.count, 1)), out)
+    tables.decode(streams, runs, np.tile(IDENTITY, (len(tables.rows), 1)), out)
     return out
 
 
@@ -223,7 +223,7 @@ def check_identity(twin: Twin, rows: list[list[int]], streams: int, count: int, 
         assert bytes(coded.data) == b"".join(truth), path
         assert list(coded.sizes) == [len(stream) for stream in truth]
         out = np.empty_like(symbols)
-        native.decode(coded, runs, np.tile(IDENTITY, (native.count, 1)), out)
+        native.decode(coded, runs, np.tile(IDENTITY, (len(native.rows), 1)), out)
         assert np.array_equal(out, symbols), path
 
 

@@ -66,7 +66,7 @@ class SnippetCodec:
         sections = _named(self._anchors.encode(anchors, firsts), SectionKind.ANCHOR)
         if deltas is None:
             return sections
-        values, is_delta = values_of(bits, meta.layout.dtype), _is_delta(meta.layout)
+        values, is_delta = values_of(bits, meta.layout.dtype), np.arange(meta.layout.tokens) % STRIDE > 0
         with np.errstate(invalid="ignore", over="ignore"):
             found: Any = (values - _of_group(values_of(firsts, meta.layout.dtype), meta.layout))[:, :, is_delta]
         differences = np.ascontiguousarray(found).view(np.uint32)
@@ -88,15 +88,14 @@ class SnippetCodec:
             return
         differences: BlockBits = np.empty(deltas.layout.shape, deltas.layout.bits_dtype)
         self._deltas.decode(deltas, rest, differences)
-        values, is_delta = _of_group(values_of(firsts, meta.layout.dtype), meta.layout), _is_delta(meta.layout)
+        values, is_delta = (
+            _of_group(values_of(firsts, meta.layout.dtype), meta.layout),
+            np.arange(meta.layout.tokens) % STRIDE > 0,
+        )
         with np.errstate(over="ignore"):
             values[:, :, is_delta] += differences.view(np.float32)
         out[:] = _bits(values, meta.layout.dtype)
         out[:, :, ::STRIDE] = firsts
-
-
-def _is_delta(layout: BlockLayout) -> NDArray[np.bool_]:
-    return np.arange(layout.tokens) % STRIDE > 0
 
 
 def _halves(meta: BlockMeta) -> tuple[BlockMeta, BlockMeta | None]:

@@ -254,11 +254,6 @@ def _third_of(items: Items, which: Which, path: str) -> Items:
     return out
 
 
-def _is_last(steps: Steps, refinement: int) -> bool:
-    """Tell whether a section's levels lie on a trellis, and are not those of a coarser step."""
-    return steps.is_trellis and refinement == steps.refinements
-
-
 def _plain_rows(
     planes: Sequence[Plane], gains: Units, items: Sequence[Items], has_states: bool
 ) -> Iterator[tuple[int, Rows]]:
@@ -274,13 +269,13 @@ def _plain_rows(
 def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> tuple[Lists, bytes]:
     """Return a section's lists, filled, and how a trellis shares them out; no bytes without one."""
     rows, (_, gains), values = levels
-    planes, has_states = rows.planes(steps.base_units, refinement), _is_last(steps, refinement)
+    planes, has_states = rows.planes(steps.base_units, refinement), steps.has_states(refinement)
     after = [values[refinement]]
     for plane in planes[:0:-1]:
         after.insert(0, _third_of(after[0], plane.digits, path))
     before = [values[refinement - 1] if refinement else after[0], *after]
-    jobs: list[tuple[Rows | StateRows, Items]] = []
-    jobs += [(each, before[number]) for number, each in _plain_rows(planes, gains, after, has_states)]
+    plain = _plain_rows(planes, gains, after, has_states)
+    jobs: list[tuple[Rows | StateRows, Items]] = [(each, before[number]) for number, each in plain]
     if has_states:
         jobs.append((planes[-1].state_rows(gains, after[-1])[0], before[-2]))
     counts = np.zeros(TRELLIS_TABLES if steps.is_trellis else TABLES, dtype=np.int64)
@@ -321,9 +316,9 @@ def _refine(
 ) -> None:
     """Add what a section says to `items`. CorruptPayload if it does not fit what is there."""
     steps, coded, state_counts = section
-    planes, has_states = rows.planes(steps.base_units, refinement), _is_last(steps, refinement)
+    planes, has_states = rows.planes(steps.base_units, refinement), steps.has_states(refinement)
     tables, states = model.tables_of(steps), list[StateRows]()
-    counts = np.zeros(tables.count, dtype=np.int64)
+    counts = np.zeros(len(tables.rows), dtype=np.int64)
     if has_states:
         every, under_first = planes[-1].state_rows(gains, items)
         states.append(every)
@@ -338,10 +333,9 @@ def _refine(
         each.count_into(items, counts, path)
     lists = Lists(counts, path)
     lists.decode(tables, coded)
-    for plain_rows in plain:
-        lists.take(plain_rows)
-    for state_rows in states:
-        lists.take(state_rows)
+    every_row: list[Rows | StateRows] = [*plain, *states]
+    for each_row in every_row:
+        lists.take(each_row)
 
 
 def _restore(

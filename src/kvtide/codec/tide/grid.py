@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide import _native
-from kvtide.codec.entropy import SYMBOLS, Escapes, RansTables, Runs, Streams, count_values
+from kvtide.codec.entropy import SYMBOLS, Escapes, RansTables, Runs, Streams
 from kvtide.errors import CorruptPayload
 
 UNITS = 12
@@ -256,10 +256,11 @@ class Lists:
 
     def symbol_counts(self) -> NDArray[np.uint64]:
         """Return how often each table codes each symbol, fillings left out: (tables, 32). The lists must be full."""
-        tables = np.arange(len(self._counts))
-        counts = count_values(self._symbols()[0], self._entropy_runs(), len(tables))[:, :SYMBOLS]
+        tables, runs = np.arange(len(self._counts)), self._entropy_runs()
+        counts = np.zeros((len(tables), 256), dtype=np.uint64)
+        _native.count_bytes(self._symbols()[0], runs.symbols, runs.tables, counts)
         counts[tables, _ZEROS[tables]] -= (self._runs * RUN_SYMBOLS - self._counts).astype(np.uint64)
-        return counts
+        return counts[:, :SYMBOLS]
 
     def encode(self, tables: RansTables) -> CodedLists:
         """Return the coded form of lists that are full."""

@@ -56,6 +56,10 @@ class Steps(NamedTuple):
         """Return the base's step."""
         return self.final_units + THIRD * self.refinements
 
+    def has_states(self, refinement: int) -> bool:
+        """Tell whether a section's levels lie on a trellis, and are not those of a coarser step."""
+        return self.is_trellis and refinement == self.refinements
+
 
 class SectionBytes(NamedTuple):
     """The fields of every section. state_counts: of the last one where levels lie on a trellis."""
@@ -104,9 +108,11 @@ class Base(NamedTuple):
     apart: Apart
 
 
-def join_refinement(section: SectionBytes) -> bytes:
-    """Return the bytes of a section that is no base."""
-    return b"".join([_prefix(section), *_body(section)])
+def join_refinement(section: SectionBytes, *base: bytes) -> bytes:
+    """Return the bytes of a section. base: what a base has besides, in pieces."""
+    lists = section.lists
+    head = _PREFIX.pack(*section.steps, *lists.streams.sizes, *lists.escape_counts)
+    return b"".join([head, *base, section.state_counts, lists.streams.data, lists.escapes.astype("<i2").tobytes()])
 
 
 def join_base(section: SectionBytes, base: Base) -> bytes:
@@ -116,18 +122,9 @@ def join_base(section: SectionBytes, base: Base) -> bytes:
     padded[:tokens] = base.loudness.parts
     packed = (padded.reshape(-1, PARTS) << _PART_BITS).sum(axis=1)
     positions, scales, values = base.apart
-    parts = [_prefix(section), base.loudness.gains.astype(np.int8).tobytes(), packed.astype(np.uint8).tobytes()]
-    parts += [struct.pack("<H", len(positions)), positions.astype("<u2").tobytes(), scales.astype("<u2").tobytes()]
-    return b"".join([*parts, values.tobytes(), *_body(section)])
-
-
-def _prefix(section: SectionBytes) -> bytes:
-    return _PREFIX.pack(*section.steps, *section.lists.streams.sizes, *section.lists.escape_counts)
-
-
-def _body(section: SectionBytes) -> tuple[bytes | bytearray | memoryview, ...]:
-    lists = section.lists
-    return section.state_counts, lists.streams.data, lists.escapes.astype("<i2").tobytes()
+    parts = [base.loudness.gains.astype(np.int8), packed.astype(np.uint8), np.array([len(positions)], dtype="<u2")]
+    parts += [positions.astype("<u2"), scales.astype("<u2"), values]
+    return join_refinement(section, *(each.tobytes() for each in parts))
 
 
 def join_state_counts(counts: NDArray[np.int64]) -> bytes:
