@@ -10,7 +10,7 @@ from kvtide.clock import SystemClock
 from kvtide.engines.paged import Namespaces, OpaquePages, ScheduledRequest, SchedulerHalf, WorkerHalf
 from kvtide.engines.paged.pages import CellOrder, HostPages, keys_values
 from kvtide.engines.paged.sequence import StepCommands
-from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
+from kvtide.engines.settings import NO_OPTIONS, RequestOptions
 from kvtide.keys import block_keys, namespace_digest
 from kvtide.store import Cache, PendingBlock
 from kvtide.types import BlockKey, Namespace, ObjectId
@@ -75,62 +75,6 @@ def pending(layout: BlockLayout, tokens: list[int], blocks: Sequence[BlockBits],
     return [one(position, bits) for position, bits in enumerate(blocks, start)]
 
 
-class LineEngine:
-    """Both halves on a store that has the first `blocks` blocks of a line, and pages for all of it, from page 1 on."""
-
-    def __init__(self, make_cache: Callable[[], Cache], layout: BlockLayout, line: list[int], blocks: int) -> None:
-        self.asking, self.cache = make_cache(), make_cache()
-        self.asking.open()
-        self.cache.open()
-        self._line, self._blocks, self._layout = line, blocks, layout
-        self._numbers = list(range(1, 2 + len(line) // PAGE_TOKENS))
-        self.scheduler = SchedulerHalf(
-            self.asking, namespaces(layout), layout.tokens, PAGE_TOKENS, SystemClock(), match_s_max=5.0
-        )
-        self.pool, self.pages = host_pages(CellOrder.SPLIT, 1 + len(self._numbers), layout)
-        self.worker = WorkerHalf(self.cache, self.pool, 0, "toy", SystemClock())
-
-    def ask(self, request: str, stream: StreamOrder | None = None) -> int:
-        """Match as an engine does: again and again until there is an answer."""
-        hit = None
-        while hit is None:
-            hit = self.scheduler.match(request, b"", self._line, 0, RequestOptions(stream=stream))
-        return hit
-
-    def load(self, request: str, stream: StreamOrder | None = None) -> set[int]:
-        """Load the blocks; return the pages that were not filled."""
-        hit = self.ask(request, stream)
-        assert hit == self._blocks * self._layout.tokens
-        self.scheduler.allocated(request, self._numbers, hit)
-        orders = self.scheduler.plan((), 0)
-        self.worker.start(orders)
-        for _ in range(12_000):
-            outcome = self.worker.ended([], is_idle=True)
-            if outcome.requests:
-                self.scheduler.heard(self.worker.report(orders.step))
-                return outcome.failed_pages
-        raise AssertionError("the load never ended")
-
-    def held(self) -> list[BlockBits]:
-        """Return what the pages have of the blocks."""
-        size = self._layout.tokens // PAGE_TOKENS
-        starts = range(0, self._blocks * size, size)
-        return [self.pool.capture(self._numbers[start : start + size]).block() for start in starts]
-
-    def computed(self, request: str, line: list[int] | None = None) -> int:
-        """Have the rest of a line computed; return how many blocks that orders to be stored."""
-        line = line or self._line
-        orders = self.scheduler.plan([ScheduledRequest(request, line, len(line), lambda: self._numbers)], 100)
-        self.worker.start(orders)
-        self.worker.store(orders)
-        self.scheduler.finished(request)
-        return len(orders.stores)
-
-    def close(self) -> None:
-        self.scheduler.close()
-        self.worker.close()
-
-
 class ToyEngine:
     """An engine that computes by writing blocks given beforehand; the pages of a request are the next free ones."""
 
@@ -143,16 +87,18 @@ class ToyEngine:
         tail_tokens: int = 0,
         states: OpaquePages | None = None,
         every: int = 0,
+        layout: BlockLayout = LAYOUT,
+        page_count: int = PAGES,
     ) -> None:
-        names, clock = namespaces(shards=shards, has_states=states is not None), SystemClock()
+        names, clock = namespaces(layout, shards, has_states=states is not None), SystemClock()
         cache = open_cache(store, load_s_max=5.0)
         options: dict[str, Any] = {"tail_tokens": tail_tokens, "state_every_tokens": every}
         # A busy machine is no slow store.
-        self.scheduler = SchedulerHalf(cache, names, BLOCK, PAGE_TOKENS, clock, 20.0, **options)
-        self.pool, self.layers = host_pages(ORDER, pages=PAGES)
+        self.scheduler = SchedulerHalf(cache, names, layout.tokens, PAGE_TOKENS, clock, 20.0, **options)
+        self.pool, self.layers = host_pages(ORDER, page_count, layout)
         self.has_room, kept = True, (kept_bytes_max, states, tail_tokens, False, lambda: self.has_room)
         self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", clock, *kept)
-        self._free = iter(range(1, PAGES))
+        self._free = iter(range(1, page_count))
         # Whether the last load failed its request.
         self.has_failed = False
 
@@ -210,7 +156,7 @@ class ToyEngine:
 
     def wait(self, request: str) -> set[int]:
         """Step until the request's load has ended; return the pages that were not filled."""
-        for _ in range(2000):
+        for _ in range(12_000):
             outcome = self.worker.ended([], is_idle=True)
             if request in outcome.requests:
                 self.has_failed = bool(outcome.failed)

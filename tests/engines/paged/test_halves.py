@@ -63,6 +63,15 @@ def second(engines: Engines) -> ToyEngine:
     return engines()
 
 
+def taking(cache: Cache, monkeypatch: pytest.MonkeyPatch, touch_it: Callable[..., None]) -> WorkerHalf:
+    """Let a worker take its cache's memory, touched by something else, until it has ended."""
+    monkeypatch.setattr("kvtide.tier.ram.memory.touch", touch_it)
+    worker = WorkerHalf(cache, host_pages(ORDER, pages=64)[0], 0, "toy", SystemClock())
+    worker.take_memory()
+    wait_until(lambda: "kvtide-memory" not in {thread.name for thread in threading.enumerate()}, "its end")
+    return worker
+
+
 def test_memory_is_there_before_blocks_need_it(
     open_cache: Callable[..., Cache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,11 +81,7 @@ def test_memory_is_there_before_blocks_need_it(
         touch(taken, is_wanted)
         touched.append(taken)
 
-    monkeypatch.setattr("kvtide.tier.ram.memory.touch", noting)
-    cache = open_cache(str(tmp_path), memory_bytes_max=room)
-    worker = WorkerHalf(cache, host_pages(ORDER, pages=64)[0], 0, "toy", SystemClock())
-    worker.take_memory()
-    wait_until(lambda: "kvtide-memory" not in {thread.name for thread in threading.enumerate()}, "its end")
+    worker = taking(open_cache(str(tmp_path), memory_bytes_max=room), monkeypatch, noting)
     assert sum(map(resident_bytes, touched)) > room // 2
     touched.clear()
     worker.close()
@@ -88,13 +93,9 @@ def test_memory_that_can_not_be_had_is_a_fault_of_the_cache_alone(
     def refused(memory: memoryview, is_wanted: Callable[[], bool]) -> None:
         raise MemoryError("no more of it")
 
-    monkeypatch.setattr("kvtide.tier.ram.memory.touch", refused)
     unhandled: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", unhandled.append)
-    worker = WorkerHalf(open_cache(str(tmp_path)), host_pages(ORDER, pages=64)[0], 0, "toy", SystemClock())
-    worker.take_memory()
-    wait_until(lambda: "kvtide-memory" not in {thread.name for thread in threading.enumerate()}, "its end")
-    worker.close()
+    taking(open_cache(str(tmp_path)), monkeypatch, refused).close()
     assert not unhandled
 
 
@@ -353,12 +354,6 @@ def test_first_step_of_some_length_says_nothing_of_speed(engines: Engines) -> No
         step = engine.step(tokens=tokens)
         engine.scheduler.heard(engine.worker.report(step.step))
         assert (engine.scheduler.cache.judge.prefill() is not None) == is_known
-
-
-def test_private_store_counts_what_was_ordered(engines: Engines) -> None:
-    engine = engines("memory://")
-    engine.compute("a", PROMPT)
-    assert engine.ask("b", PROMPT) == 3 * BLOCK
 
 
 def test_finished_request_ends_its_load_and_nothing_is_written_later(second: ToyEngine) -> None:
