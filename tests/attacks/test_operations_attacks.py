@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.attacks.floods import GRANTS, ask, head
-from tests.server.worlds import World, granted, logged, path_of, put, stalled
+from tests.server.worlds import World, exchange, granted, logged, path_of, put, stalled
 from tests.server.worlds import ask as ask_world
 from tests.servers import RunningServer, counted, running_server
 from tests.suites.tier_suite import object_bytes, object_id
@@ -57,16 +57,10 @@ def test_small_object_passes_many_large_ones_of_another_address_on_an_open_serve
     assert finished.index("127.0.0.3") < 18
 
 
-def exchange(server: RunningServer, data: bytes) -> bytes:
-    with server.connect() as sock:
-        sock.sendall(data)
-        return sock.recv(1000)
-
-
 def test_strangers_and_malformed_heads_leave_lines_with_their_address(tmp_path: Path) -> None:
     with logged(ACCESS_LOGGER, tmp_path / "access") as lines, running_server(grants=GRANTS) as server:
         assert b" 400 " in exchange(server, b"GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n")
-        assert b" 401 " in exchange(server, head("GET", path_of(1)))
+        assert b" 401 " in exchange(server, head("GET", path_of(1), Connection="close"))
         wait_until(lambda: len(lines()) == 2, "both lines")
         found = {line["route"]: (line["address"], line["status"]) for line in lines()}
         metrics = ask(server, "GET", "/metrics")[1].decode()

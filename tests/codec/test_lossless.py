@@ -10,13 +10,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.suites import block_meta
 from tests.suites.codec_suite import decoded_by
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import LosslessCodec
 from kvtide.errors import CorruptPayload
-from kvtide.types import BlockKey, Namespace, ObjectId, Section
+from kvtide.types import Section
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lossless-2.txt"
 CODEC = LosslessCodec()
@@ -24,9 +25,7 @@ every_dtype = pytest.mark.parametrize("dtype", list(KVDtype), ids=lambda dtype: 
 
 
 def meta_of(dtype: KVDtype, layers: int = 2, tokens: int = 64) -> BlockMeta:
-    layout = BlockLayout(layers, tokens, 2, 16, dtype)
-    digest = b"\1" * 32
-    return BlockMeta(ObjectId(Namespace(digest), BlockKey(digest)), BlockKey(digest), 0, layout)
+    return block_meta(BlockLayout(layers, tokens, 2, 16, dtype))
 
 
 def bits_of(values: NDArray[np.float32], dtype: KVDtype) -> BlockBits:

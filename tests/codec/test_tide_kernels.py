@@ -52,6 +52,13 @@ def no_apart(channels: int) -> tuple[Any, ...]:
     return np.empty(0, np.uint16), np.empty(shape, np.uint16), np.empty((*shape, channels), np.int8)
 
 
+def restored(path: str, tokens: int, channels: int, *coded: Any) -> np.ndarray:
+    """What comes back of coded components, as rows of tokens: keys and then values."""
+    back = np.empty((2, tokens, channels), dtype=np.float32)
+    _native.tide_restore(path, *coded, no_apart(channels), no_turns(tokens), *block_of(back))
+    return back.transpose(1, 0, 2).reshape(tokens, -1)
+
+
 def packed(matrix: np.ndarray) -> np.ndarray:
     rows, columns = matrix.shape
     panels = np.empty(-(-columns // 16) * (-(-rows // 2)) * 32, dtype=np.int16)
@@ -116,8 +123,7 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     mean = rng.normal(size=count).astype(np.float32)
     scale = rng.uniform(20, 60, count).astype(np.float32)
     steps, apart = np.empty((tokens, used), dtype=np.int16), np.zeros(tokens, dtype=np.uint8)
-    transposed, turns = packed(np.ascontiguousarray(matrix.T)), no_turns(tokens)
-    block = (*block_of(values), turns)
+    transposed, block = packed(np.ascontiguousarray(matrix.T)), (*block_of(values), no_turns(tokens))
     seen = _native.tide_project(path, *block, mean, scale, transposed, (count, count), NO_STAGE, NO_CODED, apart, steps)
     assert not apart.any()
     expected, energy = twin.seen(values, mean, scale, matrix[:used])
@@ -131,14 +137,10 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     pulls = rng.integers(0, 4, (3 * rng.integers(0, 2), 4)).astype(np.int8)
     pulls[:, 0] = 0
     places = rng.permutation(tokens).astype(np.uint16)
-    back = np.empty((2, tokens, channels), dtype=np.float32)
     factor = (1 / scale / 8192).astype(np.float32)
-    panels = packed(matrix)
-    coded = (out, classes, pulls, places, mean, factor, panels, (count, count), NO_ORDER, NO_STAGE)
-    bits, shape, code = block_of(back)
-    _native.tide_restore(path, *coded, no_apart(channels), turns, bits, shape, code)
-    restored = twin.restore(out, classes, pulls, places, mean, factor, matrix)
-    assert np.array_equal(back.transpose(1, 0, 2).reshape(tokens, count), restored)
+    coded = (out, classes, pulls, places, mean, factor)
+    found = restored(path, tokens, channels, *coded, packed(matrix), (count, count), NO_ORDER, NO_STAGE)
+    assert np.array_equal(found, twin.restore(*coded, matrix))
 
 
 def orthonormal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -166,10 +168,10 @@ def test_transforms_in_two_stages_are_the_twins(path: str, seed: int, tokens: in
     mean, scale = rng.normal(size=count).astype(np.float32), rng.uniform(20, 60, count).astype(np.float32)
     steps, apart = np.empty((tokens, len(places)), dtype=np.int16), np.zeros(tokens, dtype=np.uint8)
     there = np.concatenate([packed(np.ascontiguousarray(each.T)) for each in matrices])
-    stage, turns = (there, block, strongest, places), no_turns(tokens)
+    stage = (there, block, strongest, places)
     panels = packed(np.ascontiguousarray(mix.T)) if mixed else NO_PANELS
     rest_of: tuple[Any, ...] = (panels, (mixed, mixed), stage, NO_CODED, apart, steps)
-    assert _native.tide_project(path, *block_of(values), turns, mean, scale, *rest_of)
+    assert _native.tide_project(path, *block_of(values), no_turns(tokens), mean, scale, *rest_of)
     assert not apart.any()
     assert np.array_equal(steps.T, twin.project_stages(values, mean, scale, stages))
 
@@ -178,14 +180,11 @@ def test_transforms_in_two_stages_are_the_twins(path: str, seed: int, tokens: in
     classes = rng.integers(0, 3, (len(places), 4)).astype(np.uint16)
     pulls = rng.integers(0, 4, (3 * rng.integers(0, 2), 4)).astype(np.int8)
     pulls[:, 0] = 0
-    order, back = rng.permutation(tokens).astype(np.uint16), np.empty((2, tokens, channels), dtype=np.float32)
-    factor, here = (1 / scale / 8192).astype(np.float32), np.concatenate([packed(each) for each in matrices])
+    order, here = rng.permutation(tokens).astype(np.uint16), np.concatenate([packed(each) for each in matrices])
     panels = packed(mix) if mixed else NO_PANELS
-    coded = (out, classes, pulls, order, mean, factor, panels, (mixed, mixed), NO_ORDER, (here, block, *stage[2:]))
-    bits, shape, code = block_of(back)
-    _native.tide_restore(path, *coded, no_apart(channels), turns, bits, shape, code)
-    restored = twin.restore_stages(out, classes, pulls, order, mean, factor, stages)
-    assert np.array_equal(back.transpose(1, 0, 2).reshape(tokens, count), restored)
+    coded = (out, classes, pulls, order, mean, (1 / scale / 8192).astype(np.float32))
+    rest_of = (panels, (mixed, mixed), NO_ORDER, (here, block, *stage[2:]))
+    assert np.array_equal(restored(path, tokens, channels, *coded, *rest_of), twin.restore_stages(*coded, stages))
 
 
 NEEDS_AMX = pytest.mark.skipif("amx" not in PATHS, reason="needs a processor with AMX")
@@ -211,16 +210,13 @@ def test_products_of_any_numbers_are_sums_modulo_two_to_the_32(
     classes, pulls = np.zeros((used, 4), dtype=np.uint16), np.array([[0, 3, -5, -7]], dtype=np.int8)
     places = np.arange(tokens, dtype=np.uint16)
     zero, one = np.zeros(2 * channels, dtype=np.float32), np.ones(2 * channels, dtype=np.float32)
-    out = np.empty((2, tokens, channels), dtype=np.float32)
     args = (coded, classes, pulls, places, zero, one, packed(matrix), (used, 2 * channels), NO_ORDER, NO_STAGE)
-    bits, shape, code = block_of(out)
-    _native.tide_restore(path, *args, no_apart(channels), no_turns(tokens), bits, shape, code)
+    found = restored(path, tokens, channels, *args)
     pull = pulls[0, np.clip(np.abs(coded), 0, 3)].astype(np.int16) * (coded != -32768)
     sixteenths = coded * np.int16(16) - np.where(coded < 0, -pull, pull)
     # Whole numbers below 2^53: exact.
     sums = sixteenths.T.astype(np.float64) @ matrix.astype(np.float64)
-    expected = sums.astype(np.int64).astype(np.int32).astype(np.float32)
-    assert np.array_equal(out.transpose(1, 0, 2).reshape(tokens, -1), expected)
+    assert np.array_equal(found, sums.astype(np.int64).astype(np.int32).astype(np.float32))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -242,15 +238,12 @@ def test_without_a_matrix_components_are_values_in_order(path: str) -> None:
     _native.tide_arrange(path, steps, places, row_of, out)
     by_value = values.transpose(0, 2, 1).reshape(40, 50)
     assert np.abs(out - 10 * by_value[order]).max() <= 0.54
-    back = np.empty_like(values)
     classes, pulls = np.zeros((33, 4), dtype=np.uint16), np.zeros((1, 4), dtype=np.int8)
     factor = np.full(40, 0.1 / 131072, dtype=np.float32)
     coded = (out, classes, pulls, places, mean, factor, NO_PANELS, (33, 40), order, NO_STAGE)
-    bits, shape, code = block_of(back)
-    _native.tide_restore(path, *coded, no_apart(20), no_turns(50), bits, shape, code)
-    restored = back.transpose(0, 2, 1).reshape(40, 50)
-    assert np.abs(restored - by_value)[order].max() <= 0.054
-    assert not np.delete(restored, order, axis=0).any()
+    found = restored(path, 50, 20, *coded).T
+    assert np.abs(found - by_value)[order].max() <= 0.054
+    assert not np.delete(found, order, axis=0).any()
 
 
 @pytest.mark.parametrize("path", PATHS)

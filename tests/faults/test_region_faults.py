@@ -1,7 +1,6 @@
 """Two regions and a centre over links of 100 Mbit/s: what one stores is found from the other; a cut is survived."""
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -32,24 +31,16 @@ class Regions:
         self.hosts = hosts
         self.port = free_ports(1)[0]
         regions = [word for host in hosts for word in ("--region", f"http://{host.address}:{PORT}")]
-        self._start(stack, folder / "centre.log", [], "--listen", f"0.0.0.0:{self.port}", *regions)
-        for number, host in enumerate(hosts):
+        serve = ("--open-to-all", "--tier", "memory://")
+        found = [Node(self.port, folder / "centre", *serve, "--listen", f"0.0.0.0:{self.port}", *regions)]
+        for host in hosts:
             host.shape(MBIT_S)
-            place = ["--listen", f"{host.address}:{PORT}", "--central", f"http://{host.gateway}:{self.port}"]
-            manifest = ["--manifest", str(folder / f"manifest-{number}")]
-            self._start(stack, folder / f"region-{number}.log", host.command(), *place, *manifest)
-        for address, port in [("127.0.0.1", self.port), *((host.address, PORT) for host in hosts)]:
-            wait_until(lambda place=(address, port): _is_up(*place), f"{address}:{port}", 60)  # type: ignore[misc]
+            own = folder / str(host.number)
+            place = ("--central", f"http://{host.gateway}:{self.port}", "--manifest", str(own / "manifest"))
+            found.append(Node(PORT, own, *serve, *place, host=host))
+        stack.enter_context(nodes(found))
         for number in range(len(hosts)):
             self.latest(number, "GET", 10**9)
-
-    def _start(self, stack: ExitStack, path: Path, prefix: list[str], *words: str) -> None:
-        serve = [sys.executable, "-m", "kvtide.cli", "serve", "--open-to-all", "--tier", "memory://", *words]
-        log = stack.enter_context(path.open("wb"))
-        command = ["setpriv", "--pdeathsig", "KILL", *prefix, *serve]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        stack.callback(process.wait)
-        stack.callback(process.kill)
 
     def ask(
         self, region: int, method: str, what: int | str, body: bytes | None = None, **headers: str
@@ -78,13 +69,6 @@ def _ask(
     host: str, port: int, method: str, what: int | str, body: bytes | None = None, **headers: str
 ) -> tuple[HTTPResponse, bytes]:
     return ask(Place(ListenAddress(host, port)), method, what, body, **headers)
-
-
-def _is_up(host: str, port: int) -> bool:
-    try:
-        return _ask(host, port, "GET", 10**9)[0].status in {404, 503}
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")

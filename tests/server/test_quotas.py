@@ -1,7 +1,7 @@
 """What tenants may have on a server, and clients behind a proxy."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,8 @@ def test_refused_and_broken_uploads_take_nothing_of_the_quota() -> None:
         assert held(server) == Stored("victim", 1, SIZE)
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_objects_expire_and_make_room(tiers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_EXPIRY_S", 0.2)
-    yield
-
-
-@pytest.mark.usefixtures("soon")
-def test_objects_expire_and_make_room(tiers: tuple[str, ...]) -> None:
     with running_server(grants=GRANTS, tiers=tiers, quotas={"victim": Quota(objects_max=1, ttl_s=0.5)}) as server:
         assert (put(server, 1)[0], put(server, 2)[0]) == (201, 507)
         assert put(server, 7, "attacker")[0] == 201
@@ -121,12 +115,6 @@ def test_region_counts_what_it_has_itself(tmp_path: Path) -> None:
 PROXY: dict[str, Any] = {"trusted_proxies": ("127.0.0.1",)}
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    with logged(ACCESS_LOGGER, tmp_path / "access") as lines:
-        yield lines
-
-
 @contextmanager
 def asked(server: RunningServer, client: str, who: str = "") -> Iterator[bytes]:
     """Ask for the metrics as a proxy that names a client; give the answer's beginning."""
@@ -141,10 +129,11 @@ def status(server: RunningServer, client: str, who: str = "") -> int:
         return int(answer[9:12])
 
 
-def test_strangers_header_counts_for_nothing(lines: Callable[[], list[dict[str, Any]]]) -> None:
-    with running_server(trusted_proxies=("10.0.0.0/8",)) as server:
-        assert status(server, "10.9.9.9") == 200
-    assert {line["address"] for line in lines()} == {"127.0.0.1"}
+def test_strangers_header_counts_for_nothing(tmp_path: Path) -> None:
+    with logged(ACCESS_LOGGER, tmp_path / "access") as lines:
+        with running_server(trusted_proxies=("10.0.0.0/8",)) as server:
+            assert status(server, "10.9.9.9") == 200
+        assert {line["address"] for line in lines()} == {"127.0.0.1"}
 
 
 def test_chain_is_believed_up_to_the_first_address_that_is_not_trusted() -> None:

@@ -46,11 +46,15 @@ def uses_of(tier: Tier, writer: bytes = b"writer-1", times: int = 8) -> UseStore
     return uses
 
 
-def repacked(tier: Tier, uses: UseStore) -> Repacked:
+def bases_of(tier: Tier) -> Any:
     load = SparseLoad(tier)
     load.open(METAS, REGISTRY)
     load.close()
-    return Repacker(tier, REGISTRY, uses).run(METAS, load.bases)
+    return load.bases
+
+
+def repacked(tier: Tier, uses: UseStore) -> Repacked:
+    return Repacker(tier, REGISTRY, uses).run(METAS, bases_of(tier))
 
 
 def decoded(tier: Tier, meta: BlockMeta) -> np.ndarray:
@@ -132,31 +136,25 @@ def test_a_block_with_more_important_tokens_ranks_higher() -> None:
 
 
 def test_a_damaged_object_is_left_alone() -> None:
-    tier, load = a_tier(), SparseLoad(a_tier())
-    load.open(METAS, REGISTRY)
-    load.close()
+    tier, bases = a_tier(), bases_of(a_tier())
     tier.replace(META.id, b"damaged")
-    assert Repacker(tier, REGISTRY, uses_of(tier)).run([META], load.bases[:1]).failed == 1
+    assert Repacker(tier, REGISTRY, uses_of(tier)).run([META], bases[:1]).failed == 1
 
 
 def test_nothing_is_read_of_blocks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, load = a_tier(), SparseLoad(a_tier())
-    load.open(METAS, REGISTRY)
-    load.close()
+    tier, bases = a_tier(), bases_of(a_tier())
     uses, read_ids = uses_of(tier, times=1), list[ObjectId]()
     monkeypatch.setattr(tier, "get_into", lambda object_id, *rest: read_ids.append(object_id))
-    assert Repacker(tier, REGISTRY, uses).run(METAS, load.bases) == (3, 0, 0, 0)
+    assert Repacker(tier, REGISTRY, uses).run(METAS, bases) == (3, 0, 0, 0)
     assert not {meta.id for meta in METAS} & set(read_ids)
 
 
 def test_packing_reads_and_writes_no_more_than_it_may() -> None:
-    tier, load = a_tier(), SparseLoad(a_tier())
-    load.open(METAS, REGISTRY)
-    load.close()
+    tier, bases = a_tier(), bases_of(a_tier())
     uses = uses_of(tier)
     block = 2 * META.layout.raw_bytes
-    assert Repacker(tier, REGISTRY, uses).run(METAS, load.bases, block - 1) == (3, 0, 0, 0)
-    done = Repacker(tier, REGISTRY, uses).run(METAS, load.bases, block)
+    assert Repacker(tier, REGISTRY, uses).run(METAS, bases, block - 1) == (3, 0, 0, 0)
+    done = Repacker(tier, REGISTRY, uses).run(METAS, bases, block)
     assert done.replaced == 1 and done.moved_bytes
 
 

@@ -3,8 +3,7 @@
 import gzip
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +100,6 @@ class _Engines:
         return [_phase(self.seconds[name], 2, changed) for _ in row.phases]
 
 
-@pytest.fixture
-def no_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def nursery(*arguments: object) -> Iterator[None]:
-        yield None
-
-    monkeypatch.setattr(agents, "EngineNursery", nursery)
-
-
 def _run(
     engines: _Engines,
     monkeypatch: pytest.MonkeyPatch,
@@ -117,6 +107,7 @@ def _run(
     path: Path | None = None,
     size: agents.AgentsSize = SIZE,
 ) -> agents.AgentsBench:
+    monkeypatch.setattr(agents, "EngineNursery", lambda *_: nullcontext())
     monkeypatch.setattr(agents, "_talk", engines.talk)
     setup = agents.AgentsSetup(Path("python"), None, names, Path("work"), Path("model"))
     results = agents.partial_of("model", size, sessions(), path)
@@ -136,7 +127,6 @@ def test_answers_of_a_few_tokens_say_nothing_of_interactivity() -> None:
         assert row.ttft_p90_s > 1.0
 
 
-@pytest.mark.usefixtures("no_nursery")
 def test_rows_say_how_kvtide_stands_to_every_contender(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = _Engines({"plain": 8.0, "kvtide": 1.0, "native": 2.0})
     result = _run(engines, monkeypatch, ("plain", "kvtide", "native"))
@@ -154,7 +144,6 @@ def test_rows_say_how_kvtide_stands_to_every_contender(monkeypatch: pytest.Monke
     }
 
 
-@pytest.mark.usefixtures("no_nursery")
 def test_run_goes_on_where_it_was_and_names_peers_that_do_not_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -168,7 +157,6 @@ def test_run_goes_on_where_it_was_and_names_peers_that_do_not_run(
     assert result.failures == {"mooncake": "Mooncake is not installed"}
 
 
-@pytest.mark.usefixtures("no_nursery")
 def test_short_stores_are_a_row_each_and_told_as_shares_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_page_bytes", lambda model: 1000)
     size = msgspec.structs.replace(SIZE, store_shares=(0.5, 0.25), no_reuse=0)

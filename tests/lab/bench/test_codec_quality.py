@@ -11,7 +11,6 @@ from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines import installed_profiles
 from kvtide.engines.transformers.groups import model_layout
 from kvtide.errors import UnencodableBlock
-from kvtide_lab.bench import codec_quality
 from kvtide_lab.bench import codec_quality as quality
 from kvtide_lab.judge.quality import QualityJudge
 
@@ -59,7 +58,7 @@ def judged(
 
 def findings(result: quality.CodecQuality) -> list[tuple[Any, ...]]:
     """Return all of the rows but speeds."""
-    fields = [name for name in codec_quality.QualityRow.__struct_fields__ if not name.endswith("_mb_s")]
+    fields = [name for name in quality.QualityRow.__struct_fields__ if not name.endswith("_mb_s")]
     return [tuple(getattr(row, name) for name in fields) for row in result.rows]
 
 
@@ -80,7 +79,7 @@ def test_what_was_found_is_not_judged_again(
     subject: quality.Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = judged(subject, tmp_path / "partial", ("lossless", "chunkwise"))
-    monkeypatch.setattr(codec_quality, "QualityJudge", None)
+    monkeypatch.setattr(quality, "QualityJudge", None)
     assert judged(subject, tmp_path / "partial", ("lossless", "chunkwise")) == first
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,18 +84,11 @@ def test_requests_of_a_p_are_the_same_at_every_call() -> None:
         prompts.run(_Engine, "model", PromptsSize(probabilities=(1.5,)), lambda *step: None)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def server_behind(carried: Any) -> Iterator[Any]:
-        link = type("Link", (), {"url": "http://127.0.0.1:1", "restart": lambda self, carried: None})
-        yield None, link()
-
-    monkeypatch.setattr(completion, "server_behind", server_behind)
-
-
-@pytest.mark.usefixtures("no_server")
-def test_completion_is_measured_on_hits_and_on_misses_of_every_codec(engine: Any, tmp_path: Path) -> None:
+def test_completion_is_measured_on_hits_and_on_misses_of_every_codec(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = SimpleNamespace(url="http://127.0.0.1:1", restart=lambda carried: None)
+    monkeypatch.setattr(completion, "server_behind", lambda carried: nullcontext((None, link)))
     size = CompletionSize(prompts=2, prompt_tokens=10, answer_tokens=1)
     result = completion.run(engine, "model", range(400), 1000.0, size, lambda step, done, total: None)
     rows = {row.way: row for row in result.rows}
@@ -132,13 +124,13 @@ def test_second_table_has_medians_of_all_ways(engine: Any, monkeypatch: pytest.M
 # Pages out and in again: bytes, bounds and bad input.
 
 
-def _layers(device: str = "cpu") -> list[torch.Tensor]:
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_pages_come_back_as_they_went(device: str) -> None:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(-128, 128, (6, 64), dtype=torch.int8, generator=generator).to(device) for _ in range(3)]
-
-
-def _round_trip(device: str) -> None:
-    layers = _layers(device)
+    layers = [torch.randint(-128, 128, (6, 64), dtype=torch.int8, generator=generator).to(device) for _ in range(3)]
     before = [layer.clone() for layer in layers]
     with PageSwapper(layers, slots=4) as swapper:
         swapper.swap_out([5, 1], [0, 3]).wait()
@@ -148,16 +140,6 @@ def _round_trip(device: str) -> None:
     for layer, old in zip(layers, before, strict=True):
         assert torch.equal(layer[[1, 5]], old[[1, 5]])
         assert not layer[[0, 2, 3, 4]].any()
-
-
-def test_pages_come_back_as_they_went() -> None:
-    _round_trip("cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_pages_come_back_to_a_gpu_as_they_went() -> None:
-    _round_trip("cuda")
 
 
 def test_neighbours_are_copied_at_once() -> None:
