@@ -57,38 +57,42 @@ def test_tools_keep_to_the_words() -> None:
         assert not [*tidy.word_problems(text, ast.parse(text))], path
 
 
-def test_class_of_a_name_that_is_taken_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("keys", "block"):
-        (tmp_path / "kvtide").mkdir(exist_ok=True)
-        (tmp_path / "kvtide" / f"{name}.py").write_text('"""Docstring."""\n\n\nclass Same:\n    """One."""\n')
+SAME = 'class Same:\n    """One."""\n'
+METHOD = 'class {}:\n    """One."""\n\n    def victim(self) -> None:\n        pass\n'
+LAZY = "def late():\n    from kvtide.{} import X\n\n    return X\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "message", "times"),
+    [
+        ({"keys": SAME, "block": SAME}, "class Same is in block.py already", 1),
+        (
+            {"tier/disk/log": "", "explain": "from kvtide.tier.disk.log import SegmentLog\n"},
+            "tier.disk.log is inside tier.disk/",
+            1,
+        ),
+        # What a class of ours inherits has its docstring there.
+        (
+            {"keys": METHOD.format("Silent"), "block": METHOD.format("Policy(EvictionPolicy)")},
+            "has no docstring",
+            1,
+        ),
+        (
+            {here: LAZY.format(there) for here, there in (("keys", "block"), ("block", "types"), ("types", "keys"))},
+            "imports itself by way of others",
+            3,
+        ),
+    ],
+)
+def test_rule_that_files_break_together_is_found(
+    tmp_path: Path, files: dict[str, str], message: str, times: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "kvtide" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'"""Docstring."""\n\n\n{text}')
     tidy.main(str(tmp_path / "kvtide"))
-    assert "class Same is in block.py already" in capsys.readouterr().out
-
-
-def test_import_past_a_door_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "kvtide" / "tier" / "disk").mkdir(parents=True)
-    (tmp_path / "kvtide" / "tier" / "disk" / "log.py").write_text('"""Docstring."""\n')
-    (tmp_path / "kvtide" / "explain.py").write_text('"""Docstring."""\n\nfrom kvtide.tier.disk.log import SegmentLog\n')
-    tidy.main(str(tmp_path / "kvtide"))
-    assert "tier.disk.log is inside tier.disk/" in capsys.readouterr().out
-
-
-def test_method_that_nobody_documents_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "kvtide").mkdir()
-    source = '"""Docstring."""\n\n\nclass {}:\n    """One."""\n\n    def victim(self) -> None:\n        pass\n'
-    (tmp_path / "kvtide" / "keys.py").write_text(source.format("Silent"))
-    (tmp_path / "kvtide" / "block.py").write_text(source.format("Policy(EvictionPolicy)"))
-    tidy.main(str(tmp_path / "kvtide"))
-    assert capsys.readouterr().out.count("has no docstring") == 1
-
-
-def test_circle_of_files_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "kvtide").mkdir()
-    for here, there in (("keys", "block"), ("block", "types"), ("types", "keys")):
-        lazily = f'"""Docstring."""\n\n\ndef late():\n    from kvtide.{there} import X\n\n    return X\n'
-        (tmp_path / "kvtide" / f"{here}.py").write_text(lazily)
-    tidy.main(str(tmp_path / "kvtide"))
-    assert capsys.readouterr().out.count("imports itself by way of others") == 3
+    assert capsys.readouterr().out.count(message) == times
 
 
 SOURCE = ROOT / "src" / "kvtide"

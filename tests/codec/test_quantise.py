@@ -1,6 +1,7 @@
 """The published codecs: native quantisers against their twins, profiles, integers, sections of cachegen."""
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -228,10 +229,6 @@ def test_profile_survives_its_own_bytes_and_its_digest_names_it(kind: str) -> No
     assert again.digest == profile.digest == profile.to_bytes()[-32:]
     assert (again.kind, again.model, again.texts, again.tokens) == (kind, "made up", 2, 128)
     assert fitted(kind).digest == profile.digest
-
-
-def test_object_of_an_unknown_profile_is_not_decoded() -> None:
-    assert CodecRegistry([]).get("cachegen-2", fitted("cachegen").digest) is None
 
 
 def test_profile_of_another_kind_or_shape_is_not_chosen() -> None:
@@ -478,27 +475,20 @@ def test_small_layers_share_sections(kv_heads: int, head_dim: int, tokens: int, 
     assert [layer for layers_ in ranges for layer in layers_] == list(range(layers))
 
 
-@pytest.mark.parametrize("missing", range(3))
-def test_anchor_that_is_missing_is_refused(missing: int) -> None:
+def sections_amiss() -> Iterator[tuple[list[Section], str]]:
     sections = encoded(CODECS[0], ODD_LAYOUT, 1)
-    with pytest.raises(CorruptPayload, match="anchors of 3 layers"):
-        decoded(CODECS[0], ODD_LAYOUT, sections[:missing] + sections[missing + 1 :])
-
-
-def test_delta_of_other_layers_or_position_is_refused() -> None:
-    sections = encoded(CODECS[0], ODD_LAYOUT, 1)
+    for missing in range(3):
+        yield sections[:missing] + sections[missing + 1 :], "anchors of 3 layers"
     for change in ({"layer_stop": 2}, {"refinement": 10}, {"kind": SectionKind.DATA}):
-        wrong = Section(sections[-1].id._replace(**change), sections[-1].data)
-        with pytest.raises(CorruptPayload, match="sections of deltas"):
-            decoded(CODECS[0], ODD_LAYOUT, [*sections[:-1], wrong])
+        yield [*sections[:-1], Section(sections[-1].id._replace(**change), sections[-1].data)], "sections of deltas"
+    for other in (CachegenCodec(level=2), CachegenCodec(level=3, coder=1)):
+        yield [sections[0], encoded(other, ODD_LAYOUT, 1)[1], *sections[2:]], "do not agree"
 
 
-@pytest.mark.parametrize("other", [CachegenCodec(level=2), CachegenCodec(level=3, coder=1)])
-def test_layers_of_different_levels_or_coders_are_refused(other: CachegenCodec) -> None:
-    sections = encoded(CODECS[0], ODD_LAYOUT, 1)
-    sections[1] = encoded(other, ODD_LAYOUT, 1)[1]
-    with pytest.raises(CorruptPayload, match="do not agree"):
-        decoded(CODECS[0], ODD_LAYOUT, sections)
+def test_sections_that_are_missing_or_do_not_agree_are_refused() -> None:
+    for sections, message in sections_amiss():
+        with pytest.raises(CorruptPayload, match=message):
+            decoded(CODECS[0], ODD_LAYOUT, sections)
 
 
 @pytest.mark.parametrize(

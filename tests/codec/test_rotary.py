@@ -65,9 +65,13 @@ def test_unrotated_keys_are_what_the_projection_gave(family: str, hooked: str) -
         assert np.allclose(turned(found, rotary, rotary.tables(0, 60, layer)), rotated, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", sorted(UNROTATED_FAMILIES))
-def test_models_without_rope_leave_the_step_out(family: str) -> None:
-    assert contexts.rotary_of(named(AutoConfig.for_model(family))) is None
+UNROTATED = [AutoConfig.for_model(family) for family in sorted(UNROTATED_FAMILIES)]
+UNROTATED += [config_of("granitemoehybrid", position_embedding_type=None), config_of("falcon", alibi=True)]
+
+
+@pytest.mark.parametrize("config", UNROTATED, ids=lambda config: config.model_type)
+def test_models_without_rope_leave_the_step_out(config: Any) -> None:
+    assert contexts.rotary_of(named(config)) is None
 
 
 def test_layers_of_a_group_turn_by_their_own_heads_and_speeds() -> None:
@@ -78,14 +82,6 @@ def test_layers_of_a_group_turn_by_their_own_heads_and_speeds() -> None:
     assert (window.dim_stop, full.dim_stop) == (32, 64)
     assert np.count_nonzero(full.frequencies(0).values) == 8 and all(window.frequencies(0).values)
     assert not any(rotary_of(config_of("llama4_text"), [1]).frequencies(0).values)
-
-
-def test_hybrid_granite_turns_keys_where_its_config_says_so() -> None:
-    assert contexts.rotary_of(named(config_of("granitemoehybrid", position_embedding_type=None))) is None
-
-
-def test_alibi_is_no_rope() -> None:
-    assert contexts.rotary_of(named(config_of("falcon", alibi=True))) is None
 
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -142,10 +138,12 @@ def test_tables_of_part_of_the_positions_are_part_of_the_tables() -> None:
         rotary_of(config_of("gemma3_text")).tables(0, 1, layer=2)
 
 
+TORCH = {KVDtype.FLOAT32: torch.float32, KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16}
+
+
 def as_floats(bits: Any, dtype: KVDtype) -> Keys:
-    if dtype is KVDtype.BFLOAT16:
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    return bits.view(np.float16).astype(np.float32) if dtype is KVDtype.FLOAT16 else bits.view(np.float32)
+    floats: Keys = torch.from_numpy(bits.view(f"i{dtype.item_bytes}")).view(TORCH[dtype]).float().numpy()
+    return floats
 
 
 @given(

@@ -274,24 +274,6 @@ def test_layers_whose_heads_have_no_even_part_keep_one_matrix() -> None:
     assert "fine" in staged(layout).arrays
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"place": np.zeros((2, 48), np.uint16)},
-        {"place": STAGED.arrays["place"][:, ::-1].copy()},
-        {"mixed": STAGED.arrays["mixed"] * 0 + STAGED.arrays["mixed"][:, :1]},
-        {"mixed": STAGED.arrays["mixed"][:, :-1].copy()},
-        {"block_unit": STAGED.arrays["block_unit"][:, :-1].copy()},
-        {"block_fine": None},
-        {"block_unit": np.zeros((), np.float32)},
-    ],
-)
-def test_forged_profile_of_two_stages_is_refused(changes: dict[str, Any]) -> None:
-    arrays = {name: array for name, array in (dict(STAGED.arrays) | changes).items() if array is not None}
-    with pytest.raises(CorruptPayload):
-        TideCodec(Profile.make(STAGED.kind, STAGED.model, STAGED_LAYOUT, (1, 1), arrays))
-
-
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_damaged_section_is_refused_or_decoded_never_crashes(data: st.DataObject) -> None:
@@ -413,49 +395,61 @@ def test_deep_transform_spans_whole_parts_of_any_model_that_are_not_too_wide(
     assert is_staged(COSTS["deep"], layout) == (spanned == 1 and 2 * heads * dims > 512)
 
 
-def forged(**changes: Any) -> Profile:
-    profile = fitted(LAYOUT)
+def forged(profile: Profile | None = None, **changes: Any) -> Profile:
+    profile = profile or fitted(LAYOUT)
     arrays = {name: array for name, array in (dict(profile.arrays) | changes).items() if array is not None}
-    return Profile.make(profile.kind, profile.model, LAYOUT, (1, 1), arrays)
+    layout = STAGED_LAYOUT if profile is STAGED else LAYOUT
+    return Profile.make(profile.kind, profile.model, layout, (1, 1), arrays)
+
+
+ONE_STAGE: list[dict[str, Any]] = [
+    {"span": None},
+    {"span": np.array([0, 5], np.uint32)},
+    {"span": np.array([2, 5], np.uint32)},
+    {"span": np.array([1, 4], np.uint32)},
+    {"mean": np.zeros((15, 2, 7), np.float32)},
+    {"mean": np.full((15, 2, 8), np.nan, np.float32)},
+    {"weight": np.zeros((15, 2, 8), np.float32)},
+    {"weight": None, "even_weight": np.ones((15, 2, 8), np.float32)},
+    {"weight": None, "octaves": np.zeros((15, 2, 8), np.int16)},
+    {"even_weight": np.ones((15, 2, 8), np.float32), "octaves": np.zeros((15, 2, 7), np.int16)},
+    {"even_weight": np.ones((15, 2, 8), np.float32), "octaves": np.full((15, 2, 8), 13, np.int16)},
+    {"scale": np.arange(15 * 16, dtype=np.int16).reshape(15, 16)},
+    {"scale": np.zeros((15, 17), np.int16)},
+    {"unit": np.zeros((15, 3), np.float32)},
+    {"tables": np.zeros(40, np.uint8)},
+    {"rotary": np.zeros(5, np.uint8)},
+    {"pulls": np.zeros((3, 4), np.int16)},
+    {"span": np.array([np.nan, 5], np.float32)},
+    {"scale": np.full((15, 16), 1 << 30, np.int32)},
+    {"scale": np.full((15, 16), 32767, np.int16)},
+    {"scale": np.empty((15, 0), np.int16)},
+    {"order": np.full((15, 16), 16, np.uint16)},
+    {"coarse": np.zeros((15, 0, 16), np.float32)},
+    {"unit": np.full((15, 16), np.nan, np.float32)},
+    {"own_gains": np.float32(1), "own_deviation": np.ones(1, np.float32)},
+    {"rotary": np.frombuffer(rotary_by(1e4, 16).to_bytes(), np.uint8)},
+    {"rotary": np.frombuffer(replace(rotary_by(1e4, 8), layer_kinds=(0,) * 14).to_bytes(), np.uint8)},
+    {"curve": np.array([[0, 1, 1e-3], [np.nan, 1, 1e-2]], np.float32)},
+    {"curve": np.array([[0, 1, 1e-3], [np.inf, 1, 1e-2]], np.float32)},
+]
+TWO_STAGES: list[dict[str, Any]] = [
+    {"place": np.zeros((2, 48), np.uint16)},
+    {"place": STAGED.arrays["place"][:, ::-1].copy()},
+    {"mixed": STAGED.arrays["mixed"] * 0 + STAGED.arrays["mixed"][:, :1]},
+    {"mixed": STAGED.arrays["mixed"][:, :-1].copy()},
+    {"block_unit": STAGED.arrays["block_unit"][:, :-1].copy()},
+    {"block_fine": None},
+    {"block_unit": np.zeros((), np.float32)},
+]
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"span": None},
-        {"span": np.array([0, 5], np.uint32)},
-        {"span": np.array([2, 5], np.uint32)},
-        {"span": np.array([1, 4], np.uint32)},
-        {"mean": np.zeros((15, 2, 7), np.float32)},
-        {"mean": np.full((15, 2, 8), np.nan, np.float32)},
-        {"weight": np.zeros((15, 2, 8), np.float32)},
-        {"weight": None, "even_weight": np.ones((15, 2, 8), np.float32)},
-        {"weight": None, "octaves": np.zeros((15, 2, 8), np.int16)},
-        {"even_weight": np.ones((15, 2, 8), np.float32), "octaves": np.zeros((15, 2, 7), np.int16)},
-        {"even_weight": np.ones((15, 2, 8), np.float32), "octaves": np.full((15, 2, 8), 13, np.int16)},
-        {"scale": np.arange(15 * 16, dtype=np.int16).reshape(15, 16)},
-        {"scale": np.zeros((15, 17), np.int16)},
-        {"unit": np.zeros((15, 3), np.float32)},
-        {"tables": np.zeros(40, np.uint8)},
-        {"rotary": np.zeros(5, np.uint8)},
-        {"pulls": np.zeros((3, 4), np.int16)},
-        {"span": np.array([np.nan, 5], np.float32)},
-        {"scale": np.full((15, 16), 1 << 30, np.int32)},
-        {"scale": np.full((15, 16), 32767, np.int16)},
-        {"scale": np.empty((15, 0), np.int16)},
-        {"order": np.full((15, 16), 16, np.uint16)},
-        {"coarse": np.zeros((15, 0, 16), np.float32)},
-        {"unit": np.full((15, 16), np.nan, np.float32)},
-        {"own_gains": np.float32(1), "own_deviation": np.ones(1, np.float32)},
-        {"rotary": np.frombuffer(rotary_by(1e4, 16).to_bytes(), np.uint8)},
-        {"rotary": np.frombuffer(replace(rotary_by(1e4, 8), layer_kinds=(0,) * 14).to_bytes(), np.uint8)},
-        {"curve": np.array([[0, 1, 1e-3], [np.nan, 1, 1e-2]], np.float32)},
-        {"curve": np.array([[0, 1, 1e-3], [np.inf, 1, 1e-2]], np.float32)},
-    ],
+    ("profile", "changes"), [*((None, each) for each in ONE_STAGE), *((STAGED, each) for each in TWO_STAGES)]
 )
-def test_forged_profile_is_refused(changes: dict[str, Any]) -> None:
+def test_forged_profile_is_refused(profile: Profile | None, changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptPayload):
-        TideCodec(forged(**changes))
+        TideCodec(forged(profile, **changes))
 
 
 def test_steps_are_those_that_sections_can_say() -> None:

@@ -161,40 +161,33 @@ def test_meter_learns_speed_and_growth_and_follows_changes() -> None:
     assert slower.tokens_per_s == pytest.approx(500, rel=0.01)
 
 
-def fed(estimator: HarmonicRate, *transfers: tuple[int, float, float]) -> float | None:
+STEADY = [(500, 0.5 * i, 0.5 * i + 0.5) for i in range(9)]
+# Rates 500, 600 (in half the time), 400.
+FALLING = [(500, 0, 1), (300, 1, 1.5), (400, 1.5, 2.5)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "transfers", "expected"),
+    [
+        *((samples, STEADY, 1000) for samples in (1, 5)),
+        (1, FALLING, 400),
+        (3, FALLING, 480),
+        pytest.param(2, [(9000, 0, 1), (100, 1, 2), (100, 2, 3)], 100, id="the window forgets"),
+        pytest.param(5, [(100, 0, 1), (100, 50, 51)], 100, id="idle time counts for nobody"),
+        # Requests at once, one done every second: the link carries 100 bytes/s, not 25 to 100.
+        pytest.param(5, [(100, 0, float(stop)) for stop in (1, 2, 3, 4)], 100, id="they share the link"),
+        pytest.param(1, [(100, 1, 1), (100, 1, 1)], None, id="no time is no rate"),
+        pytest.param(1, [(100, 1, 1), (100, 1, 3)], 100, id="what took no time is added to the next"),
+    ],
+)
+def test_rate_is_what_the_link_carried(
+    samples: int, transfers: list[tuple[int, float, float]], expected: float | None
+) -> None:
+    estimator = HarmonicRate(samples)
+    assert estimator.bytes_per_s() is None
     for transfer in transfers:
         estimator.add(*transfer)
-    return estimator.bytes_per_s()
-
-
-@pytest.mark.parametrize("samples", [1, 5])
-def test_steady_link_has_its_own_rate(samples: int) -> None:
-    assert HarmonicRate(samples).bytes_per_s() is None
-    assert fed(HarmonicRate(samples), *((500, 0.5 * i, 0.5 * i + 0.5) for i in range(9))) == pytest.approx(1000)
-
-
-@pytest.mark.parametrize(("estimator", "expected"), [(HarmonicRate(1), 400), (HarmonicRate(3), 480)])
-def test_estimators_read_a_falling_rate_each_in_its_way(estimator: HarmonicRate, expected: float) -> None:
-    # Rates 500, 600 (in half the time), 400.
-    assert fed(estimator, (500, 0, 1), (300, 1, 1.5), (400, 1.5, 2.5)) == pytest.approx(expected)
-
-
-def test_window_forgets() -> None:
-    assert fed(HarmonicRate(2), (9000, 0, 1), (100, 1, 2), (100, 2, 3)) == pytest.approx(100)
-
-
-def test_idle_time_counts_for_nobody() -> None:
-    assert fed(HarmonicRate(), (100, 0, 1), (100, 50, 51)) == pytest.approx(100)
-
-
-def test_overlapping_transfers_share_the_link() -> None:
-    # Four requests at once, 100 bytes each, one done every second: the link carries 100 bytes/s, not 25 to 100.
-    assert fed(HarmonicRate(), *((100, 0, float(stop)) for stop in (1, 2, 3, 4))) == pytest.approx(100)
-
-
-def test_transfers_of_no_time_are_added_to_the_next() -> None:
-    assert fed(HarmonicRate(1), (100, 1, 1), (100, 1, 1)) is None
-    assert fed(HarmonicRate(1), (100, 1, 1), (100, 1, 3)) == pytest.approx(100)
+    assert estimator.bytes_per_s() == (None if expected is None else pytest.approx(expected))
 
 
 def test_slower_load_is_declined_once_both_speeds_are_known_and_until_it_is_forgotten() -> None:

@@ -1,5 +1,6 @@
 import contextlib
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.pieces import pack_frame
 from tests.suites import block_meta
+from tests.wire.test_object import META, packed
 
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.errors import CorruptPayload
@@ -15,7 +17,6 @@ from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import StoredObject, pack_object, parse_object
 from kvtide.wire.receiver import FRAME_HEADER_BYTES, parse_frame, parse_frame_header
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "frame-1.kvf"
 LAYOUT = BlockLayout(layers=4, tokens=16, kv_heads=1, head_dim=2, dtype=KVDtype.FLOAT16)
 
 
@@ -40,30 +41,43 @@ def test_round_trip_names_object_and_section() -> None:
     assert bytes(data) == b"finer"
 
 
-def test_golden_bytes() -> None:
-    assert bytes(frame()) == GOLDEN.read_bytes()
-
-
 def test_header_alone_says_how_much_to_read() -> None:
     header = parse_frame_header(frame()[:FRAME_HEADER_BYTES])
     assert header.frame_bytes == len(frame()) == FRAME_HEADER_BYTES + 5
 
 
-@given(position=st.integers(0, len(frame()) - 1), bit=st.integers(0, 7))
+GOLDEN = Path(__file__).parent.parent / "golden"
+FORMATS: dict[str, tuple[Callable[[], bytearray], Callable[[bytearray], object]]] = {
+    "frame-1.kvf": (frame, parse_frame),
+    "object-2.kvt": (packed, lambda data: parse_object(data, META.id).sections()),
+}
+each_format = pytest.mark.parametrize("name", FORMATS)
+
+
+@each_format
+def test_golden_bytes(name: str) -> None:
+    assert bytes(FORMATS[name][0]()) == (GOLDEN / name).read_bytes()
+
+
+@each_format
+@given(data=st.data())
 @settings(max_examples=500, deadline=None)
-def test_any_flipped_bit_is_found(position: int, bit: int) -> None:
-    damaged = frame()
-    damaged[position] ^= 1 << bit
+def test_any_flipped_bit_is_found(name: str, data: st.DataObject) -> None:
+    make, parse = FORMATS[name]
+    damaged = make()
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(CorruptPayload):
-        parse_frame(damaged)
+        parse(damaged)
 
 
-def test_every_cut_and_anything_behind_is_refused() -> None:
-    for stop in range(len(frame())):
+@each_format
+def test_every_cut_and_anything_behind_is_refused(name: str) -> None:
+    make, parse = FORMATS[name]
+    for stop in range(len(make())):
         with pytest.raises(CorruptPayload):
-            parse_frame(frame()[:stop])
+            parse(make()[:stop])
     with pytest.raises(CorruptPayload, match="came"):
-        parse_frame(frame() + b"\0")
+        parse(make() + b"\0")
 
 
 @given(data=st.binary(max_size=200))

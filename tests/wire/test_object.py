@@ -1,9 +1,8 @@
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.suites import block_meta, namespace
 
@@ -13,7 +12,6 @@ from kvtide.types import BlockKey, ObjectId, Section, SectionId, SectionKind
 from kvtide.wire import object as wire
 from kvtide.wire import pack_object, parse_header, parse_object
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "object-2.kvt"
 LAYOUT = BlockLayout(layers=4, tokens=16, kv_heads=1, head_dim=2, dtype=KVDtype.FLOAT16)
 META = block_meta(LAYOUT, seed=3, position=1)
 
@@ -43,34 +41,12 @@ def test_quality_comes_back_no_better_than_it_was_stored(quality: float) -> None
     assert (stored.quality == 0) == (quality == 0)
 
 
-def test_golden_bytes() -> None:
-    assert bytes(packed()) == GOLDEN.read_bytes()
-
-
 def test_leading_part_gives_header_and_leading_sections() -> None:
     whole = packed()
     stored = parse_header(memoryview(whole)[: len(whole) - 5], META.id)
     assert bytes(stored.good_sections()[1].data) == b"base, deep"
     with pytest.raises(CorruptPayload, match="5 bytes"):
         stored.sections()
-
-
-@given(position=st.integers(0, len(packed()) - 1), bit=st.integers(0, 7))
-@settings(max_examples=500, deadline=None)
-def test_any_flipped_bit_is_found(position: int, bit: int) -> None:
-    damaged = packed()
-    damaged[position] ^= 1 << bit
-    with pytest.raises(CorruptPayload):
-        parse_object(damaged, META.id).sections()
-
-
-def test_every_truncation_and_extension_is_found() -> None:
-    whole = packed()
-    for length in range(len(whole)):
-        with pytest.raises(CorruptPayload):
-            parse_object(whole[:length], META.id)
-    with pytest.raises(CorruptPayload, match="came"):
-        parse_object(whole + b"\0", META.id)
 
 
 @pytest.mark.parametrize(

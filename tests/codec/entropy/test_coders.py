@@ -346,16 +346,22 @@ def test_foreign_tables_are_read_as_the_twin_reads_them(twin: Twin, data: bytes,
         assert truth is None
 
 
-@pytest.mark.parametrize("row", [[4096] + [0] * 31, [4095] + [0] * 31, [128] * 31 + [129]])
-def test_frequencies_that_are_no_table_are_refused(row: list[int]) -> None:
-    with pytest.raises(ValueError, match="sum to 4096"):
-        RansTables(np.array([row], dtype=np.uint16))
-
-
-@pytest.mark.parametrize("row", [[0] * 32, [1] + [0] * 31, [1, 1, 1] + [0] * 29, [1, 2] + [0] * 30, [11] + [5] * 31])
-def test_lengths_that_are_no_complete_code_are_refused(row: list[int]) -> None:
-    with pytest.raises(ValueError, match="complete code"):
-        PrefixTables(np.array([row], dtype=np.uint8))
+@pytest.mark.parametrize(
+    ("coder", "dtype", "rows", "message"),
+    [
+        (RansTables, np.uint16, [[4096] + [0] * 31, [4095] + [0] * 31, [128] * 31 + [129]], "sum to 4096"),
+        (
+            PrefixTables,
+            np.uint8,
+            [[0] * 32, [1] + [0] * 31, [1, 1, 1] + [0] * 29, [1, 2] + [0] * 30, [11] + [5] * 31],
+            "complete code",
+        ),
+    ],
+)
+def test_rows_that_are_no_table_are_refused(coder: Any, dtype: Any, rows: list[list[int]], message: str) -> None:
+    for row in rows:
+        with pytest.raises(ValueError, match=message):
+            coder(np.array([row], dtype=dtype))
 
 
 def test_unknown_path_is_refused() -> None:

@@ -243,8 +243,9 @@ def keeper_of(stack: ExitStack, *sources: MadeSource, bytes_max: int = BYTES_MAX
     return keeper, store
 
 
-def test_refinements_that_came_late_are_kept_and_no_byte_comes_twice(stack: ExitStack) -> None:
-    source = MadeSource(THREE)
+@pytest.mark.parametrize("cut_bytes", [None, 600], ids=["whole", "reads that break off"])
+def test_refinements_that_came_late_are_kept_and_no_byte_comes_twice(stack: ExitStack, cut_bytes: int | None) -> None:
+    source = MadeSource(THREE, cut_bytes=cut_bytes)
     keeper, store = keeper_of(stack, source)
     assert keeper.offer(left_of(THREE, (1, 2)))
     assert keeper.flush(10)
@@ -261,14 +262,6 @@ def test_dead_source_is_replaced_and_what_nobody_has_is_dropped(stack: ExitStack
     assert keeper.offer(left_of(THREE))
     assert keeper.flush(10)
     assert set(store.objects) == set(THREE) - {absent}
-
-
-def test_reads_that_break_off_go_on_where_they_stopped(stack: ExitStack) -> None:
-    source = MadeSource(THREE, cut_bytes=600)
-    keeper, store = keeper_of(stack, source)
-    assert keeper.offer(left_of(THREE))
-    assert keeper.flush(10)
-    assert (store.objects, source.served_bytes) == (THREE, 3 * 7000)
 
 
 def test_damaged_object_is_not_kept(stack: ExitStack) -> None:
