@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +96,10 @@ def hints_heard(server: RunningServer) -> int:
 class ServerProcess:
     """`kvtide serve` as a process of its own."""
 
-    def __init__(self, *arguments: str, port: int = 0) -> None:
+    def __init__(self, *arguments: str, port: int = 0, log: Path | None = None) -> None:
         command = [sys.executable, "-m", "kvtide.cli", "serve", "--listen", f"127.0.0.1:{port}", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        with log.open("wb") if log else nullcontext() as errors:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         line = self.process.stdout.readline()
         assert " on " in line, f"the server said {line!r}"
         self.port = int(line.rsplit(":", 1)[1])
@@ -147,6 +148,21 @@ def listening(handler: type[socketserver.BaseRequestHandler]) -> Iterator[int]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def answering(answer: bytes, *, closes: bool = False) -> Iterator[str]:
+    """Say one thing to every request at a URL."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while self.request.recv(65536):
+                self.request.sendall(answer)
+                if closes:
+                    return
+
+    with listening(Handler) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def tier_on(*servers: Any, options: str = "", operation_s_max: float = 20.0, **bounds: int) -> HttpTier:

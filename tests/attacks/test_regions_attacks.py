@@ -1,11 +1,10 @@
 """Regions, their centre and records under attack: floods, leaps, silence, loss and clocks that go back."""
 
 import hashlib
-import socketserver
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +12,7 @@ import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.processes import frozen
 from tests.server.worlds import CHAT, GENERATION, SPACE, World, ask, bearer, granted, put, token_of
-from tests.servers import RunningServer, ServerProcess, listening, running_server, server_process
+from tests.servers import RunningServer, ServerProcess, answering, running_server, server_process
 from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
 
@@ -63,26 +62,6 @@ def test_look_ups_of_one_tenant_do_not_keep_the_objects_of_another_from_the_cent
     sync._sending.open()
     wait_until(lambda: ask(tenants.centre, "HEAD", 1, **bearer("a"))[0].status == 200, "the centre to have it")
     assert sync.given_up == 0
-
-
-def test_what_waits_has_its_name_after_a_restart(tenants: World) -> None:
-    one = tenants.regions[0]
-    one.backing.synchroniser._sending.close()
-    put(one, 1, **bearer("a"))
-    manifest = one.backing.synchroniser.manifest
-    manifest.close()
-    manifest.open()
-    waiting = manifest.next()
-    assert waiting is not None and waiting.name == Name("a", SPACE, 0)
-
-
-@pytest.mark.parametrize("leap", ["7", "999999999999", "999999999999999999"])
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_no_reading_request_writes_a_record(guarded: RunningServer, method: str, leap: str) -> None:
-    put(guarded, 1, **bearer("a"))
-    assert ask(guarded, method, 1, Generation=leap, **bearer("a"))[0].status == 404
-    assert guarded.records.generation("a", SPACE) == 0
-    assert ask(guarded, method, 1, **bearer("a"))[0].status == 200
 
 
 def test_a_tenant_raises_its_generation_by_one_at_a_time(guarded: RunningServer) -> None:
@@ -271,19 +250,6 @@ def test_a_status_of_the_centre_that_means_nothing_to_the_client_is_not_passed_o
     with odd as url, running_server(central=url, manifest=tmp_path / "manifest") as region:
         assert ask(region, "PUT", "/v1/records/profile/p", b"x")[0].status == passed
         assert ask(region, "PUT", 1, object_bytes(1))[0].status == 201
-
-
-@contextmanager
-def answering(answer: bytes) -> Iterator[str]:
-    """A server that says one thing to everybody."""
-
-    class Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            while self.request.recv(65536):
-                self.request.sendall(answer)
-
-    with listening(Handler) as port:
-        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("kind", [RecordKind.PROFILE, RecordKind.GENERATION])

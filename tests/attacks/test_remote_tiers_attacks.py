@@ -17,9 +17,9 @@ from tests.servers import listening
 from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
-from kvtide.clock import ManualClock, SystemClock
+from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
-from kvtide.tier.breaker import Breaker, until
+from kvtide.tier.breaker import until
 from kvtide.tier.pool.membership import EtcdMembership, Watcher, _b64
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.tier.valkey.nodes import parse_valkey_url
@@ -124,21 +124,6 @@ def test_a_number_for_an_object_is_no_hit() -> None:
         for view in (buffer, buffer[:2000]):
             with pytest.raises(TierUnavailable, match="expected a string"):
                 tier.get_into(object_id(1), view)
-
-
-def test_only_one_caller_tries_a_peer_that_hangs() -> None:
-    clock = ManualClock()
-    breaker = Breaker(1, 0.5, clock, 2.0)
-    breaker.note_fault()
-    assert not breaker.allows()
-    clock.advance(0.6)
-    assert breaker.allows()
-    clock.advance(1.0)
-    assert not breaker.allows(), "the first one still waits"
-    clock.advance(2.0)
-    assert breaker.allows(), "it never came back"
-    breaker.note_success()
-    assert breaker.allows() and breaker.allows()
 
 
 @contextmanager

@@ -88,13 +88,6 @@ def test_what_a_judge_knows_is_no_block(store: Path) -> None:
     assert found == [("judge-1", 1, 0), ("lossless", 3, 48)]
 
 
-def test_explain_names_the_reason(store: Path, layout: BlockLayout, tokens: Path) -> None:
-    kvtide("rm", metas_of(layout, 2)[1].id.key.hex(), "--store", store)
-    result = kvtide("explain", "--tokens", tokens, "--block-tokens", 16, "--store", store)
-    assert (result["hit_tokens"], result["prompt_tokens"], result["full_blocks"]) == (16, 60, 3)
-    assert "removed" in result["reason"]
-
-
 @pytest.mark.parametrize("words", [[], ["xyzq"], ["ab"], ["abcd", "--all"]])
 def test_rm_without_a_clear_choice_removes_nothing(words: list[str], store: Path) -> None:
     refused("rm", *words, "--store", store)

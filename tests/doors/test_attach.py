@@ -184,11 +184,20 @@ def test_coder_of_the_published_codecs_is_chosen(tiny_model: Any, tmp_path: Path
 
 
 @door("never coarser than asked")
-def test_a_coarser_block_is_a_miss_and_is_replaced(tiny_model: Any, tmp_path: Path) -> None:
-    hits = [answer(tiny_model, tmp_path, PROMPT, codec=codec).hit_tokens for codec in ("cachegen:4", "cachegen:1")]
-    assert hits == [0, 0]
-    assert answer(tiny_model, tmp_path, PROMPT, codec="cachegen:4").hit_tokens == RESTORED
-    assert answer(tiny_model, tmp_path, PROMPT, codec="cachegen:1").hit_tokens == RESTORED
+@pytest.mark.parametrize(
+    ("coarse", "fine"),
+    [
+        ("cachegen:4", "cachegen:1"),
+        ("cachegen:4", "tide:5e-3"),
+        ("tide:5e-2", "tide:5e-3"),
+        ("chunkwise:3", "cachegen:2"),
+    ],
+)
+def test_a_coarser_block_is_a_miss_and_is_replaced(coarse: str, fine: str, tiny_model: Any, tmp_path: Path) -> None:
+    profiles = [fitted_on(tiny_model, model_layout(tiny_model, BLOCK), PROMPT)]
+    codecs = (coarse, fine, fine, coarse, fine)
+    hits = [answer(tiny_model, tmp_path, PROMPT, codec=codec, profiles=profiles).hit_tokens for codec in codecs]
+    assert hits == [0, 0, RESTORED, RESTORED, RESTORED]
 
 
 @door("lossy apart from exact")

@@ -1,7 +1,6 @@
 """The index of blocks, and a model of it that any order of calls is compared with."""
 
 import tracemalloc
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, zip_longest
 
@@ -29,27 +28,6 @@ def count(index: RadixIndex, *numbers: int) -> int:
     return index.match(chain(*numbers))
 
 
-def masks(index: RadixIndex, keys: Sequence[BlockKey]) -> bytes:
-    """The tiers of held blocks, a bit each."""
-    runs = [(index._tree.run_of(key), key) for key in keys[: index.match(keys)]]
-    return bytes(run.tiers[run.keys.index(key)] for run, key in runs if run is not None)
-
-
-def test_namespace_is_the_parent_of_the_first_block() -> None:
-    index = index_of()
-    index.insert(NS, chain(1), BlockKey(NS))
-    assert count(index, 1) == 1
-
-
-def test_inner_block_is_not_evicted_while_a_child_is_held() -> None:
-    index = index_of(4)
-    index.insert(NS, chain(1, 2))
-    index.insert(NS, chain(1, 2, 3))
-    index.insert(NS, chain(8))
-    assert index.insert(NS, chain(9)) == [chain(1, 2, 3)[2]]
-    assert count(index, 1, 2, 3) == 2
-
-
 def test_prefix_pinned_twice_needs_two_unpins() -> None:
     index = index_of(2)
     keys = chain(1, 2)
@@ -75,83 +53,19 @@ def test_pin_of_a_middle_block_holds_what_is_before_it() -> None:
     assert index.victims(4) == [keys[1], keys[0]]
 
 
-def test_pin_outlives_removal() -> None:
-    index = index_of()
-    keys = chain(1, 2, 3)
-    index.insert(NS, keys)
-    index.pin(keys[:1])
-    assert index.remove(keys[1]) == [keys[2], keys[1]]
-    assert index.remove(keys[0]) == [keys[0]]
-    assert index.is_pinned(keys[0])
-    assert index.remove(keys[0]) == []
-    index.check()
-
-
-def test_index_knows_what_each_tier_has() -> None:
-    index = index_of()
-    keys = chain(1, 2, 3, 4)
-    index.insert(NS, keys, tier=1)
-    index.insert(NS, keys[:2], tier=0)
-    assert masks(index, keys) == b"\3\3\2\2"
-    assert index.remove(keys[1], tier=1) == []
-    assert masks(index, keys) == b"\3\1\2\2"
-    assert index.remove(keys[1], tier=0) == [keys[3], keys[2], keys[1]]
-    index.check()
-
-
-def test_insertion_behind_a_parent_says_nothing_of_the_parents_tiers() -> None:
-    index, keys = index_of(), chain(1, 2, 3, 4)
-    index.insert(NS, keys[:3], tier=1)
-    index.insert(NS, keys[3:], keys[2], tier=0)
-    assert masks(index, keys) == b"\2\2\2\1"
-    index.insert(NS, keys[2:], keys[1], tier=0)
-    assert masks(index, keys) == b"\2\2\3\1"
-    index.check()
-
-
-def test_placed_block_is_in_both_tiers_until_it_leaves_one() -> None:
-    index, keys = index_of(), chain(1, 2, 3)
-    index.insert(NS, keys, tier=1)
-    index.place(keys[1], 0)
-    index.place(chain(9)[0], 0)
-    assert masks(index, keys) == b"\2\3\2"
-    assert index.remove(keys[1], 0) == []
-    assert masks(index, keys) == b"\2\2\2"
-    index.victims(1)
-    index.place(keys[2], 0)
-    assert masks(index, keys) == b"\2\2"
-
-
-def test_evicted_block_that_comes_back_is_in_its_new_tier_only() -> None:
-    index = index_of(4, "arc")
-    index.insert(NS, chain(1, 2), tier=3)
-    index.victims(1)
-    index.insert(NS, chain(1, 2), tier=0)
-    assert masks(index, chain(1, 2)) == b"\t\1"
-
-
-def test_remembered_blocks_are_not_matched() -> None:
-    index = index_of(2, "arc")
-    index.insert(NS, chain(1, 2))
-    index.insert(NS, chain(3, 4))
-    assert index.stats().known_blocks == 4
-    assert count(index, 1, 2) == 0
-
-
-@pytest.mark.parametrize("keys", [chain(1, 1)[:1] * 2, chain(1, 2, 3)[::-1], [*chain(1, 2), *chain(1)]])
-def test_keys_that_are_no_chain_are_refused(keys: list[BlockKey]) -> None:
+@pytest.mark.parametrize(
+    ("space", "keys", "message"),
+    [(NS, keys, "chain") for keys in (chain(1, 1)[:1] * 2, chain(1, 2, 3)[::-1], [*chain(1, 2), *chain(1)])]
+    + [(OTHER, chain(1), "not as block 1")],
+)
+def test_keys_that_are_no_chain_of_their_namespace_are_refused(
+    space: Namespace, keys: list[BlockKey], message: str
+) -> None:
     index = index_of()
     index.insert(NS, chain(1, 2, 3))
-    with pytest.raises(ValueError, match="chain"):
-        index.insert(NS, keys)
+    with pytest.raises(ValueError, match=message):
+        index.insert(space, keys)
     index.check()
-
-
-def test_key_of_another_namespace_is_refused() -> None:
-    index = index_of()
-    index.insert(NS, chain(1))
-    with pytest.raises(ValueError, match="not as block 1"):
-        index.insert(OTHER, chain(1))
 
 
 @pytest.mark.parametrize("tier", [-1, 8])
@@ -213,14 +127,14 @@ prompts = st.tuples(st.sampled_from(TENANTS), st.lists(st.integers(0, 2), min_si
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """`held` is the model: the keys that are held, whose they are; `pins` what is pinned how often."""
+    """`held` is the model: the keys that are held, and a bit for each tier; `pins` what is pinned how often."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), blocks_max=st.sampled_from([0, 1, 5, 12]))
     def start(self, policy: str, blocks_max: int) -> None:
         self.clock = ManualClock()
         self.index = RadixIndex(self.clock, policy_named(policy), blocks_max)
         self.blocks_max = blocks_max
-        self.held: dict[BlockKey, Namespace] = {}
+        self.held: dict[BlockKey, int] = {}
         self.pins: dict[BlockKey, int] = {}
         self.pinned: list[list[BlockKey]] = []
 
@@ -228,6 +142,9 @@ class IndexMachine(RuleBasedStateMachine):
         for key in keys:
             assert key not in self.pins
             del self.held[key]
+
+    def place_all(self, keys: list[BlockKey], tier: int) -> None:
+        self.held.update({key: self.held.get(key, 0) | 1 << tier for key in keys})
 
     def leading(self, keys: list[BlockKey]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.held), len(keys))
@@ -238,20 +155,20 @@ class IndexMachine(RuleBasedStateMachine):
         keys = block_keys(namespace, tokens, 1)
         self.clock.advance(pause_s)
         evicted = self.index.insert(namespace, keys, tier=tier)
-        self.held.update(dict.fromkeys(keys, namespace))
+        self.place_all(keys, tier)
         self.lose(evicted)
         self.bound_holds()
 
-    @rule(prompt=prompts)
-    def insert_block_by_block(self, prompt: tuple[Namespace, list[int]]) -> None:
+    @rule(prompt=prompts, tier=st.integers(0, 2))
+    def insert_block_by_block(self, prompt: tuple[Namespace, list[int]], tier: int) -> None:
         namespace, tokens = prompt
         keys = block_keys(namespace, tokens, 1)
         for position, key in enumerate(keys):
             if position and keys[position - 1] not in self.held:
-                assert self.index.insert(namespace, [key], keys[position - 1]) == []
+                assert self.index.insert(namespace, [key], keys[position - 1], tier) == []
                 return
-            evicted = self.index.insert(namespace, [key], keys[position - 1] if position else None)
-            self.held[key] = namespace
+            evicted = self.index.insert(namespace, [key], keys[position - 1] if position else None, tier)
+            self.place_all([key], tier)
             self.lose(evicted)
 
     @rule(prompt=prompts)
@@ -288,24 +205,29 @@ class IndexMachine(RuleBasedStateMachine):
             if not self.pins[key]:
                 del self.pins[key]
 
-    @rule(prompt=prompts)
-    def remove(self, prompt: tuple[Namespace, list[int]]) -> None:
-        removed = self.index.remove(block_keys(*prompt, 1)[-1])
-        for key in removed:
-            del self.held[key]
+    @rule(prompt=prompts, tier=st.integers(0, 2))
+    def place(self, prompt: tuple[Namespace, list[int]], tier: int) -> None:
+        key = block_keys(*prompt, 1)[-1]
+        self.index.place(key, tier)
+        self.place_all([key] if key in self.held else [], tier)
 
-    @rule(tokens=prompts)
-    def other_tenant_never_hits(self, tokens: tuple[Namespace, list[int]]) -> None:
-        for tenant in TENANTS:
-            keys = block_keys(tenant, tokens[1], 1)
-            matched = keys[: self.index.match(keys)]
-            assert all(self.held[key] == tenant for key in matched)
+    @rule(prompt=prompts, tier=st.none() | st.integers(0, 2))
+    def remove(self, prompt: tuple[Namespace, list[int]], tier: int | None) -> None:
+        key = block_keys(*prompt, 1)[-1]
+        if key in self.held:
+            self.held[key] &= 0 if tier is None else ~(1 << tier)
+        removed = self.index.remove(key, tier)
+        assert bool(removed) == (self.held.get(key) == 0)
+        for each in removed:
+            del self.held[each]
 
     @invariant()
     def agrees(self) -> None:
         self.index.check()
         assert self.index.stats().held_blocks == len(self.held)
         assert all(self.index.is_pinned(key) for key in self.pins)
+        runs = {key: self.index._tree.run_of(key) for key in self.held}
+        assert {key: run.tiers[run.keys.index(key)] for key, run in runs.items() if run is not None} == self.held
 
     def bound_holds(self) -> None:
         in_use = sum(1 for key in self.held if self._is_in_use(key))

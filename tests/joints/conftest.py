@@ -27,9 +27,9 @@ def attached(model: Any, store: Path | str, **settings: Any) -> CachedModel:
     return attach(model, str(store), block_tokens=16, **settings)
 
 
-def attached_lossy(model: Any, store: Path | str, codec: str, **settings: Any) -> CachedModel:
-    """The same with a profile that fits the fixture's prompt."""
-    return attached(model, store, codec=codec, profiles=[_profile(model)], **settings)
+def in_part(model: Any, store: Path | str) -> CachedModel:
+    """The same, with importance and a profile that fits the fixture's prompt."""
+    return attached(model, store, codec="packed:0.01:4", profiles=[_profile(model)], importance=0.25)
 
 
 @cache

@@ -15,7 +15,7 @@ from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype
 from kvtide.codec import Codec
 from kvtide.codec.packed import PackedCodec
-from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.engines import installed_profiles
 from kvtide.errors import UnencodableBlock
@@ -32,7 +32,7 @@ def codecs(layout: BlockLayout) -> list[Codec]:
     plain = BlockLayout(layout.layers, layout.tokens, layout.kv_heads, layout.head_dim, FLOAT32)
     published = [CachegenCodec(level, coder) for level in (1, 2, 3, 4) for coder in (0, 1)]
     tides = [TideCodec(fitted(plain, cost, 2), 1e-2, 1) for cost in ("light", "layer")]
-    return [*published, *map(ChunkwiseCodec, (1, 2, 3)), *tides, PackedCodec(fitted(plain, "layer", 2))]
+    return [*published, SnippetCodec(), *map(ChunkwiseCodec, (1, 2, 3)), *tides, PackedCodec(fitted(plain, "layer", 2))]
 
 
 def decoded(codec: Codec, layout: BlockLayout, bits: BlockBits, position: int = 0) -> BlockBits | None:

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.doors.user import answer
 from tests.engines.paged.pools import PROMPT, ToyEngine
 from tests.joints.changes import CHANGES, USES, make_model, use_cache
-from tests.joints.conftest import HoldBack, attached, attached_lossy, no_threads
+from tests.joints.conftest import HoldBack, attached, in_part, no_threads
 from tests.joints.operations import in_child
 from tests.store.test_cache import metas_of
 from tests.suites import smooth_bits
 from transformers import DynamicCache, GenerationConfig
 
 from kvtide.block import BlockLayout
-from kvtide.engines.transformers import CachedModel
 from kvtide.engines.transformers.importance import Refusals, Ways
 from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
@@ -177,22 +177,6 @@ def test_a_child_of_multiprocessing_ends_at_once(
     assert child.exitcode == 0
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"past_key_values": None},
-        {"past_key_values": None, "attention_mask": None, "position_ids": None, "inputs_embeds": None},
-        {"stopping_criteria": None, "logits_processor": None, "generation_config": None, "streamer": None},
-    ],
-)
-def test_arguments_that_are_none_are_as_if_not_given(
-    arguments: dict[str, Any], tiny_model: Any, prompt: torch.Tensor, store: Path
-) -> None:
-    with attached(tiny_model, store) as cached:
-        assert torch.equal(cached.generate(prompt, **GREEDY, **arguments), tiny_model.generate(prompt, **GREEDY))
-        assert cached.last is not None and cached.last.hit_tokens == 96
-
-
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 @pytest.mark.parametrize("is_in_config", [False, True])
 def test_outputs_of_every_token_have_a_part_for_every_token(
@@ -223,6 +207,13 @@ def test_calls_are_those_of_the_plain_model(tiny_model: Any, prompt: torch.Tenso
         assert torch.equal(cached.generate(prompt, config), plain)
         assert torch.equal(cached.generate(inputs=prompt, **GREEDY), plain)
         assert torch.equal(cached.generate(input_ids=prompt, generation_config=config), plain)
+        for names in (
+            ("past_key_values",),
+            ("past_key_values", "attention_mask", "position_ids", "inputs_embeds"),
+            ("stopping_criteria", "logits_processor", "generation_config", "streamer"),
+        ):
+            assert torch.equal(cached.generate(prompt, **GREEDY, **dict.fromkeys(names)), plain)
+            assert cached.last is not None and cached.last.hit_tokens == 96
         assert cached.last is not None and cached.last.hit_tokens == 96
         embedded = {"inputs_embeds": tiny_model.model.embed_tokens(prompt), **GREEDY}
         assert torch.equal(cached.generate(**embedded), tiny_model.generate(**embedded))
@@ -283,10 +274,6 @@ def test_connectors_find_what_their_workers_have_queued(
     assert engine.load("b", PROMPT)[0::2] == (24, set())
     engine.finish("a")
     engine.finish("b")
-
-
-def in_part(model: Any, store: Path) -> CachedModel:
-    return attached_lossy(model, store, "packed:0.01:4", importance=0.25)
 
 
 def test_importance_stores_what_is_new(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
@@ -473,40 +460,8 @@ def test_padding_that_transformers_hides_is_hidden(tiny_model: Any, tmp_path: Pa
         assert "hides tokens" in str(cached.last.bypass)
 
 
-# Who asks for a quality gets it or better, or computes; and replaces what was too coarse.
-
-TWO_TOKENS: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
-
-
-def hits(model: Any, store: Path | str, codec: str, prompt: torch.Tensor) -> int:
-    """What a process with this codec restores; it stores what it computes."""
-    with attached_lossy(model, store, codec) as cached:
-        cached.generate(prompt, **TWO_TOKENS)
-        assert cached.flush(20) and cached.last is not None
-        return cached.last.hit_tokens
-
-
-@pytest.mark.parametrize(
-    ("coarse", "fine"),
-    [
-        ("cachegen:4", "tide:5e-3"),
-        ("tide:5e-2", "tide:5e-3"),
-        ("cachegen:3", "cachegen:1"),
-        ("chunkwise:3", "cachegen:2"),
-    ],
-)
-def test_a_coarser_block_is_a_miss_and_is_replaced(
-    coarse: str, fine: str, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    assert hits(tiny_model, tmp_path, coarse, prompt) == 0
-    assert hits(tiny_model, tmp_path, fine, prompt) == 0
-    # Now the finer one is there, for everybody, and stays.
-    assert hits(tiny_model, tmp_path, fine, prompt) == 96
-    assert hits(tiny_model, tmp_path, coarse, prompt) == 96
-    assert hits(tiny_model, tmp_path, fine, prompt) == 96
-
-
 def test_valkey_holds_the_finest(tiny_model: Any, prompt: torch.Tensor) -> None:
     with valkey_server() as valkey:
         for codec, expected in (("cachegen:4", 0), ("cachegen:1", 0), ("cachegen:4", 96), ("cachegen:1", 96)):
-            assert hits(tiny_model, f"valkey://127.0.0.1:{valkey.port}", codec, prompt) == expected
+            found = answer(tiny_model, f"valkey://127.0.0.1:{valkey.port}", prompt, codec=codec)
+            assert found.hit_tokens == expected

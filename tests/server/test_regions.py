@@ -41,7 +41,7 @@ def manifest_in(folder: Path, *numbers: int) -> Iterator[Manifest]:
 
 
 def named(number: int) -> NamedId:
-    return NamedId.of(object_id(number), Name("", object_id(number).namespace, 0))
+    return NamedId.of(object_id(number), Name("a", object_id(number).namespace, 0))
 
 
 def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world: World) -> None:
@@ -131,6 +131,7 @@ def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
         order = []
         while (each := second.next()) is not None:
             order.append(each)
+            assert each.name == named(0).name
             second.done(each)
         assert order == [object_id(number) for number in (3, 1, 2, 4)]
     with manifest_in(tmp_path) as third:

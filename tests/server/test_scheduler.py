@@ -81,18 +81,6 @@ class TestEveryPolicy:
         scheduler.enqueue("a", "a2", 50, 0.0)
         scheduler.check()
 
-    def test_cancelled_send_frees_its_slot_when_its_slice_ends(self, policy: str) -> None:
-        scheduler = scheduler_for(policy)
-        send, other = scheduler.enqueue("a", "a1", 250, 0.0), scheduler.enqueue("b", "b1", 50, 0.0)
-        (part,) = scheduler.grant(0.0)
-        victim = part.send
-        scheduler.cancel(victim)
-        scheduler.cancel(victim)
-        assert scheduler.grant(0.0) == []
-        scheduler.finish(part, 10, 0.0)
-        assert {each.send for each in drain(scheduler)} == {send, other} - {victim}
-        assert not scheduler.flows()
-
     def test_bad_input_is_a_bug(self, policy: str) -> None:
         scheduler = scheduler_for(policy)
         with pytest.raises(AssertionError):
@@ -131,7 +119,7 @@ class _Walk(RuleBasedStateMachine):
     def grant(self) -> None:
         self.now_s += 0.5
         granted = self.scheduler.grant(self.now_s)
-        assert all(part.offset == self.sent[part.send] for part in granted)
+        assert all(part.offset == self.sent[part.send] and not part.send.is_cancelled for part in granted)
         self.in_flight += granted
         assert max(Counter(part.send.owner for part in self.in_flight).values(), default=0) <= 2
         assert self.scheduler.grant(self.now_s) == []
@@ -189,16 +177,11 @@ def shares(scheduler: Scheduler, bodies: dict[str, int], slices: int) -> Counter
     return sent
 
 
-def test_bytes_are_shared_whatever_the_sizes() -> None:
-    sent = shares(scheduler_for("vtc"), {"a": 3200, "b": 100, "c": 70, "d": 30}, 4000)
-    assert max(sent.values()) - min(sent.values()) <= 2 * SLICE_BYTES
-
-
-def test_bytes_follow_the_weights() -> None:
-    scheduler = scheduler_for("vtc", weights={"a": 4.0, "b": 2.0, "d": 0.5})
-    sent = shares(scheduler, {"a": 1600, "b": 100, "c": 70, "d": 100}, 3000)
-    served = [sent["a"] / 4, sent["b"] / 2, sent["c"], sent["d"] / 0.5]
-    assert max(served) - min(served) <= 4 * SLICE_BYTES
+@pytest.mark.parametrize("weights", [{}, {"a": 4.0, "b": 2.0, "d": 0.5}])
+def test_bytes_are_shared_by_weight_whatever_the_sizes(weights: dict[str, float]) -> None:
+    sent = shares(scheduler_for("vtc", weights=weights), {"a": 3200, "b": 100, "c": 70, "d": 30}, 4000)
+    served = [sent[tenant] / weights.get(tenant, 1.0) for tenant in "abcd"]
+    assert max(served) - min(served) <= (4 if weights else 2) * SLICE_BYTES
 
 
 def test_who_comes_back_gets_its_share_and_no_more() -> None:
@@ -318,12 +301,6 @@ def test_lottery_draws_by_the_softmax_of_inverse_waiting_requests() -> None:
         assert drawn[tenant] / 3000 == pytest.approx(each / sum(exponentials.values()), abs=0.03)
 
 
-def test_lottery_does_not_share_bytes() -> None:
-    scheduler = scheduler_for("lottery")
-    sent = shares(scheduler, {"a": 3200, "b": 100}, 2000)
-    assert sent["a"] > 20 * sent["b"]
-
-
 def test_wait_is_the_time_to_the_first_slice_and_flows_say_what_is_here() -> None:
     scheduler = scheduler_for("vtc")
     send = scheduler.enqueue("a", "a", 200, 1.0)
@@ -349,27 +326,3 @@ def test_wait_is_the_time_to_the_first_slice_and_flows_say_what_is_here() -> Non
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SchedulerSettings(**changes)
-
-
-def bytes_before_small(policy: str, seed: int, addresses: tuple[str, str]) -> int:
-    """Queue 20 bodies of 16 MiB from one address, then one of 512 KiB; return what goes out until that is out."""
-    scheduler = Scheduler(SchedulerSettings(policy=policy, slots=1, tenant_slots_max=1), random.Random(seed))
-    for number in range(20):
-        scheduler.enqueue(addresses[0], f"large-{number}", 16 << 20, 0.0)
-    small, sent = scheduler.enqueue(addresses[1], "small", 512 << 10, 0.0), 0
-    while small.ended_s is None:
-        (part,) = scheduler.grant(0.0)
-        scheduler.finish(part, part.size, 0.0)
-        sent += part.size
-    return sent
-
-
-@pytest.mark.parametrize("policy", ["lottery", "vtc"])
-def test_addresses_share_where_there_are_no_tenants(policy: str) -> None:
-    apart = [bytes_before_small(policy, seed, ("@10.0.0.1", "@10.0.0.2")) for seed in range(200)]
-    # Drawn with a probability of 0.72 each time: 0.4 bodies of 16 MiB on average before it.
-    assert sum(apart) / len(apart) < 12 << 20
-    scheduler = Scheduler(SchedulerSettings(policy=policy), random.Random(0))
-    scheduler.enqueue("@10.0.0.1", "1", 100, 0.0)
-    scheduler.enqueue("@10.0.0.1", "2", 100, 0.0)
-    assert [flow.waiting for flow in scheduler.flows()] == [2]

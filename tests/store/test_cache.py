@@ -22,7 +22,6 @@ from kvtide.clock import Clock, ManualClock
 from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
-from kvtide.errors import TierUnavailable
 from kvtide.evict.policies import PolicyOrder
 from kvtide.index import LruPolicy, RadixIndex
 from kvtide.keys import block_keys
@@ -82,15 +81,6 @@ def damage_one(store: Path, metas: Sequence[BlockMeta], damage: str, flips: dict
 
 def ids(metas: list[BlockMeta]) -> list[ObjectId]:
     return [meta.id for meta in metas]
-
-
-def test_stored_blocks_are_matched_and_loaded(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    cache, metas, sink = open_cache(tmp_path), metas_of(layout, 4), Collector()
-    contents = fill(cache, metas)
-    assert cache.match(ids(metas)) == 4
-    assert cache.load(metas, Whole(sink)).blocks == 4
-    assert all(np.array_equal(sink.blocks[i], contents[i]) for i in range(4))
-    cache.index.check()
 
 
 def tiers_of(cache: Cache, metas: list[BlockMeta]) -> list[int]:
@@ -260,21 +250,6 @@ def test_failing_source_is_counted_and_the_next_block_stored(
     assert [record.message for record in caplog.records] == ["can't store, served as a miss: device lost"]
 
 
-def test_tier_that_fails_is_a_miss_not_an_error(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, metas = open_cache(tmp_path), metas_of(layout, 1)
-    fill(cache, metas)
-
-    def fails(*arguments: Any) -> Any:
-        raise TierUnavailable("gone")
-
-    monkeypatch.setattr(MemoryTier, "get_into", fails)
-    monkeypatch.setattr(cache.tiers._open[1].tier, "get_into", fails)
-    report = cache.load(metas, Whole(Collector()))
-    assert (report.blocks, report.reason) == (0, MissReason.ABSENT)
-
-
 def test_same_block_is_stored_once(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
     cache, metas = open_cache(tmp_path), metas_of(layout, 1)
     fill(cache, metas)
@@ -337,18 +312,6 @@ def test_restart_rebuilds_the_tree_and_says_how_long_it_took(
     assert cache.index.match([meta.id.key for meta in metas]) == 5
     assert any("index rebuilt from 5 stored blocks in" in message for message in caplog.messages)
     cache.index.check()
-
-
-def test_restart_passes_over_blocks_whose_parent_is_gone(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
-) -> None:
-    metas = metas_of(layout, 4)
-    cache = open_cache(tmp_path)
-    fill(cache, metas)
-    cache.tiers.delete(metas[1].id, "test")
-    restarted = open_cache(tmp_path)
-    assert restarted.index.match([meta.id.key for meta in metas]) == 1
-    assert restarted.index.check() is None
 
 
 def test_judge_s_record_waits_for_no_silent_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

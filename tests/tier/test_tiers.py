@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import resident_bytes
-from tests.servers import listening, running_server, tier_on
+from tests.servers import answering, listening, running_server, tier_on
 from tests.stores import nothing_pinned, open_disk, open_memory, opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
@@ -87,7 +87,21 @@ def test_files_that_are_not_segments_are_passed_over(tmp_path: Path) -> None:
     assert [info.id for info in tier.objects()] == [object_id(1)]
 
 
-def test_stack_needs_a_tier() -> None:
+def test_bounds_that_make_no_sense_are_refused(tmp_path: Path, clock: ManualClock) -> None:
+    positive = partial(pytest.raises, ValueError, match="positive")
+    for value in (0, -1):
+        with positive():
+            Limits(memory_bytes_max=value)
+        with positive():
+            MemoryTier(value, clock, nothing_pinned)
+        with positive():
+            DiskTier(tmp_path, value, clock, nothing_pinned)
+    for faults_max, open_s in ((0, 1.0), (1, 0.0)):
+        with positive():
+            Breaker(faults_max, open_s, clock)
+    for frame_bytes in (0, 100, -PAGE):
+        with pytest.raises(ValueError, match="multiple"):
+            MemoryTier(PAGE, clock, nothing_pinned, frame_bytes=frame_bytes)
     with pytest.raises(ValueError, match="at least one tier"):
         TierStack([])
 
@@ -99,16 +113,6 @@ def test_url_and_bare_path_name_the_same_store(tmp_path: Path, clock: ManualCloc
         tier.put_from(object_id(1), object_bytes(1))
     assert (tmp_path / "a b" / "segments").is_dir()
     assert not (tmp_path / "a%20b").exists()
-
-
-@pytest.mark.parametrize("value", [0, -1])
-def test_bounds_must_be_positive(value: int, tmp_path: Path, clock: ManualClock) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        Limits(memory_bytes_max=value)
-    with pytest.raises(ValueError, match="positive"):
-        MemoryTier(value, clock, nothing_pinned)
-    with pytest.raises(ValueError, match="positive"):
-        DiskTier(tmp_path, value, clock, nothing_pinned)
 
 
 def test_journal_keeps_its_bound_and_the_newest_lines(tmp_path: Path) -> None:
@@ -286,12 +290,6 @@ def test_order_sees_uses_since_an_object_entered_and_forgets_who_left() -> None:
     assert list(order.victims(lambda each: True)) == [object_id(199), object_id(0)]
 
 
-@pytest.mark.parametrize("frame_bytes", [0, 100, -PAGE])
-def test_frame_that_is_no_page_is_refused(frame_bytes: int) -> None:
-    with pytest.raises(ValueError, match="multiple"):
-        MemoryTier(PAGE, ManualClock(0.0), nothing_pinned, frame_bytes=frame_bytes)
-
-
 # A run is looked up in few questions, and its answer is what single look-ups give.
 
 IDS = [object_id(number) for number in range(12)]
@@ -338,7 +336,7 @@ def test_long_run_behind_memory_takes_few_questions() -> None:
 
 
 def test_breaker_opens_tries_once_and_closes(clock: ManualClock) -> None:
-    breaker = Breaker(2, 5.0, clock)
+    breaker = Breaker(2, 5.0, clock, 2.0)
     breaker.note_fault()
     assert breaker.allows()
     breaker.note_fault()
@@ -350,28 +348,12 @@ def test_breaker_opens_tries_once_and_closes(clock: ManualClock) -> None:
     assert not breaker.allows(), "a trial that failed keeps it open"
     clock.advance(0.1)
     assert breaker.allows()
+    clock.advance(6.9)
+    assert not breaker.allows(), "the one that tries may still come back"
+    clock.advance(0.1)
+    assert breaker.allows(), "it hangs"
     breaker.note_success()
     assert breaker.allows() and not breaker.is_open
-
-
-@pytest.mark.parametrize(("faults_max", "open_s"), [(0, 1.0), (1, 0.0)])
-def test_breaker_needs_positive_bounds(faults_max: int, open_s: float, clock: ManualClock) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        Breaker(faults_max, open_s, clock)
-
-
-@contextmanager
-def answering(answer: bytes) -> Iterator[str]:
-    """Run a server that gives every request this answer and closes."""
-
-    class Handler(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            while self.rfile.readline().strip():
-                continue
-            self.wfile.write(answer)
-
-    with listening(Handler) as port:
-        yield f"http://127.0.0.1:{port}"
 
 
 PART = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %s\r\nContent-Length: %d\r\n\r\n%s"
@@ -396,7 +378,7 @@ PART = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %s\r\nContent-Leng
     ],
 )
 def test_answer_that_is_off_is_a_fault_and_a_miss_upstairs(answer: bytes) -> None:
-    with answering(answer) as url:
+    with answering(answer, closes=True) as url:
         tier = http_tier(url, SystemClock())
         with opened(TierStack([tier])) as stack:
             buffer = memoryview(bytearray(100))

@@ -257,10 +257,6 @@ class TestTls(TierSuite):
         with opened(ValkeyTier(f"rediss://127.0.0.1:{tls_server.port}?ca={ca}", SystemClock())) as tier:
             yield tier
 
-    def test_body_larger_than_a_tls_record_comes_whole(self, tier: Tier) -> None:
-        assert tier.put_from(object_id(1), object_bytes(1, 700_000))
-        assert read_all(tier, 1) == object_bytes(1, 700_000)
-
     def test_unknown_authority_is_refused(self, tls_server: BenchService) -> None:
         tier = ValkeyTier(f"valkeys://127.0.0.1:{tls_server.port}", SystemClock())
         with opened(tier), pytest.raises(TierUnavailable, match="certificate verify failed"):
