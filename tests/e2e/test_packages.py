@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.doors.user import kvtide
 from tests.stores import disk_bytes
 
 from kvtide import _native
@@ -127,14 +128,7 @@ def test_two_engines_at_once_are_both_right_and_leave_no_torn_object(tiny_model:
     for result in results:
         assert result["answers"] == expected
         assert "corrupt" not in result["misses"]
-    listing = subprocess.run(
-        [sys.executable, "-m", "kvtide.cli", "ls", "--verify", "--json", "--store", str(store)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    rows = json.loads(listing.stdout)["rows"]
+    rows = kvtide("ls", "--verify", "--store", store)["rows"]
     assert len(rows) >= 3 * 6
     assert [row["problem"] for row in rows] == [""] * len(rows)
     # Nothing half-made is left, and no space that was reserved.

@@ -13,21 +13,16 @@ from typing import Any
 import numpy as np
 from tests.servers import START_S_MAX
 from tests.store.load.test_sparse import CODEC, METAS
-from tests.store.test_cache import fill, metas_of
 from tests.suites.tier_suite import object_bytes, object_id
 
-from kvtide.block import BlockLayout, KVDtype
 from kvtide.clock import SystemClock
-from kvtide.codec.base import RawCodec
 from kvtide.importance import packing_orders
-from kvtide.store import cache_for
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.http import http_tier
 from kvtide.wire import pack_object, parse_object
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["pytest", __name__])
-FILLED = BlockLayout(layers=8, tokens=16, kv_heads=4, head_dim=64, dtype=KVDtype.FLOAT32)
 
 
 @contextmanager
@@ -57,7 +52,7 @@ def heard(hears: Connection) -> Iterator[Any]:
 
 
 def append_objects(store: Path, bytes_max: int, first: int, seed: int, says: Connection) -> None:
-    """Append objects to a disk tier, and say number and size of those that are committed."""
+    """Append objects to a disk tier and remove a fifth; say number and size of what is committed, and if it stays."""
     rng = random.Random(seed)
     tier = DiskTier(store, bytes_max, SystemClock(), lambda key: False)
     tier.open()
@@ -65,18 +60,9 @@ def append_objects(store: Path, bytes_max: int, first: int, seed: int, says: Con
     for number in range(first, first + 10_000):
         size = rng.randrange(1, 200_000)
         if tier.put_from(object_id(number), object_bytes(number, size)):
-            says.send((number, size))
-
-
-def fill_and_remove(store: Path, says: Connection) -> None:
-    """Store blocks of a known content over and over, removing what was stored."""
-    metas = metas_of(FILLED, 4)
-    with cache_for(str(store), RawCodec()) as cache:
-        says.send("ready")
-        while True:
-            fill(cache, metas)
-            for meta in metas:
-                cache.tiers.delete(meta.id, "evicted")
+            says.send((number, (size, number % 5 > 0)))
+        if number % 5 == 2:
+            tier.delete(object_id(number - 2), "removed")
 
 
 def pack_blocks(store: Path, bytes_max: int, seed: int, says: Connection) -> None:

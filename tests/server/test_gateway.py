@@ -233,21 +233,6 @@ def test_ambiguous_head_is_refused_and_the_connection_closed(server: RunningServ
     assert exchange(server, data).startswith(b"HTTP/1.1 %d " % status)
 
 
-def test_slow_head_idle_connection_and_slow_body_are_closed() -> None:
-    limits = ServerLimits(head_s_max=0.5, idle_s_max=1.0)
-    with (
-        running_server(limits=limits) as server,
-        server.connect() as slow_head,
-        server.connect() as idle,
-        server.connect() as slow_body,
-    ):
-        slow_head.sendall(b"GET / HT")
-        slow_body.sendall(f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc".encode())
-        assert slow_head.recv(1000) == b""
-        assert slow_body.recv(1000).startswith(b"HTTP/1.1 408 ")
-        assert idle.recv(1000) == b""
-
-
 def test_buffers_that_are_all_in_use_are_a_503(server: RunningServer) -> None:
     head = f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n".encode()
     with server.connect() as first, server.connect() as second:
