@@ -55,7 +55,7 @@ def no_apart(channels: int) -> tuple[Any, ...]:
 def restored(path: str, tokens: int, channels: int, *coded: Any) -> np.ndarray:
     """What comes back of coded components, as rows of tokens: keys and then values."""
     back = np.empty((2, tokens, channels), dtype=np.float32)
-    _native.tide_restore(path, *coded, no_apart(channels), no_turns(tokens), *block_of(back))
+    _native.tide_restore(*(path, *coded, no_apart(channels), no_turns(tokens), *block_of(back)))
     return back.transpose(1, 0, 2).reshape(tokens, -1)
 
 

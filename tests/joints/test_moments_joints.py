@@ -212,7 +212,8 @@ def test_calls_are_those_of_the_plain_model(tiny_model: Any, prompt: torch.Tenso
             ("past_key_values", "attention_mask", "position_ids", "inputs_embeds"),
             ("stopping_criteria", "logits_processor", "generation_config", "streamer"),
         ):
-            assert torch.equal(cached.generate(prompt, **GREEDY, **dict.fromkeys(names)), plain)
+            unset: dict[str, Any] = dict.fromkeys(names)
+            assert torch.equal(cached.generate(prompt, **GREEDY, **unset), plain)
             assert cached.last is not None and cached.last.hit_tokens == 96
         assert cached.last is not None and cached.last.hit_tokens == 96
         embedded = {"inputs_embeds": tiny_model.model.embed_tokens(prompt), **GREEDY}

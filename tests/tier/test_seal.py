@@ -256,11 +256,11 @@ def test_damaged_objects_are_misses_or_refused_never_wrong_bytes(ring: Keyring) 
     tier.put_from(object_id(1), object_bytes(1, size))
     good = raw(tier, object_id(1))
     lengths = (1, 303, 304, 330, 352, 360, PIECE, 304 + PIECE + 48, 304 + PIECE + 60, len(good) - 1)
-    damaged = [(good[:length], f"cut at {length}", True) for length in lengths]
+    damaged = [(bytes(good[:length]), f"cut at {length}", True) for length in lengths]
     for place in [*range(300, 360), *(rng.randrange(len(good)) for _ in range(60)), len(good) - 1]:
         bad = bytearray(good)
         bad[place] ^= 1 << rng.randrange(8)
-        damaged.append((bytes(bad), f"flipped at {place}", place >= 304))
+        damaged.append((bytes(bad), f"flipped at {place}", bool(place >= 304)))
     for bad_bytes, why, is_lost in damaged:
         lay(tier, object_id(1), bad_bytes)
         assert is_right_or_refused(tier, 1, size), why
