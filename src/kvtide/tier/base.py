@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -242,60 +243,35 @@ class DeviceMemory(Protocol):
         """Return a tier of so many bytes in it, not yet opened."""
 
 
-class Removals:
-    """The last REMEMBERED_MAX reasons. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._reasons: Recent[ObjectId, str] = Recent(REMEMBERED_MAX)
-
-    def note(self, object_id: ObjectId, reason: str) -> None:
-        """Remember a reason, and forget the oldest one if there are too many."""
-        with self._lock:
-            self._reasons[object_id] = reason
-
-    def reason(self, object_id: ObjectId) -> str | None:
-        """Return the reason, or None if it was never known or is forgotten."""
-        with self._lock:
-            return self._reasons.get(object_id)
-
-
-class FaultCount:
-    """Counts each TierUnavailable that leaves its `with`. Being sent to another server is no fault. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.total = 0
-
-    def note(self, error: BaseException | None) -> None:
-        """Count an error, if it is a fault."""
-        if isinstance(error, TierUnavailable) and not isinstance(error, WrongServer):
-            with self._lock:
-                self.total += 1
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.note(error)
-
-
 class CountingTier(Tier):
     """Counts the hits, misses and faults of this process, and remembers why it removed objects. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._removals = Removals()
-        self._hits = self._misses = 0
-        self._faults = FaultCount()
+        # The last reasons, set under the lock.
+        self._removals: Recent[ObjectId, str] = Recent(REMEMBERED_MAX)
+        self._hits = self._misses = self._faults = 0
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
-        return self._removals.reason(object_id)
+        return self._removals.get(object_id)
 
     def _note(self, is_hit: bool) -> None:
         with self._lock:
             self._hits += is_hit
             self._misses += not is_hit
+
+    def _note_fault(self, error: BaseException) -> None:
+        """Count an error, unless it sends us to another server."""
+        with self._lock:
+            self._faults += not isinstance(error, WrongServer)
+
+    @contextmanager
+    def _faults_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except TierUnavailable as error:
+            self._note_fault(error)
+            raise
 
 
 class WrappedTier(Tier):

@@ -10,7 +10,8 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,15 @@ class Files:
             os.close(descriptor)
             raise OSError(errno.ENXIO, "not a regular file", str(path))
         return descriptor
+
+    @contextmanager
+    def opened(self, path: Path | str, flags: int) -> Iterator[int]:
+        """Do `open`, and close the descriptor in the end."""
+        descriptor = self.open(path, flags)
+        try:
+            yield descriptor
+        finally:
+            self.close(descriptor)
 
     def open_direct(self, path: Path | str, flags: int) -> int:
         """Open a file around the page cache, through it where the file system refuses that."""
@@ -93,26 +103,21 @@ class Files:
 
     def content(self, path: Path, bytes_max: int) -> bytes:
         """Return a file's bytes, the last `bytes_max` if it has more."""
-        descriptor = self.open(path, os.O_RDONLY)
-        try:
+        with self.opened(path, os.O_RDONLY) as descriptor:
             length = os.fstat(descriptor).st_size
             data = bytearray(min(length, bytes_max))
             return bytes(data[: self.read_full(descriptor, [memoryview(data)], length - len(data))])
-        finally:
-            self.close(descriptor)
 
     def save(self, path: Path, data: bytes) -> None:
         """Give a file this content in one step, whatever it had before."""
         aside = path.with_suffix(".part")
-        descriptor = self.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            self.write_full(descriptor, [data], 0)
-            self.rename(aside, path)
-        except OSError:
-            self.unlink(aside)
-            raise
-        finally:
-            self.close(descriptor)
+        with self.opened(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+            try:
+                self.write_full(descriptor, [data], 0)
+                self.rename(aside, path)
+            except OSError:
+                self.unlink(aside)
+                raise
 
     def length(self, path: Path | str) -> int:
         """Return a file's length; 0 if there is none."""
@@ -174,20 +179,7 @@ class Files:
 
     def read_full(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
         """Read until the parts are full or the file ends; return how many bytes came."""
-        rest, done, wanted = list(parts), 0, sum(map(len, parts))
-        while done < wanted:
-            try:
-                count = self.preadv(descriptor, rest, offset + done)
-            except OSError as error:
-                if error.errno == errno.EINVAL and self.use_page_cache(descriptor):
-                    continue
-                raise
-            if count == 0:
-                break
-            done += count
-            if done < wanted:
-                rest = [memoryview(part) for part in self._rest(descriptor, rest, count)]
-        return done
+        return self._transfer(self.preadv, descriptor, parts, offset)
 
     def read_cached(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
         """Read what is in the page cache right there, without waiting for the disk; return how many bytes came."""
@@ -203,30 +195,27 @@ class Files:
 
     def write_full(self, descriptor: int, parts: Sequence[Buffer], offset: int) -> None:
         """Write all of the parts."""
+        if self._transfer(self.pwritev, descriptor, parts, offset) < sum(map(len, parts)):
+            raise OSError(errno.EIO, "a write made no progress")
+
+    def _transfer(self, call: Callable[..., int], descriptor: int, parts: Sequence[Buffer], offset: int) -> int:
+        """Call until all is done or nothing moves; return how many bytes did."""
         rest, done, wanted = list(parts), 0, sum(map(len, parts))
         while done < wanted:
             try:
-                count = self.pwritev(descriptor, rest, offset + done)
+                count = call(descriptor, rest, offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and self.use_page_cache(descriptor):
                     continue
                 raise
             if count == 0:
-                raise OSError(errno.EIO, "a write made no progress")
+                break
             done += count
-            if done < wanted:
-                rest = self._rest(descriptor, rest, count)
-
-    def _rest(self, descriptor: int, parts: Sequence[Buffer], count: int) -> list[Buffer]:
-        """Return what a transfer of `count` bytes left over."""
-        rest: list[Buffer] = []
-        if count % ALIGN_BYTES:
-            # Direct transfers begin at pages only; this one ended elsewhere, at the file's end or at a fault.
-            self.use_page_cache(descriptor)
-        for part in parts:
-            if count >= len(part):
-                count -= len(part)
-            else:
-                rest.append(memoryview(part)[count:] if count else part)
-                count = 0
-        return rest
+            if count % ALIGN_BYTES and done < wanted:
+                # Direct transfers begin at pages only; this one ended elsewhere, at the file's end or at a fault.
+                self.use_page_cache(descriptor)
+            while rest and count >= len(rest[0]):
+                count -= len(rest.pop(0))
+            if count:
+                rest[0] = memoryview(rest[0])[count:]
+        return done

@@ -229,8 +229,8 @@ class S3Tier(CountingTier):
         if self._size(object_id) is None:
             return False
         self._asked(lambda: obstore.delete(self._client(), _path(object_id)), None)
-        self._removals.note(object_id, reason)
         with self._lock:
+            self._removals[object_id] = reason
             self._counted = None
         return True
 
@@ -263,7 +263,7 @@ class S3Tier(CountingTier):
             with self._lock:
                 self._counted = counted
         objects, used_bytes = counted[:2] if counted else (0, 0)
-        return TierStats(self.name, objects, used_bytes, sys.maxsize, self._hits, self._misses, 0, self._faults.total)
+        return TierStats(self.name, objects, used_bytes, sys.maxsize, self._hits, self._misses, 0, self._faults)
 
     def _asked(self, request: Callable[[], _Result], absent: _Result) -> _Result:
         self._require_store()
@@ -282,7 +282,7 @@ class S3Tier(CountingTier):
 
     def _fault(self, error: BaseError) -> TierUnavailable:
         fault = TierUnavailable(f"{self._shown}: {str(error).splitlines()[0][:300]}")
-        self._faults.note(fault)
+        self._note_fault(fault)
         left_s = caller_deadline_s() - self._clock.monotonic_s()
         if left_s < SILENCE_S_MAX and not self._breaker.is_open:
             # Who could not wait for longer says nothing of the store, but ends a trial.

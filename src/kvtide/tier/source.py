@@ -6,8 +6,9 @@ Invariant: a byte that was handed over is not asked for again by the same read, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Protocol
 
 from kvtide.errors import CorruptPayload, TierUnavailable
@@ -96,14 +97,7 @@ def read_heads(
         return []
     with ThreadPoolExecutor(requests_max, thread_name_prefix="kvtide-heads") as pool:
         rest = pool.map(lambda object_id: _read_head(source, object_id, len(first.head), deadline_s), ids[1:])
-        return [first, *_leading(rest)]
-
-
-def _leading(heads: Iterable[StoredObject | None]) -> Iterator[StoredObject]:
-    for head in heads:
-        if head is None:
-            return
-        yield head
+        return [first, *filter(None, takewhile(bool, rest))]
 
 
 def _read_head(source: RangeSource, object_id: ObjectId, size: int, deadline_s: float) -> StoredObject | None:

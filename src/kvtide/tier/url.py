@@ -38,12 +38,22 @@ _SERVERS = ("http", "https", "http+unix", *POOL_SCHEMES)
 OPERATION_S_MAX = 2.0
 
 
-def open_tier(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
-    """Return the tier, not yet opened; nothing is made or connected. ValueError for a URL that can't be used."""
+def open_tier(
+    url: str,
+    limits: Limits,
+    clock: Clock,
+    is_pinned: IsPinned,
+    ranking: Ranking | None = None,
+    device: DeviceMemory | None = None,
+) -> Tier:
+    """Return the tier, not yet opened; nothing is made or connected. ValueError for a URL that can't be used.
+
+    What leaves memory and a device is decided by the URL's `?policy=`, by default by `ranking`, if there is one.
+    """
     plain, seal = _split_seal(url)
-    if seal is not None and plain.startswith(_MEMORY):
-        raise ValueError("memory:// is not sealed: its objects never leave the process")
-    tier = _open_plain(plain, limits, clock, is_pinned)
+    if seal is not None and plain.startswith((_MEMORY, _DEVICE)):
+        raise ValueError("memory is not sealed: its objects never leave the process")
+    tier = _open_plain(plain, limits, clock, is_pinned, ranking, device)
     if seal is None:
         return tier
     with _needing("seal"):
@@ -60,7 +70,9 @@ def _split_seal(url: str) -> tuple[str, str | None]:
     return url, None
 
 
-def _open_plain(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> Tier:
+def _open_plain(
+    url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None, device: DeviceMemory | None
+) -> Tier:
     parts = _parts(url)
     path = disk_path(url)
     if path is not None:
@@ -70,10 +82,14 @@ def _open_plain(url: str, limits: Limits, clock: Clock, is_pinned: IsPinned) -> 
         policy = _policy_of(url)
         order_of = partial(order_named, policy, bytes_max=limits.disk_bytes_max)
         return DiskTier(path, limits.disk_bytes_max, clock, is_pinned, order_of=None if policy == _OLDEST else order_of)
-    if parts.scheme == "memory":
-        return MemoryTier(
-            limits.memory_bytes_max, clock, is_pinned, _order_of(url, clock, limits.memory_bytes_max, None)
-        )
+    if url.startswith(_MEMORY):
+        size = limits.memory_bytes_max
+        return MemoryTier(size, clock, is_pinned, _order_of(url, clock, size, ranking))
+    if url.startswith(_DEVICE):
+        if device is None:
+            raise ValueError("device:// is for engines that hand a device's memory to the cache")
+        size = limits.device_bytes_max
+        return device.tier(size, clock, is_pinned, _order_of(url, clock, size, ranking))
     if parts.scheme not in _HOUSES:
         expected = ", ".join(f"{known}://" for known in ("disk", "memory", *_HOUSES))
         raise ValueError(f"unknown store scheme {parts.scheme!r}, expected one of {expected}")
@@ -236,24 +252,11 @@ def tiers_of(
     device: DeviceMemory | None = None,
     follows: bool = False,
 ) -> TierStack:
-    """Return what the URLs name as one tier, fastest first. ValueError for `device://` without a device.
+    """Return what the URLs name as one tier, fastest first, each as `open_tier` has it.
 
-    What leaves the device and memory is decided by the `?policy=` of a URL (`evict.order_named`); by default by
-    `ranking`, if there is one, else by `mix`.
     If it `follows`, what servers among them declare invalid leaves device, memory and disk as well.
     """
-    tiers: list[Tier] = []
-    for url in urls:
-        if url.startswith(_DEVICE):
-            if device is None:
-                raise ValueError("device:// is for engines that hand a device's memory to the cache")
-            order = _order_of(url, clock, limits.device_bytes_max, ranking)
-            tiers.append(device.tier(limits.device_bytes_max, clock, is_pinned, order))
-        elif url.startswith(_MEMORY):
-            order = _order_of(url, clock, limits.memory_bytes_max, ranking)
-            tiers.append(MemoryTier(limits.memory_bytes_max, clock, is_pinned, order))
-        else:
-            tiers.append(open_tier(url, limits, clock, is_pinned))
+    tiers = [open_tier(url, limits, clock, is_pinned, ranking, device) for url in urls]
     urls = [_split_seal(url)[0] for url in urls]
     demote_to = [tier for tier in tiers if tier.takes_evicted]
     invalidations = _invalidations(urls, tiers, clock) if follows else None
@@ -264,15 +267,10 @@ def tiers_of(
 
 def _invalidations(urls: Sequence[str], tiers: Sequence[Tier], clock: Clock) -> Invalidations | None:
     servers = [url for url in urls if urlsplit(url).scheme in _SERVERS]
-    paths = [None if url.startswith((_DEVICE, _MEMORY)) else disk_path(url) for url in urls]
-    roots = [path for path in paths if path is not None]
-    own = [
-        tier
-        for url, path, tier in zip(urls, paths, tiers, strict=True)
-        if path is not None or url.startswith((_DEVICE, _MEMORY))
-    ]
+    own = [tier for tier in tiers if tier.is_own]
     if not servers or not own:
         return None
+    roots = [path for url in urls if not url.startswith((_DEVICE, _MEMORY)) and (path := disk_path(url))]
     # What servers need is imported for a store that has one.
     from kvtide.tier.http.records import records_clients
     from kvtide.tier.stack.invalidation import Invalidations

@@ -44,9 +44,6 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __contains__(self, object_id: ObjectId) -> bool:
-        return object_id in self._by_id
-
     def add(self, entry: CatalogEntry) -> None:
         """Note a copy. What was known at its place is forgotten; the newest copy is found first."""
         header = entry.header
@@ -295,10 +292,7 @@ class GivenUp:
             self._then.advance(max(0.0, self._clock.monotonic_s() - self._then.monotonic_s()))
 
     def segments(
-        self,
-        sizes: dict[int, int],
-        find: Callable[[ObjectId], CatalogEntry | None],
-        may_go: Callable[[ObjectId], bool],
+        self, sizes: dict[int, int], find: Callable[[ObjectId], CatalogEntry | None], may_go: Callable[[ObjectId], bool]
     ) -> list[int]:
         """Give up objects until a segment is due; return the segments that have any, those with most first.
 

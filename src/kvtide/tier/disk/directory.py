@@ -8,14 +8,16 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -33,7 +35,6 @@ from kvtide.tier.disk.segment import (
     pack_segment_header,
     parse_record_header,
     parse_segment_header,
-    record_bytes,
     scan_segment,
     segment_name,
     segment_number,
@@ -90,15 +91,12 @@ def parse_checkpoint(data: bytes) -> list[SegmentSummary]:
     found = _ENTRY.iter_unpack(body[entries_at:])
     summaries = []
     for number, created_ms, removals, tail, count in segments:
-        entries = [_entry(number, next(found)) for _ in range(count)]
+        entries = []
+        for namespace, key, codec, parent, start, *place, last_use_ms in islice(found, count):
+            object_id, label = ObjectId(Namespace(namespace), BlockKey(key)), ObjectLabel(codec, parent, start)
+            entries.append(CatalogEntry(RecordHeader(object_id, label, number, *place), last_use_ms))
         summaries.append(SegmentSummary(SegmentHeader(number, created_ms, removals), tail, entries))
     return summaries
-
-
-def _entry(segment: int, fields: tuple[Any, ...]) -> CatalogEntry:
-    namespace, key, codec, parent, start, sequence, offset, size, stored_ms, last_use_ms = fields
-    object_id, label = ObjectId(Namespace(namespace), BlockKey(key)), ObjectLabel(codec, parent, start)
-    return CatalogEntry(RecordHeader(object_id, label, segment, sequence, offset, size, stored_ms), last_use_ms)
 
 
 class RemovalJournal:
@@ -119,25 +117,17 @@ class RemovalJournal:
         if self._files.length(self._path) + len(data) > self._bytes_max:
             lines_now = self._files.content(self._path, self._bytes_max).splitlines(keepends=True)
             self._files.save(self._path, b"".join(lines_now[len(lines_now) // 2 :]))
-        descriptor = self._files.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
+        with self._files.opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
             os.write(descriptor, data)
-        finally:
-            self._files.close(descriptor)
 
     def reason(self, object_id: ObjectId) -> str | None:
         """Return the last noted reason for this object, or None."""
-        key, reason = object_id.key.hex(), None
         try:
-            lines = self._files.content(self._path, self._bytes_max).decode("ascii", errors="replace").splitlines()
+            data = self._files.content(self._path, self._bytes_max).decode("ascii", errors="replace")
         except OSError:
             return None
-        for line in lines:
-            # Older versions wrote lines of other kinds too.
-            fields = line.split(" ")
-            if len(fields) == 4 and fields[3] == key:
-                reason = fields[1]
-        return reason
+        found = re.findall(rf"^\S+ (\S+) \S+ {object_id.key.hex()}$", data, re.MULTILINE)
+        return found[-1] if found else None
 
 
 _log = logging.getLogger(__name__)
@@ -211,10 +201,6 @@ class SegmentDirectory:
     def path(self, number: int) -> str:
         """Return a segment's path."""
         return f"{self._folder_name}/{segment_name(number)}"
-
-    def is_long_enough(self, header: RecordHeader) -> bool:
-        """Tell whether a segment's file still reaches to the end of a record."""
-        return self._files.length(self.path(header.segment)) >= header.offset + record_bytes(header.size)
 
     def next_number(self) -> int:
         """Return a number that no segment has had as far as we know."""
@@ -367,20 +353,14 @@ class SegmentDirectory:
     def mark_removed(self, expected: RecordHeader) -> None:
         """Rewrite a record's header, if it stands there, as that of a removed one. Call it under the lock."""
         number, offset = expected.segment, expected.offset
-        try:
-            descriptor = self._files.open(self.path(number), os.O_RDWR)
-        except FileNotFoundError:
-            return
-        try:
-            page = memoryview(bytearray(ALIGN_BYTES))
+        page = memoryview(bytearray(ALIGN_BYTES))
+        with suppress(FileNotFoundError), self._files.opened(self.path(number), os.O_RDWR) as descriptor:
             # First: a checkpoint with another count is older than this removal, whatever becomes of it.
             self._count_removal(descriptor, page)
             self._files.read_full(descriptor, [page], offset)
             if parse_record_header(page, number, offset) == expected:
                 removed = replace(expected, state=RecordState.REMOVED)
                 self._files.write_full(descriptor, [pack_record_header(removed)], offset)
-        finally:
-            self._files.close(descriptor)
 
     def _count_removal(self, descriptor: int, page: memoryview) -> None:
         self._files.read_full(descriptor, [page], 0)
@@ -413,18 +393,13 @@ class SegmentDirectory:
             return
         for summary in parse_checkpoint(data):
             number = summary.header.number
+            page = bytearray(ALIGN_BYTES)
             try:
-                descriptor = self._files.open(self.path(number), os.O_RDONLY)
-            except OSError:
-                continue
-            try:
-                page = bytearray(ALIGN_BYTES)
-                self._files.read_full(descriptor, [memoryview(page)], 0)
+                with self._files.opened(self.path(number), os.O_RDONLY) as descriptor:
+                    self._files.read_full(descriptor, [memoryview(page)], 0)
             except OSError as error:
                 _log.debug("segment %d is scanned: %s", number, error)
                 continue
-            finally:
-                self._files.close(descriptor)
             if parse_segment_header(page) == summary.header:
                 self.segments[number] = SegmentState(summary.header, summary.tail, summary.tail, summary.tail)
                 for entry in summary.entries:

@@ -131,8 +131,10 @@ class SegmentLog:
 
     def knows(self, object_id: ObjectId) -> bool:
         """Tell whether a record of the object that we know of is still there, by its segment's length."""
-        entry = self.catalog.find(object_id)
-        return entry is not None and self._directory.is_long_enough(entry.header)
+        if (entry := self.catalog.find(object_id)) is None:
+            return False
+        header = entry.header
+        return self._files.length(self._directory.path(header.segment)) >= header.offset + record_bytes(header.size)
 
     def contains(self, object_id: ObjectId) -> bool:
         """Tell whether the object is here, looking at what other processes did if we don't know it."""
@@ -164,7 +166,7 @@ class SegmentLog:
         except (FileNotFoundError, EOFError):
             return None
 
-    def lend(self, entry: CatalogEntry, can_wait: bool = True) -> tuple[RecordState | None, LentObject | None]:
+    def lend(self, entry: CatalogEntry, can_wait: bool) -> tuple[RecordState | None, LentObject | None]:
         """Open the object's place for sending; state as in `read`, and nothing is lent unless it is live.
 
         Without `can_wait` also if reading its header would wait for the disk; its state is then unknown: None.

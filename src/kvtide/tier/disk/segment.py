@@ -87,23 +87,13 @@ def stamp_ms(wall_s: float) -> int:
 
 def pack_record_header(header: RecordHeader) -> bytes:
     """Return the record's header page."""
-    fields = _RECORD.pack(
-        _RECORD_MAGIC,
-        _VERSION,
-        _HEADER_BYTES,
-        header.state,
-        header.id.key,
-        header.id.namespace,
-        header.label.codec,
-        header.segment,
-        header.sequence,
-        header.offset,
-        header.size,
-        header.stored_ms,
-        header.label.parent,
-        header.label.start,
-        b"",
-    )
+    names = (header.id.key, header.id.namespace, header.label.codec)
+    place = (header.segment, header.sequence, header.offset, header.size, header.stored_ms)
+    first = (_RECORD_MAGIC, _VERSION, _HEADER_BYTES, header.state)
+    return _page(_RECORD.pack(*first, *names, *place, header.label.parent, header.label.start, b""))
+
+
+def _page(fields: bytes) -> bytes:
     return (fields + xxhash.xxh3_128_digest(fields)).ljust(ALIGN_BYTES, b"\0")
 
 
@@ -128,9 +118,8 @@ def parse_record_header(page: bytes | bytearray | memoryview, segment: int, offs
 
 def pack_segment_header(header: SegmentHeader) -> bytes:
     """Return the segment's first page."""
-    fields = (_SEGMENT_MAGIC, _VERSION, _HEADER_BYTES, 0, header.number, header.created_ms, header.removals, b"")
-    packed = _SEGMENT.pack(*fields)
-    return (packed + xxhash.xxh3_128_digest(packed)).ljust(ALIGN_BYTES, b"\0")
+    first = (_SEGMENT_MAGIC, _VERSION, _HEADER_BYTES, 0)
+    return _page(_SEGMENT.pack(*first, header.number, header.created_ms, header.removals, b""))
 
 
 def parse_segment_header(page: bytes | bytearray | memoryview) -> SegmentHeader | None:
@@ -193,8 +182,7 @@ def scan_segment(files: Files, path: Path | str, number: int, tail: int | None =
     behind a known tail: while a log is followed, a body lies there before its header does. A segment of another version
     has none.
     """
-    descriptor = files.open(path, os.O_RDONLY)
-    try:
+    with files.opened(path, os.O_RDONLY) as descriptor:
         # Headers are far apart: reading ahead would fetch bodies.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         page = bytearray(ALIGN_BYTES)
@@ -205,8 +193,6 @@ def scan_segment(files: Files, path: Path | str, number: int, tail: int | None =
         length = files.length(path) if records else 0
         while records and records[-1].offset + record_bytes(records[-1].size) > length:
             records.pop()
-    finally:
-        files.close(descriptor)
     end = records[-1].offset + record_bytes(records[-1].size) if records else tail or ALIGN_BYTES
     return Scan(header if header and header.number == number else None, records, end)
 

@@ -117,13 +117,12 @@ class DiskTier(CountingTier):
     def lend(self, object_id: ObjectId, can_wait: bool = True) -> LentObject | None:
         """Lend the object's place in its segment, to be sent from the page cache. It ends early if it is evicted."""
         with self._serving("read"):
-            for entry in self._copies(object_id) if can_wait else ():
-                state, lent = self._log.lend(entry)
-                if self._is_live(entry, state):
-                    return lent
             known = None if can_wait else self._log.catalog.find(object_id)
-            lent = None if known is None else self._log.lend(known, can_wait=False)[1]
-            return lent if known is not None and lent is not None and self._is_live(known, RecordState.LIVE) else None
+            for entry in self._copies(object_id) if can_wait else filter(None, [known]):
+                state, lent = self._log.lend(entry, can_wait)
+                if (can_wait or lent is not None) and self._is_live(entry, state):
+                    return lent
+        return None
 
     def _copies(self, object_id: ObjectId) -> Iterator[CatalogEntry]:
         """Yield places of the object until one was good, READ_TRIES_MAX at most; then count a miss."""
@@ -203,7 +202,7 @@ class DiskTier(CountingTier):
         with self._serving("list"):
             self._log.refresh()
         catalog = self._log.catalog
-        counts = (self._hits, self._misses, self._evictions, self._faults.total)
+        counts = (self._hits, self._misses, self._evictions, self._faults)
         return TierStats(self.name, len(catalog), catalog.used_bytes, self._bytes_max, *counts)
 
     def check(self) -> None:
@@ -216,5 +215,5 @@ class DiskTier(CountingTier):
             yield
         except OSError as error:
             fault = TierUnavailable(f"can't {verb} in store directory {self.root}: {error}")
-            self._faults.note(fault)
+            self._note_fault(fault)
             raise fault from error

@@ -147,7 +147,7 @@ class HttpTier(CountingTier):
             return 0 if self.contains(object_id) else None
         target, headers = object_target(object_id)
         part = ("Range", f"bytes={offset}-{offset + len(buffer) - 1}")
-        with self._faults:
+        with self._faults_noted():
             answer = self._first_answer(Call("GET", target, [*headers, part], into=buffer, start=offset))
             came = _range_bytes(answer, offset, len(buffer))
         self._note(is_hit=came is not None)
@@ -159,7 +159,7 @@ class HttpTier(CountingTier):
             bytearray(sum(stop - start for start, stop in asked) + PART_HEAD_BYTES_MAX * (len(asked) + 1))
         )
         target, headers = object_target(object_id)
-        with self._faults:
+        with self._faults_noted():
             answer = self._first_answer(Call("GET", target, [*headers, ("Range", ranges_header(asked))], into=room))
             found = _ranges_in(answer, room, asked)
         for each, part in zip(ranges, found or [], strict=False):
@@ -188,7 +188,7 @@ class HttpTier(CountingTier):
 
         def note(at: int, error: Exception) -> None:
             _log.debug("%s: %s", peers[at].endpoint, error)
-            self._faults.note(error)
+            self._note_fault(error)
 
         return read_from_any([partial(read_on, peer) for peer in peers], start, stop, take, note)
 
@@ -216,7 +216,7 @@ class HttpTier(CountingTier):
             else:
                 error = _refusal("PUT", answer)
         if not stored and error is not None:
-            self._faults.note(error)
+            self._note_fault(error)
             raise error
         return stored
 
@@ -234,7 +234,7 @@ class HttpTier(CountingTier):
             except TierUnavailable as error:
                 fault = error
         if fault is not None:
-            self._faults.note(fault)
+            self._note_fault(fault)
             raise fault
         return is_gone
 
@@ -275,7 +275,7 @@ class HttpTier(CountingTier):
             view = None
         with self._lock:
             self._known = known = view or self._known
-            counts = (self._hits, self._misses, known.evictions, self._faults.total)
+            counts = (self._hits, self._misses, known.evictions, self._faults)
         return TierStats(self.name, known.objects, known.used_bytes, known.bytes_max, *counts)
 
     def _in_order(self) -> list[Peer]:
@@ -286,7 +286,7 @@ class HttpTier(CountingTier):
         self, method: str, target: str, headers: Headers = (), body: Buffer = b"", allowed: Sequence[int] = (200,)
     ) -> HttpAnswer:
         """Return the first answer that comes. TierUnavailable for a status that is not allowed."""
-        with self._faults:
+        with self._faults_noted():
             answer = self._first_answer(Call(method, target, headers, body))
             if answer.status not in allowed:
                 raise _refusal(method, answer)

@@ -200,7 +200,7 @@ class PoolTier(CountingTier):
         try:
             return member.tier.count_leading(ids)
         except TierUnavailable as error:
-            self._note_fault(member, error)
+            self._fault_of(member, error)
             return None
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
@@ -236,7 +236,7 @@ class PoolTier(CountingTier):
         members = self._askable(self._now(), object_id.key)
 
         def note(at: int, error: Exception) -> None:
-            self._note_fault(members[at], error)
+            self._fault_of(members[at], error)
             if isinstance(error, WrongServer):
                 # A server has a newer map than we have; the next read goes by that.
                 self._watcher.refresh()
@@ -271,7 +271,7 @@ class PoolTier(CountingTier):
         try:
             return member.tier.put_from(object_id, buffer)
         except TierUnavailable as error:
-            self._note_fault(member, error)
+            self._fault_of(member, error)
             return error
 
     def _open_writers(self) -> ThreadPoolExecutor:
@@ -283,11 +283,8 @@ class PoolTier(CountingTier):
         """Put copies where the map says that they belong, later; as many as the bound lets in."""
         if members and self._repairer.reserve(len(data)):
             self.repairs += len(members)
-            self._repairer.submit(partial(self._put_to_each, object_id, bytes(data), members), len(data))
-
-    def _put_to_each(self, object_id: ObjectId, data: bytes, members: Sequence[_Member]) -> None:
-        for member in members:
-            self._put_to(object_id, data, member)
+            copy = bytes(data)
+            self._repairer.submit(lambda: [self._put_to(object_id, copy, each) for each in members], len(copy))
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         members = self._askable(self._now(), object_id.key)
@@ -322,7 +319,7 @@ class PoolTier(CountingTier):
         total = TierStats.sum_of(self.name, found)
         sizes = (total.objects // copies, total.used_bytes // copies, total.bytes_max // copies)
         with self._lock:
-            counters = (self._hits, self._misses, total.evictions // copies, self._faults.total)
+            counters = (self._hits, self._misses, total.evictions // copies, self._faults)
         return TierStats(self.name, *sizes, *counters)
 
     def _each(
@@ -338,7 +335,7 @@ class PoolTier(CountingTier):
             try:
                 answers.append((member, ask(member)))
             except TierUnavailable as error:
-                self._note_fault(member, error)
+                self._fault_of(member, error)
                 problem = problem if isinstance(problem, WrongServer) else error
                 continue
             if until(answers[-1][1]):
@@ -347,9 +344,9 @@ class PoolTier(CountingTier):
             raise problem
         return answers
 
-    def _note_fault(self, member: _Member, error: Exception) -> None:
+    def _fault_of(self, member: _Member, error: Exception) -> None:
         _log.debug("%s: %s", member.server.name, error)
-        self._faults.note(error)
+        self._note_fault(error)
 
 
 def _all_members(state: _State | None) -> list[_Member]:

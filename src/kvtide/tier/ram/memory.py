@@ -63,13 +63,9 @@ class Frames:
         self.free_frames -= wanted
         taken = []
         while wanted:
-            position = 0
-            for i, run in enumerate(self._free):
-                if run.stop - run.start > self._free[position].stop - self._free[position].start:
-                    position = i
-                if run.stop - run.start >= wanted:
-                    position = i
-                    break
+            fitting = (i for i, run in enumerate(self._free) if run.stop - run.start >= wanted)
+            if (position := next(fitting, -1)) < 0:
+                position = max(range(len(self._free)), key=lambda i: self._free[i].stop - self._free[i].start)
             run = self._free[position]
             cut = min(run.stop, run.start + wanted)
             taken.append(Span(run.start, cut))
@@ -327,7 +323,7 @@ class FramedTier(CountingTier, ABC, Generic[FramesT]):
         else:
             frames.give_back(resident.runs)
         self._on_removed([object_id])
-        self._removals.note(object_id, reason)
+        self._removals[object_id] = reason
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import shlex
 import subprocess
 import threading
@@ -101,7 +102,8 @@ class Keyring:
             if not words:
                 continue
             tenant, digits = words if len(words) == 2 else ("", words[0])
-            secret = _from_hex(digits)
+            is_hex = re.fullmatch(r"([0-9A-Fa-f]{2})*", digits)
+            secret = bytes.fromhex(digits) if is_hex else b""
             if len(words) > 2 or len(secret) != KEY_BYTES:
                 raise ValueError(f"{self}: line {number} is not [TENANT] and {2 * KEY_BYTES} hex digits")
             key_id = hashlib.sha256(b"kvtide-seal-id" + secret).digest()[:KEY_ID_BYTES]
@@ -132,13 +134,6 @@ def split_seal(url: str) -> tuple[str, str | None]:
     return f"{base}?{others}" if others else base, seals[0]
 
 
-def _from_hex(digits: str) -> bytes:
-    try:
-        return bytes.fromhex(digits)
-    except ValueError:
-        return b""
-
-
 def _from_file(where: str) -> str:
     try:
         with Path(where).expanduser().open(encoding="ascii") as file:
@@ -165,8 +160,4 @@ def _from_command(where: str) -> str:
     return ran.stdout[:KEYS_BYTES_MAX]
 
 
-_READERS: Mapping[str, Callable[[str], str]] = {
-    "file": _from_file,
-    "env": _from_environment,
-    "command": _from_command,
-}
+_READERS = {"file": _from_file, "env": _from_environment, "command": _from_command}

@@ -44,8 +44,6 @@ class Generations:
 
     def present(self, object_id: ObjectId) -> ObjectId | None:
         """Return the id by its name, None if it is not valid now."""
-        if not self._own:
-            return object_id
         named = self.named(object_id)
         return named if self.is_valid(named) else None
 

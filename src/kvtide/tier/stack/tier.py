@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -167,8 +166,9 @@ class TierStack(Tier):
         self._written_last = list(written_last)
         self._demote_to = list(demote_to)
         self._invalidations = invalidations
-        self._generations = invalidations.generations if invalidations is not None else Generations(())
-        self.is_valid = self._generations.is_valid
+        self._generations = generations = invalidations.generations if invalidations else Generations(())
+        # Ids stay as they come where no invalidations are followed.
+        self.named, self.is_valid, self._present = generations.named, generations.is_valid, generations.present
         self._on_placed: _OnPlaced = lambda object_id, number, size: None
         self._on_removed: _OnRemoved = lambda object_id, number: None
         # A tier's fault becomes a miss of that tier.
@@ -179,13 +179,6 @@ class TierStack(Tier):
         # Those that nobody has begun to read since.
         self._ahead: set[ObjectId] = set()
         self._adviser = Background(1, "kvtide-advise", ADVICE_BYTES_MAX)
-
-    def named(self, object_id: ObjectId, is_latest: bool = False) -> ObjectId:
-        """Return the id with its namespace's present generation, if invalidations are followed."""
-        return object_id if self._invalidations is None else self._generations.named(object_id, is_latest)
-
-    def _present(self, object_id: ObjectId) -> ObjectId | None:
-        return object_id if self._invalidations is None else self._generations.present(object_id)
 
     @property
     def open_tiers(self) -> dict[str, Tier]:
@@ -238,9 +231,8 @@ class TierStack(Tier):
                 self.demoter.release(size)
 
     def _send_evicted(self, object_id: ObjectId, data: bytearray) -> None:
-        for place in self._open:
-            if place.tier in self._demote_to and not self._has(place, object_id):
-                self._put_all([place], object_id, data)
+        places = [each for each in self._open if each.tier in self._demote_to and not self._has(each, object_id)]
+        self._put_all(places, object_id, data)
 
     def close(self) -> None:
         """Send on what was evicted, for at most CLOSE_S_MAX, and close every tier. Idempotent.
@@ -264,9 +256,8 @@ class TierStack(Tier):
 
         Tiers elsewhere hear what it advises in the background, unless too much waits. True if a tier takes the advice.
         """
-        is_taken, named = False, list(object_ids)
-        if self._invalidations is not None:
-            named, *states = ([self.named(each) for each in ids] for ids in (object_ids, *states))
+        is_taken = False
+        named, *states = ([self.named(each) for each in ids] for ids in (object_ids, *states))
         for place in self._open if named else ():
             tier = place.tier
             if tier.hears_requests:
@@ -398,18 +389,16 @@ class TierStack(Tier):
         """Store in the slowest tier that has everything, and in faster ones that admit it. True if a tier has it."""
         object_id = self.named(object_id)
         self._ranking.note_use(object_id)
-        is_stored = False
-        for place in self._open:
-            tier = place.tier
-            if (
-                tier in self._written_last
-                or place is self._slowest
-                or (tier not in self._late and tier.would_admit(object_id, len(buffer)))
-            ):
-                is_stored |= self._put(place, object_id, buffer, partial(tier.put_from, object_id, buffer))
-        return is_stored
+        places = (
+            place
+            for place in self._open
+            if place.tier in self._written_last
+            or place is self._slowest
+            or (place.tier not in self._late and place.tier.would_admit(object_id, len(buffer)))
+        )
+        return self._put_all(places, object_id, buffer)
 
-    def _put_all(self, places: Sequence[_Place], object_id: ObjectId, buffer: Buffer) -> bool:
+    def _put_all(self, places: Iterable[_Place], object_id: ObjectId, buffer: Buffer) -> bool:
         is_stored = False
         for place in places:
             is_stored |= self._put(place, object_id, buffer, partial(place.tier.put_from, object_id, buffer))
@@ -417,8 +406,7 @@ class TierStack(Tier):
 
     def _put(self, place: _Place, object_id: ObjectId, buffer: Buffer, write: Callable[[], bool]) -> bool:
         """Write to a tier, unless the object's namespace was invalidated since the id was named."""
-        follows = self._invalidations is not None
-        with self._generations.landing(object_id, place.tier) if follows else nullcontext(True) as may_land:
+        with self._generations.landing(object_id, place.tier) as may_land:
             is_stored = may_land and self.guard("write", write, False, place.label)
         if is_stored:
             self._on_placed(object_id, place.number, len(buffer))
@@ -461,9 +449,8 @@ class TierStack(Tier):
         for place in reversed(self._open):
             if place.tier.can_replace:
                 is_replaced |= self._put(place, object_id, buffer, partial(place.tier.replace, object_id, buffer))
-        for place in self._open:
-            if place.tier in self._written_last and not place.tier.can_replace:
-                self._put_all([place], object_id, buffer)
+        told = [each for each in self._open if each.tier in self._written_last and not each.tier.can_replace]
+        self._put_all(told, object_id, buffer)
         return is_replaced
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:

@@ -112,15 +112,8 @@ def parse_valkey_url(url: str) -> ValkeyTarget:
         options = msgspec.convert(dict(parse_qsl(parts.query, keep_blank_values=True)), ValkeyOptions, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"options of {shown}: {error}") from error
-    return ValkeyTarget(
-        addresses=addresses,
-        username=unquote(username) or None,
-        password=unquote(password) if has_password else None,
-        database=int(database),
-        is_tls=parts.scheme in {"valkeys", "rediss"},
-        options=options,
-        shown=shown,
-    )
+    is_tls, secret = parts.scheme in {"valkeys", "rediss"}, unquote(password) if has_password else None
+    return ValkeyTarget(addresses, unquote(username) or None, secret, int(database), is_tls, options, shown)
 
 
 def _address(text: str, shown: str) -> ValkeyAddress:

@@ -102,7 +102,7 @@ class ValkeyTier(CountingTier):
                         present.add(object_id)
             except TierUnavailable as error:
                 problems.append(error)
-                self._faults.note(error)
+                self._note_fault(error)
         if problems and len(problems) == len(owned):
             raise problems[0]
         return [object_id in present for object_id in object_ids]
@@ -128,7 +128,8 @@ class ValkeyTier(CountingTier):
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         is_deleted = self._ask(object_id, [b"UNLINK"])[0] == 1
         if is_deleted:
-            self._removals.note(object_id, reason)
+            with self._lock:
+                self._removals[object_id] = reason
         return is_deleted
 
     def _key(self, object_id: ObjectId) -> bytes:
@@ -144,7 +145,7 @@ class ValkeyTier(CountingTier):
         """
         key = self._key(object_id)
         request = [(name, key, *rest) for name, *rest in commands]
-        with self._faults:
+        with self._faults_noted():
             owner = self._nodes.primary if commands[0][0] in _WRITES else self._nodes.owner
             address, is_asking = owner(key), False
             for _ in range(REDIRECTS_MAX):
@@ -210,7 +211,7 @@ class ValkeyTier(CountingTier):
         """Return the servers' own figures (zeros while they can't be reached) and this process's counters."""
         objects, used, total, evicted = self._counts()
         evictions = max(0, evicted - self._evicted_before)
-        return TierStats(self.name, objects, used, total, self._hits, self._misses, evictions, self._faults.total)
+        return TierStats(self.name, objects, used, total, self._hits, self._misses, evictions, self._faults)
 
     def _counts(self) -> tuple[int, int, int, int]:
         infos: list[dict[str, Any]] = []
