@@ -6,9 +6,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import takewhile
+from http.server import BaseHTTPRequestHandler
+from itertools import islice, takewhile
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -447,3 +449,28 @@ def test_call_that_finds_no_free_connection_is_no_fault_of_the_server() -> None:
             assert not tier._peers[0].breaker.is_open
             may_end.set()
             assert read.result() == b"x" * 1000
+
+
+@pytest.mark.parametrize(("name", "key"), [("zz", "a" * 64), ("a" * 64, "zz"), ("a" * 64, ""), ("a" * 64, "a" * 64)])
+def test_listing_that_is_odd_or_has_no_end_is_a_fault(name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tier.http.tier.LIST_MAX", 1)
+
+    class Odd(BaseHTTPRequestHandler):
+        """Says the same of every part."""
+
+        def do_GET(self) -> None:
+            is_part = "?" in self.path
+            said = {"objects": [{"key": key, "size": 1, "last_use_s": 0}]} if is_part else {"namespaces": [name]}
+            body = msgspec.json.encode({**said, "tier": None})
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: object) -> None:
+            """Say nothing."""
+
+    with listening(Odd) as port, opened(http_tier(f"http://127.0.0.1:{port}", SystemClock())) as tier:
+        listed = islice(tier.objects(), 9)
+        with pytest.raises(TierUnavailable, match=r"hex digits|lists"):
+            list(listed)

@@ -68,6 +68,7 @@ REQUEST_BYTES_MAX = 256 << 10
 TRIES_MAX = 6
 # Wait after the first of them that fails; twice as long after each further one.
 _RETRY_S = 0.05
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -255,14 +256,16 @@ class HttpTier(CountingTier):
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what the first server that answers has of ours."""
         for name in self._view().namespaces:
-            after, namespace = "", Namespace(bytes.fromhex(name))
+            after, namespace = "", Namespace(_digest(name))
             while True:
                 listed = _decoded(self._ask("GET", f"/v1/{name}?limit={LIST_MAX}&after={after}"), ObjectList).objects
                 for each in listed:
-                    yield ObjectInfo(ObjectId(namespace, BlockKey(bytes.fromhex(each.key))), each.size, each.last_use_s)
+                    if each.key <= after:
+                        raise TierUnavailable(f"the server lists {each.key[:80]!r} after {after!r}")
+                    after = each.key
+                    yield ObjectInfo(ObjectId(namespace, BlockKey(_digest(after))), each.size, each.last_use_s)
                 if len(listed) < LIST_MAX:
                     break
-                after = listed[-1].key
 
     def _view(self) -> TenantView:
         return _decoded(self._ask("GET", "/v1"), TenantView)
@@ -373,6 +376,12 @@ def _decoded(answer: HttpAnswer, kind: type[_Result]) -> _Result:
         return msgspec.json.decode(answer.body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TierUnavailable(f"the server's answer can't be read: {error}") from error
+
+
+def _digest(digits: str) -> bytes:
+    if not _DIGEST.fullmatch(digits):
+        raise TierUnavailable(f"expected 64 hex digits from the server, got {digits[:80]!r}")
+    return bytes.fromhex(digits)
 
 
 def put_in_pieces(
