@@ -15,7 +15,7 @@ from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import ImpressCodec, PackedCodec
 from kvtide.engines.transformers import CachedModel, Impress, attach, selective
 from kvtide.engines.transformers.groups import RestoredRoom, filled_cache, model_layout
-from kvtide.engines.transformers.importance import REPACK_USES, Learner, Refusals, Ways
+from kvtide.engines.transformers.importance import REPACK_USES, Learner, Ways
 from kvtide.engines.transformers.selective import (
     PROBE_TOKENS,
     WEIGHED_TOKENS,
@@ -109,7 +109,8 @@ def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(tiny_model: Any, tmp_
         assert cached.flush(10)
     with attached(tiny_model, tmp_path) as cached:
         for _ in range(REPACK_USES):
-            cached._importance.ways, cached._importance.refusals = Ways(), Refusals()  # It knows no faster way yet.
+            cached._importance.ways = Ways()  # It knows no faster way yet.
+            cached._importance.refused_s.clear()
             cached.generate(PROMPT, **GREEDY)
             cached.learned(20)
         assert cached._importance.learner.replaced
@@ -309,7 +310,7 @@ def test_a_fallback_reads_nothing_twice(prefix: Prefix, rest: Rest) -> None:
     selection = SparsePrefix(load, SparseSettings(0.25, guard=Late(), rest=rest))
     assert torch.equal(prefix.probed(selection), prefix.said(prefix.blocks))
     assert len(selection.importance) == 3 and selection.report().is_fallback
-    assert load.read_bytes - before == load.whole_bytes
+    assert load.read_bytes - before == load.blocks * load.layout.raw_bytes
 
 
 def test_layers_of_a_fallback_attend_while_the_next_ones_are_read(
@@ -330,7 +331,7 @@ def test_layers_of_a_fallback_attend_while_the_next_ones_are_read(
             return super().get_into(object_id, buffer, offset)
 
     load = prefix.load()
-    load.read_from(Held(prefix.tier))
+    load.tier = Held(prefix.tier)
     selection, past = SparsePrefix(load, SparseSettings(0.25, guard=Never())), prefix.past(prefix.rough)
     ids = torch.tensor([prefix.ids[PREFIX:]])
     selection.probe(prefix.model, ids, past)

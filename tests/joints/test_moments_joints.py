@@ -25,7 +25,7 @@ from tests.suites import smooth_bits
 from transformers import DynamicCache, GenerationConfig
 
 from kvtide.block import BlockLayout
-from kvtide.engines.transformers.importance import Refusals, Ways
+from kvtide.engines.transformers.importance import Ways
 from kvtide.store import BlockSource, PendingBlock
 from kvtide.store.cache import Cache
 from kvtide.store.load import MissReason, Whole
@@ -335,7 +335,8 @@ def test_two_models_with_importance_do_not_touch_each_other(
             assert cached.flush(10)
             found = []
             for _ in range(8):
-                cached._importance.ways, cached._importance.refusals = Ways(), Refusals()
+                cached._importance.ways = Ways()
+                cached._importance.refused_s.clear()
                 found.append(cached.generate(prompt, **SHORT))
                 assert cached.last is not None and cached.last.selected is not None
             return found

@@ -320,7 +320,7 @@ class ImportanceJudge:
         pages = self._pages(len(prefix.metas))
         if not has_base:
             load.open(prefix.metas, self._registry, pages.write)
-            load.read_from(device)
+            load.tier, load.read_bytes, load.reads = device, 0, 0
         started_s = self._clock.monotonic_s()
         if has_base:
             ahead = importance.tokens_ahead(self.layout.tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -27,6 +26,7 @@ from kvtide.engines.transformers.selective import (
     SparseSettings,
     attending,
 )
+from kvtide.evict import Recent
 from kvtide.importance import WRITER_BYTES, Floats, Orders, packing_orders
 from kvtide.plan import Speed
 from kvtide.store import Cache
@@ -63,25 +63,6 @@ class Ways:
         self._speeds[is_part, is_near].note(tokens, seconds, now_s)
 
 
-class Refusals:
-    """Prefixes that a guard refused, which are loaded whole for as long as the slower way is."""
-
-    def __init__(self) -> None:
-        self._seen_s = OrderedDict[ObjectId, float]()
-
-    def note(self, object_ids: Sequence[ObjectId], now_s: float) -> None:
-        """Take a refused prefix, its blocks in order; one that shares only its first half is another."""
-        for object_id in object_ids[len(object_ids) // 2 :]:
-            self._seen_s[object_id] = now_s
-            self._seen_s.move_to_end(object_id)
-        while len(self._seen_s) > REFUSALS_MAX:
-            self._seen_s.popitem(last=False)
-
-    def is_refused(self, last: ObjectId, now_s: float) -> bool:
-        """True for a prefix that ends with this block."""
-        return now_s - self._seen_s.get(last, -math.inf) <= MEMORY_S
-
-
 class OpenedPrefix(NamedTuple):
     """Rough blocks in an engine's cache, of which exact chunks can still be had until `sparse` is closed."""
 
@@ -103,14 +84,16 @@ class ImportanceLoads:
         self.learner = learner
         self._is_reordered = is_reordered
         self.ways = Ways()
-        self.refusals = Refusals()
+        # Last blocks of prefixes that a guard refused, and when: loaded whole for as long as the slower way is.
+        self.refused_s: Recent[ObjectId, float] = Recent(REFUSALS_MAX)
 
     def open(self, model: Any, metas: Sequence[BlockMeta], is_near: bool, spare_tokens: int) -> OpenedPrefix | None:
         """Load the rough blocks of a hit; None if they are not packed, or are to be loaded whole."""
         now_s = self._clock.monotonic_s()
-        if not metas or self._settings.ratio == 1.0 or self.refusals.is_refused(metas[-1].id, now_s):
+        if not metas or self._settings.ratio == 1.0:
             return None
-        if not self.ways.is_part_faster(is_near, now_s):
+        is_refused = now_s - self.refused_s.get(metas[-1].id, -math.inf) <= MEMORY_S
+        if is_refused or not self.ways.is_part_faster(is_near, now_s):
             return None
         layout = metas[0].layout
         pages = RestoredRoom(layout, len(metas) * layout.tokens, spare_tokens=spare_tokens + ANSWER_ROOM)
@@ -156,7 +139,9 @@ class ImportanceLoads:
         self._cache.guarded("learn", partial(self.learner.note, self._cache, metas, importance, bases), False)
 
     def _refuse(self, metas: Sequence[BlockMeta]) -> None:
-        self.refusals.note([meta.id for meta in metas], self._clock.monotonic_s())
+        # A prefix that shares only its first half is another.
+        for meta in metas[len(metas) // 2 :]:
+            self.refused_s[meta.id] = self._clock.monotonic_s()
 
     def orders(self, metas: Sequence[BlockMeta], observed: ObservedPrefix | None) -> dict[ObjectId, Orders]:
         """Return in which orders to store the observed blocks' tokens."""

@@ -300,7 +300,8 @@ class SparsePrefix:
         exact = int(self._is_exact.sum()) + layers * self._ahead_tokens
         share = exact / (layers * self._tokens) if layers else 0.0
         load = self._load
-        return SelectedLayers(self._is_fallback, share, load.read_bytes, load.whole_bytes, load.reads)
+        whole_bytes = load.blocks * load.layout.raw_bytes
+        return SelectedLayers(self._is_fallback, share, load.read_bytes, whole_bytes, load.reads)
 
     def probe(self, model: Any, suffix: Tensor, past: DynamicCache) -> None:
         """Run the suffix but for its last token; where the guard, if any, refuses, load all and forget that it ran."""

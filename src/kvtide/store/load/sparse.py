@@ -96,9 +96,16 @@ class SparseLoad:
     def __init__(
         self, tier: Tier, on_corrupt: Callable[[ObjectId, CorruptPayload], object] = lambda object_id, error: None
     ) -> None:
-        self._tier = tier
+        self.tier = tier
         self._on_corrupt = on_corrupt
         self._parts: list[PackedPart] = []
+        # The blocks that are open, in order, and how each is packed.
+        self.metas: list[BlockMeta] = []
+        self.bases: list[PackedBase] = []
+        self.layout: BlockLayout
+        self.blocks = self.tokens = 0
+        # Of the first block: the tokens of a chunk, and a layer's chunks.
+        self.chunk_tokens = self.chunks_per_block = 0
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         # Up to where a block was read: the next one's table and base are of nearly the same size.
@@ -110,7 +117,7 @@ class SparseLoad:
         self,
         metas: Sequence[BlockMeta],
         registry: CodecRegistry,
-        sink: BlockSink | None = None,
+        sink: BlockSink = lambda position, bits: None,
         tokens_ahead: int = 0,
         deadline_s: float = math.inf,
         quality_max: float = math.inf,
@@ -130,7 +137,7 @@ class SparseLoad:
                 return self._tried(meta.id, partial(self._front, meta, registry, tokens_ahead, quality_max))
 
         def decode(position: int, front: PackedFront | None) -> PackedPart | None:
-            into = partial(sink or _nowhere, position)
+            into = partial(sink, position)
             return None if front is None else self._tried(front.part.meta.id, partial(self._decode, front, into))
 
         # For chunks: those of one layer come before those of the next.
@@ -140,7 +147,12 @@ class SparseLoad:
             if part is None:
                 break
             self._parts.append(part)
-        return len(self._parts)
+        self.metas, self.bases = [part.meta for part in self._parts], [part.base for part in self._parts]
+        if self._parts:
+            self.layout, self.chunk_tokens = self.metas[0].layout, self.bases[0].chunk_tokens
+            self.chunks_per_block = -(-self.layout.tokens // self.chunk_tokens)
+            self.blocks, self.tokens = len(self._parts), len(self._parts) * self.layout.tokens
+        return self.blocks
 
     def _tried(self, object_id: ObjectId, action: Callable[[], _Found | None]) -> _Found | None:
         """Run an action on a block; None if that can't be loaded in part."""
@@ -151,10 +163,6 @@ class SparseLoad:
         except TierUnavailable as error:
             _log.debug("a block is not loaded in part: %s", error)
         return None
-
-    def read_from(self, tier: Tier) -> None:
-        """Read chunks there from now on, and count again."""
-        self._tier, self.read_bytes, self.reads = tier, 0, 0
 
     def close(self) -> None:
         """Drop what is still being loaded ahead. Idempotent."""
@@ -219,55 +227,14 @@ class SparseLoad:
         sink(bits)
         return part
 
-    @property
-    def metas(self) -> list[BlockMeta]:
-        """Return the blocks that are open, in order."""
-        return [part.meta for part in self._parts]
-
-    @property
-    def bases(self) -> list[PackedBase]:
-        """Return how each open block is packed."""
-        return [part.base for part in self._parts]
-
-    @property
-    def blocks(self) -> int:
-        """Return the blocks that are open."""
-        return len(self._parts)
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Return the blocks' layout."""
-        return self._parts[0].meta.layout
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of the blocks that are open."""
-        return self.blocks * self.layout.tokens if self._parts else 0
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Return the tokens of a chunk, those of the first block."""
-        return self._parts[0].base.chunk_tokens
-
-    @property
-    def chunks_per_block(self) -> int:
-        """Return the chunks of a block in a layer."""
-        return -(-self.layout.tokens // self.chunk_tokens)
-
-    @property
-    def whole_bytes(self) -> int:
-        """Return the raw bytes of all blocks."""
-        return sum(part.meta.layout.raw_bytes for part in self._parts)
-
     def orders(self, layer: int) -> NDArray[np.uint16]:
         """Return how each block's tokens are stored in a layer: (blocks, tokens)."""
         return np.stack([part.base.orders[layer] for part in self._parts])
 
     def chunks_with(self, layer: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the chunks that hold some tokens of the prefix, numbered through all blocks."""
-        block_tokens = self._parts[0].meta.layout.tokens
         places = np.argsort(self.orders(layer), axis=1, kind="stable").reshape(-1)[tokens]
-        return np.unique(tokens // block_tokens * self.chunks_per_block + places // self.chunk_tokens)
+        return np.unique(tokens // self.layout.tokens * self.chunks_per_block + places // self.chunk_tokens)
 
     def start(self, wanted: Mapping[int, NDArray[np.int64]]) -> list[Future[dict[int, ChunkBits]]]:
         """Begin to load chunks of some layers in the background, a result for each block: what could be had, by layer.
@@ -284,7 +251,7 @@ class SparseLoad:
 
     def joined(self, found: Sequence[ChunkBits]) -> ChunkBits:
         """Return chunks of one layer as one."""
-        layout = self._parts[0].meta.layout
+        layout = self.layout
         if not found:
             shape = (2, 0, *layout.shape[3:])
             return ChunkBits(np.empty(0, dtype=np.int64), np.empty(shape, dtype=layout.bits_dtype))
@@ -332,7 +299,7 @@ class SparseLoad:
     def _read_ranges(self, meta: BlockMeta, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Return what is there of ranges of an object's bytes: nothing if the object is gone."""
         reads = [RangeRead(start, np.empty(stop - start, dtype=np.uint8).data) for start, stop in ranges]
-        sizes = read_ranges(self._tier, meta.id, reads) or [0] * len(reads)
+        sizes = read_ranges(self.tier, meta.id, reads) or [0] * len(reads)
         with self._lock:
             self.read_bytes += sum(sizes)
             self.reads += len(reads)
@@ -376,7 +343,3 @@ class Sparse:
         if self.opened is not None:
             self.opened.close()
         self._pins.close()
-
-
-def _nowhere(position: int, bits: BlockBits) -> None:
-    """Forget rough values: chunks alone are wanted."""
