@@ -14,10 +14,8 @@ from kvtide.codec.published import CachegenCodec
 from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.errors import CorruptPayload
 from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
-from kvtide.plan import Way
 from kvtide.server.auth import stored_namespace
 from kvtide.store.cache import Cache
-from kvtide.store.load.access import WHY_OF_WAY
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire import pack_object
 from tests.store.test_cache import fill, metas_of
@@ -131,7 +129,6 @@ def test_text_that_is_no_counts_is_refused(text: str) -> None:
 def test_every_kind_fits_the_bound_and_every_way_has_a_reason() -> None:
     every = {Decided(choice, why): 10**9 for choice in Choice for why in Why}
     assert len(decisions_text(every)) <= DECISIONS_TEXT_MAX
-    assert len({WHY_OF_WAY[way] for way in Way}) == len(Way)
     assert all(why.meaning for why in Why)
 
 

@@ -18,7 +18,7 @@ from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.groups import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
-from kvtide.plan import Judge, PrefillSpeed, Way
+from kvtide.plan import Judge, PrefillSpeed
 from kvtide.store.load.run import FetchLimits, LoadRequest
 from kvtide.store.load.streamed import Streamed
 from kvtide.tier.base import IsPinned
@@ -137,7 +137,7 @@ def test_link_known_to_be_too_slow_is_left_alone(stored: Stored, deadline_s: flo
     engine, report, access = stored.load(source, LoadRequest(PrefillSpeed(1e5), deadline_s), judge, prefill)
     assert (report.fetch, report.received_bytes) == (None, 0)
     if is_slow:
-        assert report.decision.way is Way.RECOMPUTE
+        assert report.decision.why is Why.LINK_SLOWER
         assert access.decisions.counts() == {Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 96}
     else:
         # What was under way when the headers came goes on.

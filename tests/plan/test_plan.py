@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.plan import Judge, JudgeRecord, PrefillSpeed, Way, decide
+from kvtide.outcomes import Why
+from kvtide.plan import Judge, JudgeRecord, PrefillSpeed, decide
 from kvtide.plan.base import (
     PLAN_FETCHES_MAX,
     Chunk,
@@ -109,28 +110,28 @@ EVEN = Request(tuple(Chunk(1000 * i, 1000 * i + 1000, (150,), (0.1,)) for i in r
 
 
 @pytest.mark.parametrize(
-    ("rate", "way", "seconds"),
+    ("rate", "why", "seconds"),
     [
-        (None, Way.UNKNOWN_LINK, (math.inf, 4)),
-        (0.0, Way.RECOMPUTE, (math.inf, 4)),
+        (None, Why.UNKNOWN_LINK, (math.inf, 4)),
+        (0.0, Why.LINK_SLOWER, (math.inf, 4)),
         # In 3.9 s not one chunk: nothing would be saved.
-        (30.0, Way.RECOMPUTE, (20, 4)),
+        (30.0, Why.LINK_SLOWER, (20, 4)),
         # Three chunks computed while the last one comes.
-        (50.0, Way.BOTH, (12, 4)),
-        (150.0, Way.BOTH, (4, 4)),
+        (50.0, Why.BOTH_ENDS, (12, 4)),
+        (150.0, Why.BOTH_ENDS, (4, 4)),
         # 0.3 s for all, and the engine has not one chunk by then.
-        (2000.0, Way.LOAD, (0.3, 4)),
+        (2000.0, Why.LINK_FASTER, (0.3, 4)),
     ],
 )
-def test_break_even_takes_the_earliest_start(rate: float | None, way: Way, seconds: tuple[float, float]) -> None:
+def test_break_even_takes_the_earliest_start(rate: float | None, why: Why, seconds: tuple[float, float]) -> None:
     decision = decide(EVEN, rate)
-    assert decision.way is way
+    assert decision.why is why
     assert decision[1:3] == pytest.approx(seconds)
 
 
 def test_latency_alone_can_decide_for_recomputing() -> None:
-    assert decide(EVEN, 1e9, latency_s=0.1).way is Way.LOAD
-    assert decide(EVEN, 1e9, latency_s=4.0).way is Way.RECOMPUTE
+    assert decide(EVEN, 1e9, latency_s=0.1).why is Why.LINK_FASTER
+    assert decide(EVEN, 1e9, latency_s=4.0).why is Why.LINK_SLOWER
 
 
 @pytest.mark.parametrize(("rate", "latency_s"), [(-1.0, 0.0), (math.nan, 0.0), (1.0, -1.0)])
@@ -238,7 +239,7 @@ def test_decoding_counts_where_it_is_slower_than_the_link() -> None:
     chunks = tuple(Chunk(start, start + 100, (1000,), (0.0,)) for start in range(0, 1000, 100))
     request = Request(chunks, True, PrefillSpeed(500.0), 0.0)
     quick, slow = decide(request, 1e6), decide(request, 1e6, decode_token_s=0.01)
-    assert (quick.way, slow.way) == (Way.LOAD, Way.RECOMPUTE)
+    assert (quick.why, slow.why) == (Why.LINK_FASTER, Why.LINK_SLOWER)
     assert slow.load_s == pytest.approx(quick.load_s + 10.0)
 
 

@@ -292,7 +292,13 @@ class RadixIndex:
         if end is not None:
             lower = self._tree.cut_behind(end, anchor.depth + known)
             if lower is not None:
-                self._note_split(lower)
+                upper = lower.parent
+                assert upper is not None
+                if lower.is_candidate and not lower.held:
+                    self._withdraw(lower)
+                if upper.held < len(upper.keys):
+                    self._ghosts[upper] = None
+                self._policy.split(upper, lower)
             path = self._tree.path_of(end)
         fresh = list(keys[known:])
         for part in [fresh[:-1], fresh[-1:]] if self._policy.splits_tail else [fresh]:
@@ -302,15 +308,6 @@ class RadixIndex:
                 self._policy.adopt(run, len(part))
                 path.append(run)
         return path
-
-    def _note_split(self, lower: Run) -> None:
-        upper = lower.parent
-        assert upper is not None
-        if lower.is_candidate and not lower.held:
-            self._withdraw(lower)
-        if upper.held < len(upper.keys):
-            self._ghosts[upper] = None
-        self._policy.split(upper, lower)
 
     def _use(self, path: list[Run], depth: int, known: int, tier_bit: int) -> None:
         """Note a use of the path; the blocks after the first `depth` ones, `known` of them known, are in that tier."""

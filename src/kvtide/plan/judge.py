@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from kvtide.outcomes import Why
 from kvtide.plan.speeds import HarmonicRate, PrefillMeter, PrefillSpeed
 
 if TYPE_CHECKING:
@@ -26,19 +26,10 @@ MEMORY_S = 60.0
 DEADLINE_S_MIN = 0.1
 
 
-class Way(Enum):
-    """A way to fill a context, with the reason for it."""
-
-    LOAD = "loading alone is as fast: the engine is spared"
-    RECOMPUTE = "the link would save less than 5 % of recomputing: it is left alone"
-    BOTH = "loading from the end while computing from the start is fastest"
-    UNKNOWN_LINK = "no rate is known yet: both, as the engine loses nothing by computing meanwhile"
-
-
 class Decision(NamedTuple):
-    """A way, and seconds until the engine could start by loading and by computing alone, inf if unknown."""
+    """A way to fill a context, by the reason for it; seconds by loading and by computing alone, inf if unknown."""
 
-    way: Way
+    why: Why
     load_s: float
     recompute_s: float
 
@@ -54,9 +45,9 @@ def decide(
     assert bytes_per_s is None or bytes_per_s >= 0
     recompute_s = request.prefill.seconds(0, request.tokens)
     if bytes_per_s is None:
-        return Decision(Way.UNKNOWN_LINK, math.inf, recompute_s)
+        return Decision(Why.UNKNOWN_LINK, math.inf, recompute_s)
     if not bytes_per_s:
-        return Decision(Way.RECOMPUTE, math.inf, recompute_s)
+        return Decision(Why.LINK_SLOWER, math.inf, recompute_s)
     load_s, both_s = latency_s, recompute_s
     for chunk in reversed(request.chunks):
         load_s += chunk.sizes[0] / bytes_per_s
@@ -64,12 +55,12 @@ def decide(
         both_s = min(both_s, max(load_s, request.prefill.seconds(0, chunk.start)) + decode_s)
     load_s += decode_token_s * request.tokens
     if both_s > (1 - _SAVING_MIN) * recompute_s:
-        way = Way.RECOMPUTE
+        why = Why.LINK_SLOWER
     elif both_s > (1 - _SAVING_MIN) * load_s:
-        way = Way.LOAD
+        why = Why.LINK_FASTER
     else:
-        way = Way.BOTH
-    return Decision(way, load_s, recompute_s)
+        why = Why.BOTH_ENDS
+    return Decision(why, load_s, recompute_s)
 
 
 class LinkEstimate:
@@ -129,9 +120,9 @@ CODECS_MAX = 32
 class Judge:
     """Knows link, decoding and prefill from one load to the next. Thread-safe."""
 
-    def __init__(self, load_s_max: float = math.inf, link: LinkEstimate | None = None) -> None:
+    def __init__(self, load_s_max: float = math.inf) -> None:
         """load_s_max: no load may take longer."""
-        self.link = link or LinkEstimate()
+        self.link = LinkEstimate()
         self._load_s_max = load_s_max
         self._lock = threading.Lock()
         self._meter = PrefillMeter()

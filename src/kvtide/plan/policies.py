@@ -223,17 +223,12 @@ class CachegenRule(StreamPolicy):
         if progress.here != progress.asked:
             return Plan((), (), Reason.WAIT)
         left_s = request.deadline_s - progress.now_s
-        if _recompute_s(request, progress, chunk) <= left_s:
+        # All that the engine has been given before comes first.
+        given = [*(request.chunks[each] for each in progress.assigned - progress.computed), *request.chunks[chunk:]]
+        if sum(request.prefill.seconds(each.start, each.stop) for each in given) <= left_s:
             return Plan((), tuple(range(chunk, len(request.chunks))), Reason.TEXT)
         level, reason = _best_level(request, chunk, left_s, progress.bytes_per_s)
         return Plan((Fetch(chunk, level),), (), reason)
-
-
-def _recompute_s(request: Request, progress: Progress, chunk: int) -> float:
-    """Return what the engine takes for chunk and all after it, after what it has been given before."""
-    backlog = (request.chunks[other] for other in progress.assigned - progress.computed)
-    waiting_s = sum(request.prefill.seconds(other.start, other.stop) for other in backlog)
-    return waiting_s + request.prefill.seconds(request.chunks[chunk].start, request.tokens)
 
 
 def _best_level(request: Request, chunk: int, left_s: float, bytes_per_s: float | None) -> tuple[int, Reason]:

@@ -254,7 +254,10 @@ class ModelWatch:
 
     def _take(self) -> None:
         # Views of the modules' own dicts, which show what is in them at any time.
-        self._views = [view for module in self._model.modules() for view in _views_of(module)]
+        self._views = list[ValuesView[Any]]()
+        for each in self._model.modules():
+            held = (each._parameters, each._buffers, each._modules, each._forward_hooks, each._forward_pre_hooks)
+            self._views += [own.values() for own in (vars(each), *held)]
         config = self._model.config
         self._views += [vars(config).values(), vars(config.get_text_config(decoder=True)).values()]
         self._views += [torch_module._global_forward_hooks.values(), torch_module._global_forward_pre_hooks.values()]
@@ -286,11 +289,6 @@ class ModelWatch:
             if sample.reads(sample.positions[self._round]).tobytes() != sample.known[self._round].tobytes():
                 return True
         return False
-
-
-def _views_of(module: torch.nn.Module) -> list[ValuesView[Any]]:
-    held = (module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)
-    return [vars(module).values(), *[each.values() for each in held]]
 
 
 def _write_count(tensor: torch.Tensor) -> int:

@@ -9,13 +9,12 @@ import contextlib
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from kvtide.codec import Codec, CodecRegistry, EmbeddedCodec
 from kvtide.errors import CorruptPayload
 from kvtide.index import RadixIndex
 from kvtide.outcomes import Choice, DecisionCounter, Why
-from kvtide.plan import Judge, Way
+from kvtide.plan import Judge
 from kvtide.store.load.backfill import Backfill
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.faults import Counts, FaultGuard
@@ -51,16 +50,6 @@ BlockSource = Callable[[], BlockBits]
 # Called with the block's position in the load and its bits, which are valid during the call only. May be called from
 # several threads at once, for different blocks, in any order.
 BlockSink = Callable[[int, BlockBits], None]
-
-
-WHY_OF_WAY: Mapping[Way, Why] = MappingProxyType(
-    {
-        Way.LOAD: Why.LINK_FASTER,
-        Way.BOTH: Why.BOTH_ENDS,
-        Way.UNKNOWN_LINK: Why.UNKNOWN_LINK,
-        Way.RECOMPUTE: Why.LINK_SLOWER,
-    }
-)
 
 
 class MissReason(Enum):

@@ -17,11 +17,11 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.codec import Codec, EmbeddedCodec
 from kvtide.errors import CorruptPayload
-from kvtide.outcomes import Choice
-from kvtide.plan import Decision, Way
+from kvtide.outcomes import Choice, Why
+from kvtide.plan import Decision
 from kvtide.plan.base import CHUNK_TOKENS, PASS_TOKENS, StreamPolicy, cut, cut_for_meeting, pass_reach
 from kvtide.plan.policies import Layered, TwoEnded, is_by_level
-from kvtide.store.load.access import QUALITY_SLACK, WHY_OF_WAY, LoadAccess, LoadReport, MissReason, ahead, level_meta
+from kvtide.store.load.access import QUALITY_SLACK, LoadAccess, LoadReport, MissReason, ahead, level_meta
 from kvtide.store.load.backfill import PartialLoad
 from kvtide.store.load.run import (
     Engine,
@@ -240,7 +240,7 @@ def _count(access: LoadAccess, metas: Sequence[BlockMeta], report: StreamedRepor
     namespace, full_tokens = metas[0].id.namespace, len(metas) * metas[0].layout.tokens
     if report.decision is not None:
         loaded = report.tokens - report.computed_tokens if report.fetch is not None else 0
-        why = WHY_OF_WAY[report.decision.way]
+        why = report.decision.why
         access.decisions.add(Choice.LOAD, why, loaded, namespace)
         access.decisions.add(Choice.RECOMPUTE, why, report.stored_tokens - loaded, namespace)
     access.decisions.add_absent(full_tokens - report.stored_tokens, namespace)
@@ -300,7 +300,7 @@ class _Stream:
             job, computed, begun = self._job([*coarser, stored], codec, done, under_way)
             decision = access.judge.decide(job.request, codec.codec_id)
             # The rule for levels says itself when computing fits.
-            if decision.way is Way.RECOMPUTE and how.computes and not self._is_by_level:
+            if decision.why is Why.LINK_SLOWER and how.computes and not self._is_by_level:
                 return StreamStart(decision, job.request.tokens, None)
             load = StreamedLoad(access, job, how, computed, begun, self._give_up_s)
             return StreamStart(decision, job.request.tokens, load)
