@@ -311,6 +311,12 @@ def test_profile_whose_tables_are_of_other_layers_is_refused(name: str, change: 
         decoded_by(CachegenCodec(2, 0, forged), meta, sections)
 
 
+def test_profile_without_deviations_of_all_layers_encodes_nothing() -> None:
+    forged = fitted("cachegen").with_arrays({"deviation": np.ones((2, 2), np.float32)})
+    with pytest.raises(UnencodableBlock, match="deviations"):
+        CachegenCodec(2, 0, forged).encode(block_meta(LAYOUT), smooth_bits(LAYOUT, 1))
+
+
 def test_calibration_refuses_no_blocks_and_unknown_kinds() -> None:
     with pytest.raises(ValueError, match="cachegen"):
         ProfileFitter("zip", "m", LAYOUT)

@@ -438,6 +438,7 @@ TWO_STAGES: list[dict[str, Any]] = [
     {"place": STAGED.arrays["place"][:, ::-1].copy()},
     {"mixed": STAGED.arrays["mixed"] * 0 + STAGED.arrays["mixed"][:, :1]},
     {"mixed": STAGED.arrays["mixed"][:, :-1].copy()},
+    {"mixed": STAGED.arrays["mixed"] + np.uint16(48)},
     {"block_unit": STAGED.arrays["block_unit"][:, :-1].copy()},
     {"block_fine": None},
     {"block_unit": np.zeros((), np.float32)},

@@ -424,7 +424,12 @@ class CachegenCodec(ProfiledCodec):
     def step(self, layout: BlockLayout, layer: int, which: int, values: NDArray[np.uint8] | None) -> float:
         """Return the step as it is stored: the encoder must use what the decoder will."""
         if self._profile:
-            deviation = float(self._profile.arrays["deviation"][layer, which])
+            deviations = self._profile.arrays.get("deviation", _NOTHING)
+            if deviations.shape != (layout.layers, 2):
+                raise UnencodableBlock(
+                    f"the profile has deviations of {deviations.shape}, not of {layout.layers} layers"
+                )
+            deviation = float(deviations[layer, which])
         else:
             assert values is not None, "values or a profile"
             deviation = delta_deviation(values, layout)

@@ -465,7 +465,8 @@ def _is_once_each(places: Sequence[int], mixed: Sequence[int], values: int) -> b
     inner = [place for place in places if place >= values]
     outer = {place for place in places if place < values}
     is_once = len(outer) + len(inner) == len(places) and len(set(mixed)) == len(mixed)
-    return is_once and inner == list(range(values, values + len(mixed))) and outer.isdisjoint(mixed)
+    is_mixed = inner == list(range(values, values + len(mixed))) and max(mixed, default=0) < values
+    return is_once and is_mixed and outer.isdisjoint(mixed)
 
 
 def _shaped(arrays: _Arrays, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
