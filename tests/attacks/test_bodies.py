@@ -23,6 +23,7 @@ from kvtide.server.http import BodyBuffers
 from kvtide.server.http import connections as doors
 from kvtide.server.http.connections import ConnectionLimits, Guest, common_name, connections_for
 from kvtide.server.http.shares import Rates
+from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import FILES_MAX, ProgressBudget, ServerLimits
 from kvtide.tier.base import WrappedTier
 from kvtide_lab.bench.services import BenchService, valkey_server, wait_until
@@ -123,6 +124,22 @@ def test_reader_that_stands_still_is_cut_off_however_much_it_took() -> None:
             while came < 20 * MIB:
                 came += len(sock.recv(MIB))
             wait_until(lambda: len(server.service.acceptor.limits) == 0, "the reader to be cut off")
+
+
+def test_no_error_is_written_into_a_body_that_has_begun() -> None:
+    slow_link = SchedulerSettings(tenant_sends_max=1, link_bits_s=1e6)
+    with running_server(grants=GRANTS, sending=slow_link) as server:
+        data, flows = object_bytes(1, 4 * MIB), server.service.scheduler.flows
+        assert ask(server, "PUT", OBJECT, body=data)[0].status == 201
+        with sending(server, head("GET", OBJECT, "victim")) as (late,):
+            came = late.recv(1)
+            wait_until(lambda: not flows(), "the reader to stand still")
+            with sending(server, head("GET", OBJECT, "victim")):
+                wait_until(lambda: bool(flows()), "another one to wait for the link")
+                # It goes on, and its place is taken.
+                while part := late.recv(MIB):
+                    came += part
+    assert data.startswith(came.partition(b"\r\n\r\n")[2])
 
 
 def test_pace_is_of_the_last_seconds() -> None:

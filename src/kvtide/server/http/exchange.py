@@ -59,8 +59,10 @@ class Exchange:
     # Of nobody, and for no page, until it is let in.
     route: Route = _NO_PAGE
     caller: Caller = NOBODY
-    # 0 until an answer has been sent.
+    # 0 until an answer has been sent, a large one whole.
     status: int = 0
+    # Something of the answer may be with the client.
+    has_begun: bool = False
     # Of bodies alone, and only once they are whole.
     received_bytes: int = 0
     sent_bytes: int = 0
@@ -125,7 +127,8 @@ class Exchange:
         return pack_response_head(status, lines)
 
     def started(self) -> None:
-        """Note that the answer goes out now: no deadline ends it any more."""
+        """Note that the answer goes out now: no deadline ends it any more, and no error takes its place."""
+        self.has_begun = True
         if self.start_timeout is not None and not self.start_timeout.expired():
             self.start_timeout.reschedule(None)
 
@@ -144,7 +147,7 @@ class Exchange:
 
     async def refuse(self, error: RequestRefused, headers: Headers = ()) -> None:
         """Send an error, unless an answer has begun: then the connection's end says it."""
-        if self.status:
+        if self.has_begun:
             self.is_kept_alive = False
             return
         body = json.dumps({"error": str(error)}).encode() + b"\n"
