@@ -41,7 +41,8 @@ class Health:
         self._probing: asyncio.Future[dict[str, bool]] | None = None
         self._tiers: dict[str, bool] = {}
         self._probed_s = float("-inf")
-        self._connections = 0
+        # In the order in which they came.
+        self._connections: dict[asyncio.StreamWriter, None] = {}
         self._server: asyncio.Server | None = None
 
     async def open(self, host: str, port: int) -> int:
@@ -82,16 +83,20 @@ class Health:
         return {name: name in up for name in store.tier_names}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+        if len(self._connections) >= CONNECTIONS_MAX:
+            # Who has been here longest makes room: those who say nothing keep no manager out.
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.transport.abort()
+        self._connections[writer] = None
         try:
-            if self._connections <= CONNECTIONS_MAX:
-                async with asyncio.timeout(_CONNECTION_S_MAX):
-                    writer.write(await self._answer(await reader.readuntil(HEAD_END)))
-                    await writer.drain()
+            async with asyncio.timeout(_CONNECTION_S_MAX):
+                writer.write(await self._answer(await reader.readuntil(HEAD_END)))
+                await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             _log.debug("a health check went away: %s", error)
         finally:
-            self._connections -= 1
+            self._connections.pop(writer, None)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
