@@ -10,12 +10,16 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.stores import nothing_pinned, opened
 
+from kvtide.clock import ManualClock
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.metrics import Metrics, Route, SourceCollector
 from kvtide.server.quotas import Quota, Quotas
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
-from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
+from kvtide.tier.ram import MemoryTier
+from kvtide.tier.stack import TierStack
+from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId, TierStats
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 # Labels that Prometheus itself adds.
@@ -40,8 +44,10 @@ def labels_of() -> dict[str, set[str]]:
     metrics.count_decisions("a", Namespace(bytes(32)), {Decided(Choice.LOAD, Why.IN_TIME): 1})
     tiers = [TierStats("memory", *range(7))]
     quotas = Quotas(lambda: {"a": Quota(bytes_max=1)}, lambda: 0.0)
-    quotas.note(Namespace(bytes(32)), "a")
-    quotas.placed(ObjectId(Namespace(bytes(32)), BlockKey(bytes(32))), 0, 1)
+    with opened(TierStack([MemoryTier(1 << 20, ManualClock(), nothing_pinned)])) as stack:
+        quotas.recount(stack, [], lambda tenant, namespace: 0)
+    stored = ObjectId(Namespace(bytes(32)), BlockKey(bytes(32)))
+    quotas.placed(NamedId.of(stored, Name("a", stored.namespace, 0)), 0, 1)
     scheduler = Scheduler(SchedulerSettings(), random.Random(0))
     sources = SourceCollector(scheduler, quotas, str)
     sources.tier_stats = tiers

@@ -192,8 +192,11 @@ def test_put_needs_a_length_within_the_bound(server: RunningServer) -> None:
     assert exchange(server, head.encode() + b"Content-Length: 1048577\r\n\r\n").startswith(b"HTTP/1.1 413 ")
 
 
-def test_body_that_is_held_back_is_asked_for_only_if_needed(server: RunningServer) -> None:
+@pytest.mark.parametrize("here", [(), (0.5,)], ids=["nothing", "coarser"])
+def test_body_that_is_held_back_is_asked_for_only_if_needed(server: RunningServer, here: tuple[float, ...]) -> None:
     data = object_bytes(1)
+    for quality in here:
+        assert ask(server, "PUT", 1, object_bytes(1, quality=quality))[0].status == 201
     head = f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n"
     with server.connect() as sock:
         sock.sendall(head.encode())

@@ -12,12 +12,14 @@ from tests.server.worlds import logged, path_of, token_of
 from tests.servers import RunningServer, running_server
 from tests.suites.tier_suite import object_bytes, object_id
 
+from kvtide.server import quotas as quotas_module
 from kvtide.server import service
 from kvtide.server.auth import Proxies
 from kvtide.server.logs import ACCESS_LOGGER
 from kvtide.server.quotas import Quota, Stored
 from kvtide.server.settings import ServerLimits, read_settings
-from kvtide_lab.bench.services import wait_until
+from kvtide.types import Name, NamedId
+from kvtide_lab.bench.services import valkey_server, wait_until
 
 SIZE = 10_000
 NAMESPACE = object_id(1).namespace.hex()
@@ -97,6 +99,55 @@ def test_objects_expire_and_make_room(tiers: tuple[str, ...], monkeypatch: pytes
         assert (answer.status, answer.headers["Kvtide-Removed"]) == (404, "expired")
         assert put(server, 2)[0] == 201
         assert ask(server, "GET", path_of(7), "attacker")[0].status == 200
+
+
+def test_object_that_is_stored_again_after_its_time_is_a_new_one(tiers: tuple[str, ...]) -> None:
+    with running_server(grants=GRANTS, tiers=tiers, quotas={"victim": Quota(ttl_s=0.3)}) as server:
+        assert put(server, 1)[0] == 201
+        wait_until(lambda: bool(server.service.quotas.expired()), "the end of its time")
+        assert put(server, 1)[0] == 201
+
+
+def test_finer_object_counts_by_its_own_size(tiers: tuple[str, ...]) -> None:
+    with running_server(grants=GRANTS, tiers=tiers, quotas={"victim": Quota(bytes_max=10 * SIZE)}) as server:
+        for size, quality in ((SIZE, 0.5), (5 * SIZE, 0.0)):
+            assert ask(server, "PUT", path_of(1), body=object_bytes(1, size, quality))[0].status == 201
+            assert held(server) == Stored("victim", 1, size)
+
+
+def test_object_counts_for_the_tenant_in_its_name() -> None:
+    """However many namespaces were asked for while it came."""
+    with running_server(grants=GRANTS, quotas={"*": Quota(objects_max=1)}) as server:
+        name = Name("victim", object_id(1).namespace, 0)
+        server.service.quotas.placed(NamedId.of(object_id(1), name), 0, SIZE)
+        assert held(server) == Stored("victim", 1, SIZE)
+
+
+def test_what_a_tier_behind_the_server_has_is_not_counted() -> None:
+    with valkey_server() as behind:
+        tiers = ("memory://", f"valkey://127.0.0.1:{behind.port}?wait_s_max=20")
+        with running_server(grants=GRANTS, tiers=tiers, quotas={"victim": Quota(objects_max=1)}) as server:
+            for number in (1, 2):
+                assert put(server, number)[0] == 201
+                assert ask(server, "DELETE", path_of(number))[0].status == 204
+                assert held(server) is None
+
+
+def test_many_objects_of_one_tenant_leave_some_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas_module, "COUNTED_MAX", 8)
+    monkeypatch.setattr(quotas_module, "COUNTED_RESERVED", 2, raising=False)
+    with running_server(grants=GRANTS, quotas={"*": Quota(bytes_max=1 << 30)}) as server:
+        assert [put(server, number, "attacker")[0] for number in range(9)] == 8 * [201] + [507]
+        assert [put(server, number)[0] for number in range(2)] == [201, 507]
+
+
+def test_what_expires_in_a_region_stays_at_its_centre(tmp_path: Path) -> None:
+    region_of: dict[str, Any] = {"manifest": tmp_path / "manifest", "quotas": {"*": Quota(ttl_s=0.3)}}
+    with running_server() as centre, running_server(grants=GRANTS, central=centre.url, **region_of) as region:
+        assert put(region, 1)[0] == 201
+        wait_until(lambda: not len(region.backing.synchroniser.manifest), "the centre to have it")
+        wait_until(lambda: bool(region.service.quotas.expired()), "the end of its time")
+        assert ask(region, "GET", path_of(1))[0].status == 200
 
 
 def test_region_counts_what_it_has_itself(tmp_path: Path) -> None:

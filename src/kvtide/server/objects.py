@@ -218,8 +218,6 @@ class ObjectRequests:
         latest, method = self._backing.latest, exchange.head.method
         await self.catch_up(exchange)
         stored = await self._stored(exchange, object_id, 404)
-        if self._quotas.is_expired(stored):
-            await self._shared.workers.write(exchange.owner, partial(self._tier.delete, stored, "expired"))
         tier = self._tier_for(exchange, stored)
         lent = await self._lending.lend(exchange, tier, stored)
         if lent is None and latest is not None and protocol.Header.FORCE in exchange.head.headers:
@@ -256,7 +254,8 @@ class ObjectRequests:
             reasons = {404: "no such object", 409: f"the namespace is at generation {known}, not {meant}"}
             raise RequestRefused(otherwise, reasons[otherwise])
         found = self._backing.names.ids(tenant, name, [object_id.key], known)[0]
-        self._quotas.note(found.namespace, tenant)
+        if self._quotas.is_expired(found):
+            await self._shared.workers.write(exchange.owner, partial(self._local.delete, found, "expired"))
         return found
 
     async def _is_sent_on(self, exchange: Exchange, object_id: ObjectId) -> bool:
@@ -331,8 +330,9 @@ class ObjectRequests:
         stored = await self._stored(exchange, object_id, 409)
         # Who holds the body back wants to know whether it is needed; for others it is looked up with the storing.
         if "expect" in exchange.head.headers:
-            look = partial(self._local.contains, stored)
-            if await self._shared.workers.read(exchange.owner, look):
+            look = partial(stored_quality, self._local, stored)
+            # Nothing is better than what is exact.
+            if not await self._shared.workers.read(exchange.owner, look):
                 await exchange.reply(200)
                 return
         with self._quotas.room(tenant, size):

@@ -6,7 +6,6 @@ Invariant: an object counts once, for the tenant that stored it, from when a tie
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -17,15 +16,15 @@ from kvtide.errors import RequestRefused
 from kvtide.server.auth import stored_namespace
 from kvtide.tier.base import Tier
 from kvtide.tier.stack import TierStack
-from kvtide.types import Namespace, ObjectId
+from kvtide.types import NamedId, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, embedded_namespace
 
 # The quota of every tenant that has none of its own.
 OTHERS = "*"
-# Objects that are counted at all, some 300 bytes of bookkeeping each.
+# Objects that are counted at all, some 300 bytes of bookkeeping each. Who has less than the reserve may store though
+# all are taken by others, up to an eighth more.
 COUNTED_MAX = 1 << 20
-# Stored namespaces whose tenant is known.
-_NAMESPACES_MAX = 1 << 16
+COUNTED_RESERVED = 1 << 12
 # Generations of a namespace that a recount recognises; objects of earlier ones count for nobody, and are evicted.
 _GENERATIONS_MAX = 8
 
@@ -69,7 +68,8 @@ class Quotas:
         self._wall_s = wall_s
         self.is_counting = bool(quotas())
         self._lock = threading.Lock()
-        self._tenants: OrderedDict[Namespace, str] = OrderedDict()
+        # The numbers of this server's own tiers: others don't say when objects go.
+        self._own: set[int] = set()
         self._entries: dict[ObjectId, _Entry] = {}
         self._held: dict[str, Stored] = {}
         # What is on its way in.
@@ -78,15 +78,6 @@ class Quotas:
     def _quota(self, tenant: str) -> Quota:
         quotas = self.quotas()
         return quotas.get(tenant) or quotas.get(OTHERS) or Quota()
-
-    def note(self, stored: Namespace, tenant: str) -> None:
-        """Remember whose a stored namespace is."""
-        if self.is_counting:
-            with self._lock:
-                self._tenants[stored] = tenant
-                self._tenants.move_to_end(stored)
-                if len(self._tenants) > _NAMESPACES_MAX:
-                    self._tenants.popitem(last=False)
 
     @contextmanager
     def room(self, tenant: str, size: int) -> Iterator[None]:
@@ -97,10 +88,11 @@ class Quotas:
         quota = self._quota(tenant)
         with self._lock:
             held, coming = self._held.get(tenant, Stored(tenant)), self._coming.get(tenant, Stored(tenant))
+            counted_max = COUNTED_MAX if held.objects >= COUNTED_RESERVED else _all_max()
             for name, wanted, most in (
                 ("bytes_max", held.bytes + coming.bytes + size, quota.bytes_max),
                 ("objects_max", held.objects + coming.objects + 1, quota.objects_max),
-                ("objects counted by this server", len(self._entries) + 1, COUNTED_MAX),
+                ("objects counted by this server", len(self._entries) + 1, counted_max),
             ):
                 if most is not None and wanted > most:
                     raise RequestRefused(507, f"the tenant's quota {name} is {most}, {wanted} were needed")
@@ -112,17 +104,19 @@ class Quotas:
                 _add(self._coming, tenant, -1, -size)
 
     def placed(self, object_id: ObjectId, tier: int, size: int) -> None:
-        """Count an object that a tier has now."""
-        self._count(object_id, tier, size, self._wall_s())
+        """Count an object that a tier has now, for the tenant in its name."""
+        if tier in self._own:
+            tenant = object_id.name.tenant if isinstance(object_id, NamedId) else None
+            self._count(object_id, tenant, tier, size, self._wall_s())
 
-    def _count(self, object_id: ObjectId, tier: int, size: int, stored_s: float) -> None:
+    def _count(self, object_id: ObjectId, tenant: str | None, tier: int, size: int, stored_s: float) -> None:
         with self._lock:
             known = self._entries.get(object_id)
             if known is not None:
-                self._entries[object_id] = known._replace(tiers=known.tiers | 1 << tier)
-                return
-            tenant = self._tenants.get(object_id.namespace)
-            if tenant is not None and len(self._entries) < COUNTED_MAX:
+                # Another form of it may have taken its place.
+                self._entries[object_id] = known._replace(size=size, tiers=known.tiers | 1 << tier)
+                _add(self._held, known.tenant, 0, size - known.size)
+            elif tenant is not None and len(self._entries) < _all_max():
                 self._entries[ObjectId(*object_id)] = _Entry(tenant, size, stored_s, 1 << tier)
                 _add(self._held, tenant, 1, size)
 
@@ -140,18 +134,16 @@ class Quotas:
 
     def recount(self, stack: TierStack, tenants: Sequence[str], generation: Callable[[str, Namespace], int]) -> None:
         """Count what the stack's tiers have from before the start, for those of `tenants` that it belongs to."""
-        seen: set[Namespace] = set()
+        owners: dict[Namespace, str | None] = {}
         for name, tier in stack.open_tiers.items():
             if not tier.is_own:
-                # It says nothing when objects go: what it has is not ours to count.
                 continue
+            number = stack.tier_names.index(name)
+            self._own.add(number)
             for info in tier.objects():
-                if info.id.namespace not in seen:
-                    seen.add(info.id.namespace)
-                    owner = _owner(tier, info.id, tenants, generation)
-                    if owner is not None:
-                        self.note(info.id.namespace, owner)
-                self._count(info.id, stack.tier_names.index(name), info.size, info.last_use_s)
+                if info.id.namespace not in owners:
+                    owners[info.id.namespace] = _owner(tier, info.id, tenants, generation)
+                self._count(info.id, owners[info.id.namespace], number, info.size, info.last_use_s)
 
     def is_expired(self, object_id: ObjectId) -> bool:
         """Tell whether an object is older than its tenant's quota lets it be."""
@@ -173,11 +165,15 @@ class Quotas:
     def check(self) -> None:
         """AssertionError if the accounting is off. Call it while nothing is stored."""
         with self._lock:
-            assert len(self._entries) <= COUNTED_MAX
+            assert len(self._entries) <= _all_max()
             assert not self._coming
             for tenant, held in self._held.items():
                 own = [entry.size for entry in self._entries.values() if entry.tenant == tenant]
                 assert held == Stored(tenant, len(own), sum(own))
+
+
+def _all_max() -> int:
+    return COUNTED_MAX + COUNTED_MAX // 8
 
 
 def _add(counts: dict[str, Stored], tenant: str, objects: int, size: int) -> None:
