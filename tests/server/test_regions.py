@@ -1,9 +1,10 @@
 """Two regions and their centre: reading through, sending on, asking for the latest, and being cut off."""
 
 import os
+import resource
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,18 @@ def test_a_dropped_object_that_was_read_does_not_stop_the_others(
         for number in (1, 2):
             manifest.add(named(number))
         assert manifest.next() == object_id(1)
+
+
+def test_a_write_that_was_cut_costs_the_manifest_nothing(tmp_path: Path) -> None:
+    with manifest_in(tmp_path, 1) as manifest:
+        size, old = (tmp_path / "manifest").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, old[1]))
+        with suppress(OSError):
+            manifest.add(named(2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        manifest.add(named(3))
+    with manifest_in(tmp_path) as again:
+        assert len(again) == 3
 
 
 @pytest.mark.timeout(20)

@@ -75,6 +75,8 @@ class Manifest:
         self._uses: Counter[ObjectId] = Counter()
         self._names: dict[Namespace, Name] = {}
         self._sequence = self._records = 0
+        # False after a fault: what was written last may be cut, and all behind it would be read as something else.
+        self._is_whole = True
         # What `next` has returned last.
         self._taken: tuple[ObjectId, int] | None = None
 
@@ -161,11 +163,12 @@ class Manifest:
         self._append(_RECORD.pack(sequence, object_id.namespace, object_id.key, kind), 1)
 
     def _append(self, data: bytes, records: int) -> None:
-        if self._file is not None:
-            self._file.write(data)
-            self._records += records
-            if self._records > RECORDS_MAX:
-                self._rewrite()
+        if self._file is None:
+            return
+        is_whole, self._is_whole, self._records = self._is_whole, False, self._records + records
+        if not is_whole or self._records > RECORDS_MAX or self._file.write(data) != len(data):
+            self._rewrite()
+        self._is_whole = True
 
     def _rewrite(self) -> None:
         """Write again what waits, without what is done, and go on after it."""
