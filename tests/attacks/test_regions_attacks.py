@@ -279,6 +279,22 @@ def test_what_is_removed_at_the_centre_is_gone_in_the_regions(world: World) -> N
     assert ask(one, "GET", CHAT, Force_Latest="1")[1].strip() == b"b" * 64
 
 
+def test_what_was_removed_while_a_region_was_cut_off_is_gone_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much that is: the centre tells of the last ones alone."""
+    monkeypatch.setattr("kvtide.server.records.REMOVED_MAX", 2)
+    one, names = world.regions[0], [f"/v1/records/alias/{number}" for number in range(6)]
+    for name in names:
+        assert ask(world.centre, "PUT", name, b"a" * 64)[0].status == 200
+    wait_until(lambda: ask(one, "GET", names[-1])[0].status == 200, "the region to hear of them")
+    one.region.central._asking.close()
+    for name in names:
+        assert ask(world.centre, "DELETE", name)[0].status == 204
+    one.region.central.refresh()
+    assert [ask(one, "GET", name)[0].status for name in names] == 6 * [404]
+
+
 def test_removed_records_stay_removed_and_take_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.records.REMOVED_MAX", 3)
     records = Records(tmp_path / "records", SystemClock())

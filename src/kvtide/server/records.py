@@ -47,13 +47,12 @@ from kvtide.wire.protocol import (
 
 _log = logging.getLogger(__name__)
 
-
 # Generations on the one hand, aliases and profiles on the other: so many in all and of a tenant. Who has less than the
 # reserve may write though all are taken by others, up to twice as many.
 RECORDS_MAX = 16_384
 RECORDS_TENANT_MAX = 1024
 RECORDS_RESERVED = 16
-# Removed records that regions are still told of.
+# Removed records that regions are still told of, and half of them at least.
 REMOVED_MAX = 1024
 # The file is written again when it has more lines than this.
 LINES_MAX = 8 * RECORDS_MAX
@@ -71,7 +70,6 @@ COMPARING_S_MAX = 2.0
 EPOCHS_MAX = 3
 # Answers of the centre that are about what the client said.
 _PASSED_ON = frozenset({400, 403, 404, 409, 412, 413, 429, 503, 507})
-
 
 # Headers by which a write depends on the record that is there, by its ETag.
 _CONDITIONS = ("if-match", "if-none-match")
@@ -101,7 +99,7 @@ class Records:
         self._counts: Counter[tuple[str, bool]] = Counter()
         # The largest that a record here ever had.
         self.version = 0
-        # Another one after each start, so that regions compare what they know.
+        # Another one after each start, and when removed records are forgotten, so that regions compare what they know.
         self.epoch = secrets.token_hex(8)
         # All is here that was ever written: not with a new or damaged file, or none, until somebody says so.
         self.is_complete = False
@@ -228,18 +226,18 @@ class Records:
                 with _answering():
                     self._rewrite()
 
-    def generations(self) -> list[Record]:
-        """Return the generations of all tenants."""
+    def all(self) -> list[Record]:
+        """Return the records of all tenants, and those that say what was removed."""
         with self._lock:
-            return [each for each in self._records.values() if each.kind is RecordKind.GENERATION]
+            return list(self._records.values())
 
     def changes(self, is_shown: Callable[[str], bool], after: int) -> RecordList:
         """Return the records of these tenants that were written after a version, the oldest first."""
         with self._lock:
             found = [each for each in self._records.values() if each.version > after and is_shown(each.tenant)]
-            version = self.version
+            version, epoch = self.version, self.epoch
         found.sort(key=lambda record: record.version)
-        return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX, version, self.epoch)
+        return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX, version, epoch)
 
     def _is_old(self, record: Record) -> bool:
         found = self._records.get(_place(record))
@@ -254,10 +252,12 @@ class Records:
         self._records[place] = record
         self.version = max(self.version, record.version)
         if not record.value:
-            # Of what was removed longest ago nobody is told any more, if there is too much.
             removed = [(each.version, place) for place, each in self._records.items() if not each.value]
-            for _, oldest in sorted(removed)[: max(0, len(removed) - REMOVED_MAX)]:
-                del self._records[oldest]
+            if len(removed) > REMOVED_MAX:
+                # Of what was removed longest ago nobody is told any more: who may not have heard of it compares all.
+                for _, oldest in sorted(removed)[: len(removed) - REMOVED_MAX // 2]:
+                    del self._records[oldest]
+                self.epoch = secrets.token_hex(8)
 
     def _append(self, records: Sequence[Record]) -> None:
         """Write records after the others, then make them visible. RequestRefused (503) if the disk won't."""
@@ -429,21 +429,28 @@ class CentralRecords:
     def _compare(self) -> None:
         """Take over all that the centre has, and tell it the generations that it lacks: no invalidation is undone.
 
-        It may have lost its file, or have an older one. What it has written since does not tell which.
+        What else it lacks was removed there, unless it knows less than we do: it may have lost its file, or have an
+        older one. What it has written since does not tell which.
         """
         found = self._client.changes()
-        known = {_place(each): int(each.value) for each in found.records if each.kind is RecordKind.GENERATION}
-        lost = [each for each in self._records.generations() if int(each.value) > known.get(_place(each), 0)]
+        there, lost, gone = {_place(each): each for each in found.records}, list[Record](), list[Record]()
+        for each in self._records.all():
+            other = there.get(_place(each))
+            if each.kind is RecordKind.GENERATION:
+                lost += [each] if int(each.value) > int(other.value if other else 0) else []
+            elif other is None and each.value and each.version < found.version:
+                gone.append(msgspec.structs.replace(each, value="", version=found.version))
         if found.version < self._records.version:
             # Its clock may have been set back besides.
             self._records.begin_anew()
+            gone = []
         for record in lost:
             try:
                 name = RecordName(record.kind, record.name)
                 raise_to(self._client, name, int(record.value), _whose(record.tenant))
             except RequestRefused as error:
                 _log.warning("the centre does not take back the generation of %s: %s", record.name, error)
-        self._records.adopt(found.records)
+        self._records.adopt([*found.records, *gone])
         with self._lock:
             self._heard = _Heard(found.epoch, found.records[-1].version if found.records else 0)
 
@@ -578,7 +585,10 @@ class RecordRequests:
         if not self._are_kept:
             raise RequestRefused(409, "this server has no file for records and would forget them: --records PATH")
         body = bytearray(size)
-        await exchange.read_body(memoryview(body), self._shared.live.limits.pace(exchange.stream.now_s()))
+        pace = self._shared.live.limits.pace(exchange.stream.now_s())
+        await exchange.expect_body(pace)
+        await exchange.stream.read_into(memoryview(body), pace)
+        exchange.note_received(size)
         value = name.kind.checked(body)
         if name.kind is RecordKind.GENERATION:
             known = self._records.generation(caller.tenant, Namespace(bytes.fromhex(name.name)))
