@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from kvtide.plan import JudgeRecord
 from kvtide.server.settings import read_settings
 from kvtide.store.notes import USES_CODEC, write_judge, write_note
 from kvtide.tier.http.tier import http_tier
+from kvtide.types import Section, SectionId, SectionKind
+from kvtide.wire import pack_object
 
 
 def refused(*words: Any) -> str:
@@ -86,6 +89,16 @@ def test_what_a_judge_knows_is_no_block(store: Path) -> None:
     rows = kvtide("stats", "--store", store)["rows"]
     found = sorted((row["codec"][:8], row["objects"], row["tokens"]) for row in rows)
     assert found == [("judge-1", 1, 0), ("lossless", 3, 48)]
+
+
+def test_explain_shows_a_models_name_as_it_is(store: Path, layout: BlockLayout, tokens: Path) -> None:
+    meta, parts = replace(metas_of(layout, 2)[1], model="[/b]"), SectionId(SectionKind.DATA, 0, 0, layout.layers)
+    tier = open_disk(store)
+    assert tier.delete(meta.id, "removed")
+    assert tier.put_from(meta.id, pack_object(meta, "odd-1", [Section(parts, b"?")]))
+    tier.close()
+    words = ["explain", "--tokens", tokens, "--block-tokens", 16, "--store", store]
+    assert "of model [/b]" in CliRunner().invoke(app, [*map(str, words)]).stdout
 
 
 @pytest.mark.parametrize("words", [[], ["xyzq"], ["ab"], ["abcd", "--all"]])
@@ -211,6 +224,16 @@ def test_mistakes_with_records_are_one_clear_line(servers: list[RunningServer], 
     assert "\n" not in refused(*words.format(tmp=tmp_path).split(), *place)
 
 
+def test_file_that_cannot_be_written_is_one_line(
+    servers: list[RunningServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["record", "--backup", str(tmp_path / "none" / "file"), "--server", servers[0].url]
+    monkeypatch.setattr(sys, "argv", ["kvtide", *words])
+    assert status_of(app) == 2
+    said = capsys.readouterr().err
+    assert (said.count("\n"), "No such file or directory" in said) == (1, True)
+
+
 # What beginners get wrong: one line on stderr that names the option and the next command, and nothing on stdout.
 
 # Words, and what the line must have. FOLDER is empty, FILE holds text; nobody listens at port 1.
@@ -225,6 +248,7 @@ ls --limit many                            | '--limit'; see kvtide ls --help
 ping http://127.0.0.1:1                    | said with --store; see kvtide ping --help
 ping --store http://127.0.0.1:1            | refused; kvtide doctor --store URL
 size                                       | '--model'; see kvtide size --help and docs/sizing.md
+size --model CONFIG --disk-gb inf          | '--disk-gb'; see kvtide size --help
 size --model FOLDER                        | kvtide size --model
 size --model CONFIG --trace FOLDER         | has no full block; *.jsonl
 size --model CONFIG --trace FILE           | line 1 is no request; cut off
@@ -241,6 +265,7 @@ serve --listen TAKEN                       | in use; kvtide doctor --store URL
 serve --config /absent.toml                | /absent.toml; see kvtide serve --help
 serve --tier ftp://host                    | 'ftp'; see kvtide serve --help and docs/operations.md
 calibrate FOLDER                           | --store URL; kvtide calibrate FOLDER --store URL
+calibrate FOLDER --output none/file         | no folder none; see kvtide calibrate --help
 calibrate FOLDER --codec zip --output FILE | --codec 'zip'; see kvtide calibrate --help
 invalidate chat --server http://127.0.0.1:1 | kvtide doctor --store URL
 llama                                      | 'model'; see kvtide llama --help and docs/llamacpp.md

@@ -69,8 +69,9 @@ def run(commands: typer.Typer) -> None:
         sys.exit(1)
     except _UsageError as error:
         mistake, command = _misused(error), error.ctx.command_path if error.ctx else name
-    except ValueError as error:
-        mistake, command = str(error), " ".join([name, *sys.argv[1:2]])
+    except (ValueError, OSError) as error:
+        # The last: a file that can't be read or written.
+        mistake, command = " ".join(str(error).split()), " ".join([name, *sys.argv[1:2]])
     except ModuleNotFoundError as error:
         if error.name not in doctor.OPTIONAL:
             raise

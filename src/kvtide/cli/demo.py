@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import typer
+from rich.markup import escape
 
 from kvtide.cli.report import JsonOption, cpu_name, format_bytes, narrow_table, progress_bars, say
 from kvtide.cli.store import DEFAULT_STORE, StoreOption
@@ -144,7 +145,7 @@ def demo(
     }
     machine = f"{cpu_name()}, cores: {os.cpu_count() or 1}"
     lines = [*shown(requests, name, prefix_tokens), *_summed(requests, runs, codec)]
-    say(result, as_json, *lines, f"store: {store}; {machine}")
+    say(result, as_json, *lines, f"store: {escape(store)}; {machine}")
 
 
 def _requests(runs: Sequence[DemoRun], plain: dict[int, DemoRun]) -> list[DemoRequest]:

@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
+from rich.markup import escape
 
 from kvtide.cli.report import JsonOption, say
 from kvtide.cli.store import DEFAULT_STORE, StoreOption, looking_at, read_header, read_object
@@ -128,10 +129,10 @@ def _lines(found: Explanation) -> list[str]:
     blocks = f"{found.hit_blocks} of {found.full_blocks} blocks"
     lines = [f"{found.hit_tokens} of {found.prompt_tokens} tokens hit ({blocks})", f"reason: {found.reason}"]
     if found.first_missing:
-        whose = f", of the layers named {found.ended_by}" if found.ended_by else ""
+        whose = f", of the layers named {escape(found.ended_by)}" if found.ended_by else ""
         lines.append(f"first missing block: {found.first_missing.hex()[:16]} at token {found.hit_tokens}{whose}")
     if found.needs:
-        lines.append(f"it needs {found.needs}")
+        lines.append(f"it needs {escape(found.needs)}")
     return lines + [
         f"stored under namespace {other.hex()[:12]}; `kvtide stats` names its model" for other in found.elsewhere
     ]

@@ -150,7 +150,7 @@ def get(
     if found is None:
         raise ValueError(f"the store has not all of profile {digest}")
     output.write_bytes(found.to_bytes())
-    line = f"{output}: {found.kind} profile {found.digest.hex()[:12]} of {escape(found.model)}"
+    line = f"{escape(str(output))}: {found.kind} profile {found.digest.hex()[:12]} of {escape(found.model)}"
     say({"store": url, "profile": found.digest.hex(), "file": str(output)}, as_json, line)
 
 
@@ -264,6 +264,8 @@ def calibrate(
         raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got --codec {codec!r}")
     if output is None and url is None:
         raise ValueError("say where the profile is to go, as in kvtide calibrate FOLDER --store URL, or --output FILE")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"no folder {output.parent}, in which --output is to be")
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     own = [each.content for each in (read_texts(text) if text else snippets(pieces) if pieces else [])]
@@ -274,7 +276,6 @@ def calibrate(
             pass
     subject = _Subject(folder, tokens)
     names = _names_of(Path(model) if model else folder, fingerprint, tenant_salt, subject.model) if url else []
-    report: dict[str, Any] = {}
     with progress_bars() as bars:
         show = _telling(bars, seconds)
         if codec in _TIDE_KINDS:
@@ -284,7 +285,7 @@ def calibrate(
                 # What is left takes minutes, and all would be lost if it were stopped.
                 profiles, report = _judged(Path(model), subject, profiles, report, _telling(bars, math.inf))
         else:
-            profiles = [_published(subject, own, codec, show)]
+            profiles, report = [_published(subject, own, codec, show)], {}
     if output is not None:
         for number, each in enumerate(profiles):
             path = output.with_stem(f"{output.stem}-{number}") if number else output
@@ -305,7 +306,7 @@ def _say(
         for each, size in zip(profiles, sizes, strict=True)
     ]
     where = " and ".join(filter(None, (str(output or ""), url and shown_url(url))))
-    made = f"{where}: {format_bytes(sum(sizes))}, fitted on {first.tokens} tokens of {first.texts} texts"
+    made = f"{escape(where)}: {format_bytes(sum(sizes))}, fitted on {first.tokens} tokens of {first.texts} texts"
     digests = [f"digest {each.digest.hex()} {escape(each.group)}".rstrip() for each in profiles]
     result = {**names, "digest": first.digest.hex(), **counts, **report, "rows": rows}
     say(result, as_json, made, *digests, *_shown(report))

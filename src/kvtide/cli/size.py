@@ -77,7 +77,7 @@ class SizeRow(msgspec.Struct, frozen=True):
 
 def size(
     model: Annotated[Path, typer.Option("--model", help="A model's folder, or its config.json.")],
-    disk_gb: Annotated[float, typer.Option("--disk-gb", min=0.001, help="Room on the disk, in 10^9 bytes.")] = 100.0,
+    disk_gb: Annotated[float, typer.Option("--disk-gb", min=0.001, max=1e9, help="Room there, in 10^9 bytes.")] = 100.0,
     dtype: Annotated[str, typer.Option("--dtype", help="Of the cache, if not the config's.")] = "",
     trace: Annotated[Path | None, typer.Option(help="Your trace, or a folder of logs: *.jsonl, *.jsonl.gz.")] = None,
     policy: Annotated[Literal["lru", "s3fifo", "mix"], typer.Option(help="What leaves first; mix is slower.")] = "lru",
