@@ -46,7 +46,6 @@ _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 # Objects whose seal is looked at, those used last.
 SEALS_MAX = 200
 
-
 # What an optional module is for, and the command that installs it.
 OPTIONAL = {
     "torch": ("engine for Hugging Face models", "pip install torch==2.13.0"),

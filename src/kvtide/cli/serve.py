@@ -186,8 +186,13 @@ def record(
         if kind is not None or is_removed or (backup is not None and restored is not None):
             raise ValueError("give a record's kind and name, or --backup FILE, or --restore FILE")
         with _clients(server) as clients:
-            count = _back_up(clients, backup) if backup is not None else _restore(clients, restored)
-        _say(f"{count} records {'backed up' if backup is not None else 'restored'}", as_json, server, records=count)
+            if backup is not None:
+                kept, what = backed_up(clients), "backed up"
+                Files().save(backup, msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
+            else:
+                kept, what = _records_in(restored), "restored"
+                restore(clients, kept)
+        _say(f"{len(kept)} records {what}", as_json, server, records=len(kept))
         return
     if kind is None or name is None:
         raise ValueError("a record has a kind and a name, as in: kvtide record alias chat")
@@ -214,17 +219,9 @@ def _say(shown: str, as_json: bool, server: str, **said: object) -> None:
         print(shown)
 
 
-def _back_up(clients: Sequence[RecordsClient], path: Path) -> int:
-    records = backed_up(clients)
-    Files().save(path, msgspec.json.format(msgspec.json.encode(records)) + b"\n")
-    return len(records)
-
-
-def _restore(clients: Sequence[RecordsClient], path: Path | None) -> int:
+def _records_in(path: Path | None) -> list[Record]:
     assert path is not None
     try:
-        records = msgspec.json.decode(path.read_bytes(), type=list[Record])
+        return msgspec.json.decode(path.read_bytes(), type=list[Record])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} holds no records: {error}") from error
-    restore(clients, records)
-    return len(records)

@@ -154,22 +154,17 @@ class Gate:
         return caller.acting_for(headers[Header.TENANT]) if Header.TENANT in headers else caller
 
     def _granted(self, headers: Mapping[str, str], common_name: str | None) -> Caller:
-        token = _token(headers.get("authorization", ""))
-        grant = self._of_token(token) if token else self._names.get(common_name or "")
+        kind, _, token = headers.get("authorization", "").strip().partition(" ")
+        if kind.lower() == "bearer" and token.strip():
+            digest = token_digest(token.strip()[:_TOKEN_CHARACTERS_MAX]).encode()
+            # Every entry is compared in full: time tells neither which one nor how much of it was right.
+            matching = [grant for known, grant in self._tokens if hmac.compare_digest(known, digest)]
+            grant = matching[0] if matching else None
+        else:
+            grant = self._names.get(common_name or "")
         if grant is None or (grant.expires_s and grant.expires_s <= self._clock.wall_s()):
             raise RequestRefused(401, "a token is needed that this server knows")
         return Caller(grant.tenant, frozenset(grant.scopes), frozenset(grant.on_behalf_of), grant.tenant)
-
-    def _of_token(self, token: str) -> Grant | None:
-        digest = token_digest(token).encode()
-        # Every entry is compared in full: time tells neither which one nor how much of it was right.
-        matching = [grant for known, grant in self._tokens if hmac.compare_digest(known, digest)]
-        return matching[0] if matching else None
-
-
-def _token(authorization: str) -> str:
-    kind, _, value = authorization.strip().partition(" ")
-    return value.strip()[:_TOKEN_CHARACTERS_MAX] if kind.lower() == "bearer" else ""
 
 
 class Proxies:

@@ -157,8 +157,9 @@ class Gateway:
         if isinstance(route, protocol.PageRoute):
             await self._page(exchange, route.path)
             return
-        if self._backing.recovery is not None:
-            self._backing.recovery.require_over()
+        if self._backing.recovery is not None and not self._backing.recovery.is_over:
+            # What was invalidated might be taken for valid.
+            raise RequestRefused(503, "the centre has yet to ask its regions what was invalidated", retry_after_s=1.0)
         if isinstance(route, ObjectId):
             await self._objects.answer(exchange, route)
             return

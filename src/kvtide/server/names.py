@@ -105,11 +105,12 @@ class Listing:
 
     def _name(self, stored: Namespace, sample: ObjectId) -> Namespace | None:
         """Return what the owner calls a stored namespace, as one of its objects says."""
-        if stored not in self._embedded:
+        name = self._embedded.get(stored)
+        if name is None:
             head = bytearray(HEADER_BYTES)
             if self._tier.get_into(sample, memoryview(head)) != HEADER_BYTES:
                 return None
             if len(self._embedded) >= _EMBEDDED_MAX:
                 self._embedded.clear()
-            self._embedded[stored] = embedded_namespace(bytes(head))
-        return self._embedded[stored]
+            name = self._embedded[stored] = embedded_namespace(bytes(head))
+        return name

@@ -38,7 +38,6 @@ from kvtide.wire.protocol import Header
 
 _log = logging.getLogger(__name__)
 
-
 PENDING_MAX = 1 << 18
 # The file is written again when it has more records than this: 73 bytes each.
 RECORDS_MAX = 4 * PENDING_MAX
@@ -213,12 +212,6 @@ class Recovery:
         for region in self._regions:
             region.close()
 
-    def require_over(self) -> None:
-        """RequestRefused (503) if something invalidated might be taken for valid."""
-        if not self.is_over:
-            reason = "the centre has yet to ask its regions what was invalidated"
-            raise RequestRefused(503, reason, retry_after_s=1.0)
-
     def _ask(self) -> float:
         with ThreadPoolExecutor(min(ASKING_THREADS, len(self._regions)), "kvtide-recovery") as pool:
             faults = list(filter(None, pool.map(self._recovered, self._regions)))
@@ -284,26 +277,19 @@ class CentralTier(WrappedTier):
             self.tier.advise(object_ids, hint)
 
 
+@dataclass(eq=False)
 class Synchroniser:
-    """A thread that sends what the manifest names to the centre, hot first, at most `bytes_s_max`."""
+    """A thread that sends what the manifest names to the centre, hot first, at most `_bytes_s_max`."""
 
-    def __init__(
-        self,
-        local: TierStack,
-        central: Tier,
-        manifest: Manifest,
-        names: Names,
-        bytes_s_max: float,
-        object_bytes_max: int,
-        clock: Clock,
-    ) -> None:
-        self._local = local
-        self._central = central
-        self._names = names
-        self.manifest = manifest
-        self._bytes_s_max = bytes_s_max
-        self._object_bytes_max = object_bytes_max
-        self._clock = clock
+    _local: TierStack
+    _central: Tier
+    manifest: Manifest
+    _names: Names
+    _bytes_s_max: float
+    _object_bytes_max: int
+    _clock: Clock
+
+    def __post_init__(self) -> None:
         self._sending = Repeater(self._send, "kvtide-sync")
         self.stop = self._sending.stop
         self._buffer = memoryview(b"")
@@ -337,13 +323,17 @@ class Synchroniser:
         object_id = self.manifest.next()
         if object_id is None:
             return None
-        found = None
-        if self._names.is_current(object_id.name) and self._is_lacking(object_id):
+        found, central = None, self._central
+        is_lacking = self._names.is_current(object_id.name) and (
+            not central.contains(object_id)
+            or stored_quality(self._local, object_id) < stored_quality(central, object_id)
+        )
+        if is_lacking:
             found, self._buffer = read_whole(self._local, object_id, self._buffer, self._object_bytes_max)
         if found is not None:
             self._tries[object_id] += 1
             try:
-                is_stored = self._central.put_from(object_id, found)
+                is_stored = central.put_from(object_id, found)
             except TierUnavailable as error:
                 # The centre answers, but does not take this one: after some tries it is given up.
                 if self._tries[object_id] < TRIES_MAX:
@@ -355,12 +345,6 @@ class Synchroniser:
         del self._tries[object_id]
         self.manifest.done(object_id)
         return 0 if found is None else len(found)
-
-    def _is_lacking(self, object_id: ObjectId) -> bool:
-        """True if the centre has nothing, or something coarser than what is here."""
-        if not self._central.contains(object_id):
-            return True
-        return stored_quality(self._local, object_id) < stored_quality(self._central, object_id)
 
 
 def stored_quality(tier: Tier, object_id: ObjectId) -> float:

@@ -53,7 +53,6 @@ _NUMBER = re.compile(r"\d{1,18}")
 _URGENCY = re.compile(r"(?:^|[ ,])u=([0-7])(?![^ ,;])")
 _KEY = re.compile(r"[0-9a-f]{64}")
 
-
 RECORD_BYTES_MAX = 1024
 # Records in one answer; whoever wants more asks again from after the last one.
 CHANGES_MAX = 256

@@ -208,7 +208,6 @@ def _worth(hazard: _Counts, widths_s: _Counts) -> _Counts:
 FINE_AGES = Ages(4, (0.1, 0.2, 0.4, 0.2, 0.1))
 COARSE_AGES = Ages(2, (0.25, 0.5, 0.25))
 
-
 # Reuse that comes after eviction must be seen to be learned from: small caches remember 16 times what they hold, large
 # ones half as much again and this many.
 GHOST_BLOCKS_MAX = 1 << 18

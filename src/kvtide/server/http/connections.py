@@ -34,7 +34,6 @@ from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END
 # A job's number, how many bytes moved, and how it ended: native/mover.hpp has the numbers.
 _Outcome = asyncio.Future[tuple[int, int, int]]
 
-
 # The mover wakes for a body only when so much of it has come (0: for any byte): 16 times for 4 MiB instead of 60.
 WAKE_BYTES = 256 << 10
 # What a connection that is being closed may still send before we stop listening.

@@ -27,14 +27,12 @@ from kvtide.server.metrics import Metrics
 from kvtide.server.settings import Live, ProgressBudget
 from kvtide.tier.buffers import copy_bytes
 from kvtide.wire.http import NO_BODY, Headers, RequestHead, pack_response_head
-from kvtide.wire.protocol import PageRoute, Route, deadline_ms, parse_target, urgency
+from kvtide.wire.protocol import PageRoute, Route, deadline_ms, parse_target
 
-_URGENCY_MAX = 7
 _NO_PAGE = PageRoute("")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Addresses, names without a dot and those below localhost: nobody can own one on the Internet.
 _OURS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|\d{1,3}(?:\.\d{1,3}){3}|[\w-]+|(?:[\w-]+\.)+localhost)(?::\d{1,5})?")
-
 
 # Bodies up to this size, nearly all, are received where they stay; larger ones are copied when they outgrow a buffer.
 _FIRST_BYTES = 4 << 20
@@ -86,11 +84,6 @@ class Exchange:
         return None if asked_ms is None else self.arrived_s + asked_ms / 1000
 
     @property
-    def priority(self) -> int:
-        """The scheduler's priority: larger goes first."""
-        return _URGENCY_MAX - urgency(self.head.headers)
-
-    @property
     def share(self) -> str:
         """The sharer of the link: the tenant, else the address, or the connection where all have that one."""
         if not self.owner.startswith(ADDRESS_MARK):
@@ -104,12 +97,6 @@ class Exchange:
             await self.stream.send_all(_CONTINUE, pace.due_s)
         if self.has_unread_body:
             await self.stream.is_readable(pace.due_s)
-
-    async def read_body(self, view: memoryview, pace: ProgressBudget) -> None:
-        """Read a small body into `view`, which is as long as it."""
-        await self.expect_body(pace)
-        await self.stream.read_into(view, pace)
-        self.note_received(len(view))
 
     def note_received(self, size: int) -> None:
         """Note that the body is whole."""
@@ -203,7 +190,7 @@ class Reception:
             exchange.caller = self._live.gate.caller(exchange.head.headers, guest.common_name)
         except RequestRefused:
             if not guest.is_known:
-                wait_s = self._stranger_rates.wait_s(account, exchange.arrived_s, self._live.limits.head_s_max)
+                wait_s = self._stranger_rates.take(account, exchange.arrived_s, self._live.limits.head_s_max)
                 await asyncio.sleep(wait_s)
             await self._turns.take(STRANGERS)
             raise

@@ -20,6 +20,7 @@ from kvtide.server.metrics import Metrics
 from kvtide.server.scheduler import Scheduler, SchedulerSettings, Send, Slice
 from kvtide.server.settings import ProgressBudget
 from kvtide.tier.base import FilePart, LentObject
+from kvtide.wire.protocol import urgency
 from kvtide.wire.ranges import ByteRange
 
 # What TLS reads of a file at a time: the kernel can't encrypt.
@@ -98,22 +99,17 @@ class _Run:
     body: Body | None = None
 
 
+@dataclass(eq=False)
 class Sender:
     """Runs the scheduler on an event loop. All calls come from the loop's thread."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        loop: asyncio.AbstractEventLoop,
-        workers: Workers,
-        stall_s_max: float,
-        metrics: Metrics,
-    ) -> None:
-        self.scheduler = scheduler
-        self._metrics = metrics
-        self._loop = loop
-        self._workers = workers
-        self._stall_s_max = stall_s_max
+    scheduler: Scheduler
+    _loop: asyncio.AbstractEventLoop
+    _workers: Workers
+    _stall_s_max: float
+    _metrics: Metrics
+
+    def __post_init__(self) -> None:
         self._waiting: dict[Send, asyncio.Future[Slice]] = {}
         self._runs: dict[Send, _Run] = {}
         # Runs when the scheduler's link has room again.
@@ -156,7 +152,7 @@ class Sender:
             # Before it is queued: a slot that is given up by then comes back to its run.
             self._make_way()
         client, now_s = exchange.guest.client, self._loop.time()
-        return self.scheduler.enqueue(exchange.share, client, size, now_s, exchange.priority)
+        return self.scheduler.enqueue(exchange.share, client, size, now_s, -urgency(exchange.head.headers))
 
     def _leave(self, send: Send) -> None:
         self.scheduler.cancel(send)

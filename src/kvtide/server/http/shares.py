@@ -243,18 +243,11 @@ class Rates:
     def _burst(self) -> float:
         return max(1.0, self._requests_s())
 
-    def take(self, owner: str, now_s: float) -> None:
-        """Count one request. RequestRefused (429) if the owner has none left."""
-        left = self._refilled(owner, now_s)
-        self._note(owner, left - 1 if left >= 1 else left, now_s)
-        if left < 1:
-            raise RequestRefused(429, "too many requests", retry_after_s=(1 - left) / self._requests_s())
-
     def owe(self, owner: str, now_s: float, count: int) -> None:
         """Count requests that were not asked for one by one, as a debt of one burst at most."""
         self._note(owner, max(-self._burst, self._refilled(owner, now_s) - count), now_s)
 
-    def wait_s(self, owner: str, now_s: float, wait_s_max: float) -> float:
+    def take(self, owner: str, now_s: float, wait_s_max: float = 0.0) -> float:
         """Count one request; return how long it has to wait. RequestRefused (429) if that is over `wait_s_max`."""
         left = self._refilled(owner, now_s) - 1
         if -left / self._requests_s() > wait_s_max:
