@@ -411,9 +411,12 @@ def test_silent_connections_keep_nobody_out() -> None:
             assert known.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
-def test_strangers_of_one_address_are_answered_no_faster_than_their_rate() -> None:
+@pytest.mark.parametrize("before", [b"", head("GET", "/v1", "attacker")], ids=["strangers", "known"])
+def test_strangers_of_one_address_are_answered_no_faster_than_their_rate(before: bytes) -> None:
     with running_server(grants=GRANTS, limits=ServerLimits(stranger_requests_s_max=5)) as server:
         with server.connect() as stranger:
+            stranger.sendall(before)
+            assert not before or stranger.recv(65536).startswith(b"HTTP/1.1 200 ")
             started_s = time.monotonic()
             stranger.sendall(head("GET", "/v1") * 12)
             answers = b""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 
 import msgspec
 
@@ -188,8 +189,9 @@ class Reception:
             if self._is_checked:
                 check_site(exchange.head.headers)
             exchange.caller = self._live.gate.caller(exchange.head.headers, guest.common_name)
-        except RequestRefused:
-            if not guest.is_known:
+        except RequestRefused as error:
+            # Who has a token may guess others no faster.
+            if not guest.is_known or error.status == HTTPStatus.UNAUTHORIZED:
                 wait_s = self._stranger_rates.take(account, exchange.arrived_s, self._live.limits.head_s_max)
                 await asyncio.sleep(wait_s)
             await self._turns.take(STRANGERS)
