@@ -208,8 +208,9 @@ class Gateway:
         keys = (await self._asked(exchange)).block_keys()
         self._reception.charge(exchange, len(keys))
         tenant, size_max = exchange.caller.tenant, self._shared.live.limits.object_bytes_max
-        ask = partial(self._listing.prefetch, tenant, route.namespace, keys, size_max)
-        await exchange.reply_json({"queued": await self._shared.workers.read(exchange.owner, ask)})
+        named = partial(self._backing.names.ids, tenant, route.namespace, keys)
+        count = await self._shared.workers.read(exchange.owner, lambda: self._backing.store.prefetch(named(), size_max))
+        await exchange.reply_json({"queued": count})
 
     async def _exists(self, exchange: Exchange, route: protocol.ExistsRoute) -> None:
         """Answer a batched look-up. Its keys cost as much as requests for each, and no more of them go at a time."""
@@ -219,18 +220,25 @@ class Gateway:
         tenant, advice = exchange.caller.tenant, protocol.hint(exchange.head.headers)
         if advice is not None:
             self._shared.metrics.count(self._shared.metrics.hints, tenant)
-        look = self._listing.leading if leading_only else self._listing.present
+        store, named = self._backing.store, partial(self._backing.names.ids, tenant, route.namespace)
+
+        def look(start: int) -> list[bool]:
+            asked = named(keys[start : start + _LOOK_UPS_A_TURN])
+            if not leading_only:
+                return store.contains_each(asked)
+            if not start:
+                # What engines ask before they load: a prompt, with its advice.
+                store.note_request(named(keys), advice)
+            count = len(store.run_places(asked))
+            return ([True] * count + [False])[: len(asked)]
+
         present: list[bool] = []
         for start in range(0, len(keys), _LOOK_UPS_A_TURN):
             await self._reception.go_on(exchange)
-            asked = keys[start : start + _LOOK_UPS_A_TURN]
-            part = partial(look, tenant, route.namespace, asked)
-            if leading_only and not start:
-                part = partial(self._listing.beginning, tenant, route.namespace, keys, len(asked), advice)
-            found = await self._shared.workers.read(exchange.owner, part)
+            found = await self._shared.workers.read(exchange.owner, partial(look, start))
             self._reception.charge(exchange, len(found))
             present += found
-            if len(found) < len(asked):
+            if leading_only and not found[-1]:
                 break
         leading = next((n for n, is_here in enumerate(present) if not is_here), len(present))
         await exchange.reply_json(protocol.ExistsAnswer(present + [False] * (len(keys) - len(present)), leading))

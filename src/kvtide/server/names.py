@@ -1,4 +1,4 @@
-"""Storage places of namespaces, their owners' names for them, and the requests about many of their objects.
+"""Storage places of namespaces, their owners' names for them, and lists of what they have.
 
 Invariant: a place is named by tenant, namespace and generation, so that nobody looks for what an earlier generation
 stored. Listings walk through everybody's objects in slices, with a turn for each.
@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from kvtide.evict import Hint
 from kvtide.server.auth import Caller, Scope, stored_namespace
 from kvtide.tier import ObjectInfo
 from kvtide.tier.stack import TierStack
@@ -54,27 +53,6 @@ class Listing:
         self._names = names
         # What the objects of stored namespaces say that these are called.
         self._embedded: dict[Namespace, Namespace] = {}
-
-    def present(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return which of a tenant's objects are here."""
-        return self._tier.contains_each(self._names.ids(tenant, namespace, keys))
-
-    def prefetch(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey], size_max: int) -> int:
-        """Have a tenant's objects brought to faster tiers in the background; return how many there was room for."""
-        return self._tier.prefetch(self._names.ids(tenant, namespace, keys), size_max)
-
-    def beginning(
-        self, tenant: str, namespace: Namespace, prompt: Sequence[BlockKey], count: int, hint: Hint | None
-    ) -> list[bool]:
-        """Note what engines ask before they load, a prompt and its advice; return the answer to its first keys."""
-        self._tier.note_request(self._names.ids(tenant, namespace, prompt), hint)
-        return self.leading(tenant, namespace, prompt[:count])
-
-    def leading(self, tenant: str, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return True for each leading object that is here, and False for the first one that is not."""
-        ids = self._names.ids(tenant, namespace, keys)
-        count = len(self._tier.run_places(ids))
-        return ([True] * count + [False])[: len(keys)]
 
     def objects(self, tenant: str, route: ListRoute) -> Iterator[ObjectList | None]:
         """Yield the next objects of a tenant's namespace in the order of keys, after None for each slice of work."""

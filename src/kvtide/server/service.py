@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -33,29 +34,26 @@ _log = logging.getLogger(__name__)
 _EXPIRY_S = 10.0
 
 
+@dataclass(eq=False)
 class Service:
-    """Serves what the caller has opened, until it is told to stop. `read` reads the settings again, for `reload`."""
+    """Serves what the caller has opened, until it is told to stop. `_read` reads the settings again, for `reload`."""
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        backing: Backing,
-        clock: Clock,
-        member: Member | None = None,
-        read: Callable[[], ServerSettings] | None = None,
-    ) -> None:
+    settings: InitVar[ServerSettings]
+    _backing: Backing
+    clock: InitVar[Clock]
+    _member: Member | None = None
+    _read: Callable[[], ServerSettings] | None = None
+
+    def __post_init__(self, settings: ServerSettings, clock: Clock) -> None:
+        backing = self._backing
         self.live = Live(settings, clock)
-        self._read = read
-        self._member = member
-        self._backing = backing
-        self._clock = clock
         self._address = parse_address(settings.listen)
         self._addresses = [self._address]
         if settings.socket_path is not None:
             self._addresses.append(ListenAddress("", 0, str(settings.socket_path)))
         self.acceptor = Acceptor(self.live, self._address)
         self._sender: Sender | None = None
-        self.health = Health(backing, member, clock)
+        self.health = Health(backing, self._member, clock)
         self.health_port = 0
         self._access_log = AccessLog(lambda: self.live.limits, clock)
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
@@ -68,10 +66,8 @@ class Service:
         self._sources = SourceCollector(self.scheduler, self.quotas, self.metrics.label)
         self.metrics.registry.register(self._sources)
         if (sync := backing.synchroniser) is not None:
-            watch = self.metrics.watch
-            watch(
-                "kvtide_region_waiting_objects", "Objects that the centre has not got yet", lambda: len(sync.manifest)
-            )
+            watch, waiting = self.metrics.watch, "Objects that the centre has not got yet"
+            watch("kvtide_region_waiting_objects", waiting, lambda: len(sync.manifest))
             watch("kvtide_region_given_up_objects", "Objects that the centre did not take", lambda: sync.given_up)
             heard = "Unix time until which all that the centre wrote is known"
             watch("kvtide_region_as_of_seconds", heard, lambda: backing.as_of_s() or 0.0)
@@ -83,7 +79,10 @@ class Service:
         """Serve until `stop` is set, then drain. OSError if the address can't be had; `on_listening` gets it."""
         loop = asyncio.get_running_loop()
         if self.quotas.is_counting:
-            await asyncio.to_thread(self._recount)
+            settings = self.live.settings
+            tenants = sorted({*settings.quotas, *tenants_named(settings.grants)} - {OTHERS})
+            generation = self._backing.records.generation
+            await asyncio.to_thread(self.quotas.recount, self._backing.local, tenants, generation)
         with ExitStack() as stack:
             listeners = [stack.enter_context(listener_on(address)) for address in self._addresses]
             workers = stack.enter_context(Workers(self.live.limits.io_threads))
@@ -146,11 +145,6 @@ class Service:
             return
         (self._sender or self.scheduler).adopt(self.live.settings.sending)
         _log.info("settings read again%s", f"; these wait for a restart: {', '.join(waiting)}" if waiting else "")
-
-    def _recount(self) -> None:
-        settings = self.live.settings
-        tenants = {*settings.quotas, *tenants_named(settings.grants)}
-        self.quotas.recount(self._backing.local, sorted(tenants - {OTHERS}), self._backing.records.generation)
 
     async def _drop_expired(self) -> None:
         while True:

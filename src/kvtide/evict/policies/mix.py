@@ -18,9 +18,10 @@ import logging
 import zlib
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtide.clock import ManualClock
+from kvtide.evict.policies.order import PolicyOf
 from kvtide.evict.policies.reuse import AdvisedPolicy, ReusePolicy, namespace_of
 from kvtide.index import EvictionPolicy, RadixIndex, Run, Use
 from kvtide.types import BlockKey
@@ -236,12 +237,7 @@ class MixPolicy(AdvisedPolicy):
 
     splits_tail = True
 
-    def __init__(
-        self,
-        others_of: Mapping[str, Callable[[int], EvictionPolicy]],
-        blocks_max: int,
-        reuse: ReusePolicy | None = None,
-    ) -> None:
+    def __init__(self, others_of: Mapping[str, PolicyOf], blocks_max: int, reuse: ReusePolicy | None = None) -> None:
         """others_of: makers of the policies beside `reuse`, which rules until another one proves better.
 
         reuse: a `reuse` of that size that somebody else looks after too; by default the cache's own.
@@ -342,7 +338,7 @@ class SampledMixPolicy(AdvisedPolicy):
 
     splits_tail = True
 
-    def __init__(self, others_of: Mapping[str, Callable[[int], EvictionPolicy]], blocks_max: int) -> None:
+    def __init__(self, others_of: Mapping[str, PolicyOf], blocks_max: int) -> None:
         """others_of: makers of the policies beside `reuse`, which rules until another one proves better."""
         super().__init__()
         self._others_of = others_of
