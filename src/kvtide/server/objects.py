@@ -189,10 +189,6 @@ class ObjectRequests:
         self._local: Tier = self._backing.local
         self._lending = Lending(self._shared)
 
-    @property
-    def _limits(self) -> ServerLimits:
-        return self._shared.live.limits
-
     async def answer(self, exchange: Exchange, object_id: ObjectId) -> None:
         """Answer GET, HEAD, PUT, POST or DELETE. RequestRefused if that is an error."""
         method = exchange.head.method
@@ -318,7 +314,7 @@ class ObjectRequests:
             exchange,
             head=exchange.begin(status, count, common),
             pieces=pieces,
-            pace=self._limits.pace(exchange.stream.now_s()),
+            pace=self._shared.live.limits.pace(exchange.stream.now_s()),
             is_in_the_way=partial(self._lending.memory.is_waited_for, exchange.owner),
         )
         exchange.wait_s = await self._sender.send(order)
@@ -351,9 +347,8 @@ class ObjectRequests:
         return size
 
     def _check_size(self, tenant: str, size: int) -> None:
-        size_max = self._limits.object_bytes_max
-        if tenant:
-            size_max = min(size_max, self._limits.tenant_buffer_bytes_max)
+        limits = self._shared.live.limits
+        size_max = min(limits.object_bytes_max, limits.tenant_buffer_bytes_max) if tenant else limits.object_bytes_max
         if size > size_max:
             raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
 

@@ -20,6 +20,7 @@ from types import MappingProxyType
 import msgspec
 
 from kvtide.errors import RequestRefused
+from kvtide.evict import Recent
 
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 # Owners without anything to send whose counters are remembered.
@@ -184,7 +185,6 @@ class LotteryPolicy(SendPolicy):
         self._rng = rng
 
     def pick(self, ready: Sequence[Flow]) -> Flow:
-        """Draw a flow by the softmax of the inverse numbers of waiting requests."""
         return self._rng.choices(ready, [math.exp(1 / flow.waiting) for flow in ready])[0]
 
 
@@ -201,7 +201,7 @@ class VtcPolicy(SendPolicy):
     def __init__(self, slice_bytes: int) -> None:
         self._credit_bytes = float(_CREDIT_SLICES * slice_bytes)
         self._served: dict[Flow, float] = {}
-        self._left: dict[str, float] = {}
+        self._left: Recent[str, float] = Recent(_LEFT_OWNERS_MAX)
         self._highest = 0.0
 
     def enter(self, flow: Flow) -> None:
@@ -210,11 +210,8 @@ class VtcPolicy(SendPolicy):
 
     def leave(self, flow: Flow) -> None:
         self._left[flow.owner] = self._served.pop(flow)
-        if len(self._left) > _LEFT_OWNERS_MAX:
-            del self._left[next(iter(self._left))]
 
     def charge(self, flow: Flow, size: int) -> None:
-        """Count the bytes, each at one over the weight."""
         self._served[flow] = self._counter(flow) + size / flow.weight
 
     def pick(self, ready: Sequence[Flow]) -> Flow:

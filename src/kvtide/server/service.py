@@ -16,7 +16,7 @@ from kvtide.clock import Clock
 from kvtide.server.auth import tenants_named
 from kvtide.server.gateway import Gateway
 from kvtide.server.health import Health
-from kvtide.server.http import Acceptor, BodyBuffers, Reception, Resources, Sender, Workers, bound, listener_on
+from kvtide.server.http import Acceptor, BodyBuffers, Reception, Resources, Sender, Workers, listener_on
 from kvtide.server.logs import AccessLog
 from kvtide.server.metrics import Metrics, SourceCollector
 from kvtide.server.objects import ObjectRequests, Uploads
@@ -95,7 +95,8 @@ class Service:
             if self.live.settings.health is not None:
                 where = parse_address(self.live.settings.health)
                 self.health_port = await self.health.open(where.host, where.port)
-            on_listening(bound(self._address, listeners[0]))
+            where = self._address
+            on_listening(where if where.path else where._replace(port=listeners[0].getsockname()[1]))
             stopping = asyncio.create_task(stop.wait())
             beside = asyncio.create_task(self._drop_expired())
             done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,6 @@
 """Connections of the server: heads, bodies, and how much of both anyone may hold."""
 
-from kvtide.server.http.connections import Acceptor, Connection, Guest, bound, listener_on
+from kvtide.server.http.connections import Acceptor, Connection, Guest, listener_on
 from kvtide.server.http.exchange import Exchange, Reception, Resources, receive
 from kvtide.server.http.sender import Sender, SendOrder, lent_pieces, piece_bytes
 from kvtide.server.http.shares import BodyBuffers, Rates, Shares, Workers
@@ -18,7 +18,6 @@ __all__ = [
     "Sender",
     "Shares",
     "Workers",
-    "bound",
     "lent_pieces",
     "listener_on",
     "piece_bytes",

@@ -491,11 +491,6 @@ def listener_on(address: ListenAddress) -> socket.socket:
     return listener
 
 
-def bound(address: ListenAddress, listener: socket.socket) -> ListenAddress:
-    """Return the address with the port that the listener really has."""
-    return address if address.path else address._replace(port=listener.getsockname()[1])
-
-
 class Acceptor:
     """Takes connections from listening sockets and serves each in a task of its own. Runs on one event loop."""
 
