@@ -358,14 +358,12 @@ def test_killed_server_never_shows_a_partial_object(tmp_path: Path, tally: Tally
             time.sleep(rng.uniform(0.0, 0.3))
             server.kill()
             worker.result()
-        again = ServerProcess("--tier", f"disk://{tmp_path}")
-        with opened(client(again)) as reader:
+        with running_server(tiers=(f"disk://{tmp_path}",)) as again, opened(client(again)) as reader:
             found = {number: verified(reader, number) for number in tried}
             contents = {number: object_bytes(number, SIZE) for number in tried}
             tally.judge("kill server", found, contents, committed, f"seed {SEED}")
             for number in tried:
                 reader.delete(object_id(number), "removed")
-        assert again.terminate() == 0
 
 
 def check_when_settled(server: RunningServer) -> None:
