@@ -451,8 +451,10 @@ def test_shards_store_nothing_before_all_have_what_is_loaded_within_a_step(engin
     hit, pages, longer = engine.ask("b", PROMPT), engine.pages(len(PROMPT) + BLOCK), PROMPT + list(range(BLOCK))
     engine.scheduler.allocated("b", pages, hit, is_in_step=True)
     scheduled = ScheduledRequest("b", longer, len(longer), lambda: pages)
-    orders = engine.step(scheduled)
-    assert orders.loads and orders.stores == ()
+    engine.ask("c", longer[::-1])
+    other = ScheduledRequest("c", longer[::-1], len(longer), lambda: engine.pages(len(longer)))
+    orders = engine.step(scheduled, other)
+    assert orders.loads and {order.request for order in orders.stores} == {"c"}
     engine.worker.wait_loads()
     # The other shard's load may have failed, of which this one knows nothing.
     assert engine.scheduler.plan([scheduled], 10).stores == ()

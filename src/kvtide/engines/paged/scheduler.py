@@ -97,8 +97,8 @@ class SchedulerHalf:
         # When a step began, and its tokens.
         self._steps: Recent[int, tuple[float, int]] = Recent(STEPS_IN_FLIGHT_MAX)
         self._step = self._heard = 0
-        # Of several shards: the last step with a load within it. Whether all have it is heard later.
-        self._doubtful_step = 0
+        # Of several shards: the pages of loads within steps of which nobody has heard whether all shards have them.
+        self._doubtful: dict[int, frozenset[int]] = {}
         self._is_warm = False
         self._counts: Counter[str] = Counter()
         self._lookups = _Lookups(cache, clock, match_s_max)
@@ -256,7 +256,8 @@ class SchedulerHalf:
         # A step that waits for its loads says nothing of how fast the engine computes.
         is_waiting = any(load.is_in_step for load in self._loads)
         if is_waiting and len(self._namespaces.of(self._epoch)) > 1:
-            self._doubtful_step = self._step
+            pages = (page for load in self._loads if load.is_in_step for page in load.pages)
+            self._doubtful[self._step] = frozenset(pages)
         stores = tuple(order for request in scheduled for order in self._stores(request))
         for order in stores:
             self._sequences[order.request].summary.stored_blocks += not (order.is_state or order.is_tail)
@@ -269,8 +270,8 @@ class SchedulerHalf:
 
     def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         sequence = self._sequences.get(scheduled.request)
-        # What one shard misses is missing in what all compute, and the others don't know.
-        is_sure = self._doubtful_step <= self._heard
+        # What one shard misses is missing in what all compute on these pages, and the others don't know.
+        is_sure = not self._doubtful or frozenset[int]().union(*self._doubtful.values()).isdisjoint(scheduled.pages())
         if sequence is not None and is_sure and not self._is_refused:
             yield from self._block_stores(sequence, scheduled)
             if self._namespaces.has_states and sequence.options.may_store:
@@ -354,6 +355,7 @@ class SchedulerHalf:
         """Learn from a worker: the step's duration, those of loads, and blocks that are not there after all."""
         now_s = self._clock.monotonic_s()
         self._heard = max(self._heard, report.step)
+        self._doubtful = {step: pages for step, pages in self._doubtful.items() if step > self._heard}
         self._is_refused |= report.is_refused
         if report.step in self._steps:
             started_s, tokens = self._steps.pop(report.step)
