@@ -98,9 +98,6 @@ def test_bounds_that_make_no_sense_are_refused(tmp_path: Path, clock: ManualCloc
             MemoryTier(value, clock, nothing_pinned)
         with positive():
             DiskTier(tmp_path, value, clock, nothing_pinned)
-    for faults_max, open_s in ((0, 1.0), (1, 0.0)):
-        with positive():
-            Breaker(faults_max, open_s, clock)
     for frame_bytes in (0, 100, -PAGE):
         with pytest.raises(ValueError, match="multiple"):
             MemoryTier(PAGE, clock, nothing_pinned, frame_bytes=frame_bytes)

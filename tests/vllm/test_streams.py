@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 PROMPT = 1044
 FULL_PAGES = (PROMPT - 1) // PAGE_TOKENS
 # Computing the prompt takes longer, and so do the refinements of its blocks over such a link.
-SOON_S, SLOW_BYTES_PER_S = 0.6, 1.2e6
+SOON_S, SLOW_BYTES_PER_S = 1.5, 0.48e6
 TIDE = {"codec": "tide:1e-3:3"}
 
 
