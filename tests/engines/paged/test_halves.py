@@ -28,8 +28,8 @@ from tests.server.worlds import invalidate, region_processes
 from tests.servers import running_server
 
 from kvtide.clock import SystemClock
-from kvtide.engines.paged.scheduler import ScheduledRequest
-from kvtide.engines.paged.sequence import FollowedPrefix, WorkerReport
+from kvtide.engines.paged.scheduler import STEPS_IN_FLIGHT_MAX, ScheduledRequest
+from kvtide.engines.paged.sequence import FollowedPrefix, LoadOrder, WorkerReport
 from kvtide.engines.paged.worker import FAULTY, WorkerHalf
 from kvtide.engines.settings import RequestOptions
 from kvtide.evict import Hint
@@ -595,6 +595,18 @@ def test_pages_that_are_refused_are_left_alone_and_the_scheduler_hears_of_it(sec
     assert second.ask("c", PROMPT) == 0
     assert second.step(ScheduledRequest("c", PROMPT, len(PROMPT), lambda: pages)).stores == ()
     assert second.worker.cache.stats().blocks_stored == 0
+
+
+def test_doubt_of_steps_that_nobody_tells_of_stays_and_takes_bounded_memory(engines: Engines) -> None:
+    engine = engines(shards=2)
+    engine.ask("a", PROMPT)
+    pages = engine.pages(len(PROMPT))
+    scheduled = ScheduledRequest("a", PROMPT, len(PROMPT), lambda: pages)
+    for number in range(3 * STEPS_IN_FLIGHT_MAX):
+        loaded = (1000 + number,) if number else tuple(pages)
+        engine.scheduler._loads = [LoadOrder(f"b{number}", (), loaded, 0, 1.0, is_in_step=True)]
+        assert engine.scheduler.plan([scheduled], 10).stores == ()
+    assert len(engine.scheduler._doubtful) <= STEPS_IN_FLIGHT_MAX
 
 
 def test_block_counts_only_if_every_shard_has_it(engines: Engines) -> None:

@@ -258,7 +258,12 @@ class SchedulerHalf:
         if is_waiting and len(self._namespaces.of(self._epoch)) > 1:
             pages = (page for load in self._loads if load.is_in_step for page in load.pages)
             self._doubtful[self._step] = frozenset(pages)
-        stores = tuple(order for request in scheduled for order in self._stores(request))
+            if len(self._doubtful) > STEPS_IN_FLIGHT_MAX:
+                # Nobody is heard: the oldest pages stay in doubt, as those of the step after theirs.
+                oldest, after, *_ = self._doubtful
+                self._doubtful[after] |= self._doubtful.pop(oldest)
+        doubtful = frozenset[int]().union(*self._doubtful.values())
+        stores = tuple(order for request in scheduled for order in self._stores(request, doubtful))
         for order in stores:
             self._sequences[order.request].summary.stored_blocks += not (order.is_state or order.is_tail)
         loads, self._loads = tuple(self._loads), []
@@ -268,10 +273,10 @@ class SchedulerHalf:
         self._steps[self._step] = (self._clock.monotonic_s(), paced_tokens)
         return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice, held)
 
-    def _stores(self, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
+    def _stores(self, scheduled: ScheduledRequest, doubtful: frozenset[int]) -> Iterable[StoreOrder]:
         sequence = self._sequences.get(scheduled.request)
         # What one shard misses is missing in what all compute on these pages, and the others don't know.
-        is_sure = not self._doubtful or frozenset[int]().union(*self._doubtful.values()).isdisjoint(scheduled.pages())
+        is_sure = not doubtful or doubtful.isdisjoint(scheduled.pages())
         if sequence is not None and is_sure and not self._is_refused:
             yield from self._block_stores(sequence, scheduled)
             if self._namespaces.has_states and sequence.options.may_store:
