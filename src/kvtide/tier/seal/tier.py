@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict import Hint, Recent, States
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Buffer, CountingTier, Fill, ObjectInfo, Offer, RangeRead, Take, Tier, WrappedTier
+from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, RangeRead, Take, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import HEAD_BYTES, KEY_BYTES, SEALED_CODEC, Keyring, SealingKey
 from kvtide.tier.source import read_ranges
@@ -53,7 +54,7 @@ AHEAD_PIECES = 64
 AHEAD_MAX = SCRATCHES_MAX // 2
 
 
-class SealedTier(WrappedTier, CountingTier):
+class SealedTier(WrappedTier):
     """Seals what goes into a tier by the newest key, and opens what comes out by any of the ring's.
 
     What no key of ours has sealed is a miss; it is replaced when the block is stored again. What is damaged is read as
@@ -61,14 +62,15 @@ class SealedTier(WrappedTier, CountingTier):
     """
 
     def __init__(self, tier: Tier, ring: Keyring) -> None:
-        WrappedTier.__init__(self, tier)
-        CountingTier.__init__(self)
+        super().__init__(tier)
         self._ring = ring
         self.is_batched = self.can_replace = True
         self.takes_evicted, self.takes_advice = tier.takes_evicted, tier.takes_advice
         self.looks_in_regions, self.hears_requests = tier.looks_in_regions, tier.hears_requests
+        self._lock = threading.Lock()
         # By the id of the key that is not here.
         self._unopened: Recent[ObjectId, bytes] = Recent(UNOPENED_MAX)
+        self._hits = self._misses = 0
         self._is_told = False
         self._scratches: list[memoryview] = []
         self._ahead = self._workers()
@@ -95,6 +97,11 @@ class SealedTier(WrappedTier, CountingTier):
             came = self._read(object_id, buffer, offset)
         self._note(is_hit=came is not None)
         return came
+
+    def _note(self, is_hit: bool) -> None:
+        with self._lock:
+            self._hits += is_hit
+            self._misses += not is_hit
 
     def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
         first, stop = _touched(offset, len(buffer))
