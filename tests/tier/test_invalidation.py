@@ -19,7 +19,7 @@ from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.store import PendingBlock
 from kvtide.store.cache import cache_for
-from kvtide.tier import stack_of
+from kvtide.tier import background, stack_of
 from kvtide.tier.base import Buffer, WrappedTier
 from kvtide.tier.disk.tier import DiskTier
 from kvtide.tier.http.records import raise_generation, records_clients
@@ -115,6 +115,26 @@ def test_a_server_that_is_down_holds_nobody_up(tmp_path: Path, caplog: pytest.Lo
     assert list(stack.places(object_id(1))) == [0, 1]
     stack.close()
     assert sum(record.name == "kvtide.tier.stack.invalidation" for record in caplog.records) == 1, "said once"
+
+
+def test_asking_goes_on_after_an_error_that_nobody_expected(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_ERROR_WAIT_S", 0.01)
+    asked, calls = threading.Event(), iter((KeyError("lost"), None))
+
+    def ask() -> float:
+        error = next(calls)
+        if error is not None:
+            raise error
+        asked.set()
+        return 60.0
+
+    repeater = background.Repeater(ask, "kvtide-test")
+    repeater.open()
+    assert asked.wait(10.0)
+    repeater.close()
+    assert "kvtide-test goes on" in caplog.text and "KeyError" in caplog.text
 
 
 class _Stubborn(Counting):

@@ -13,6 +13,10 @@ from contextlib import contextmanager
 from functools import partial
 
 CLOSE_S_MAX = 30.0
+# How long a repeater waits after an error that its action did not expect.
+_ERROR_WAIT_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 class Background:
@@ -85,7 +89,8 @@ class Background:
 class Repeater:
     """A thread that does something over and over between `open` and `close`.
 
-    `action` handles its own faults and returns for how many seconds to wait then; closing ends the wait.
+    `action` handles its own faults and returns for how many seconds to wait then; closing ends the wait. An error that
+    it does not handle is logged, and the action is done again after five seconds.
     """
 
     def __init__(self, action: Callable[[], float], name: str) -> None:
@@ -114,7 +119,12 @@ class Repeater:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._closing.wait(self._action())
+            wait_s = _ERROR_WAIT_S
+            try:
+                wait_s = self._action()
+            except Exception:  # noqa: BLE001
+                _log.exception("%s goes on after an error that it did not expect", self._name)
+            self._closing.wait(wait_s)
 
 
 class LastingFault:
