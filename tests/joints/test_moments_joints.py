@@ -135,8 +135,6 @@ from kvtide.store import PendingBlock, cache_for
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import LosslessCodec
 from tests.suites import smooth_bits
-from tests.joints.conftest import attached, no_threads
-from tests.joints.operations import in_child
 from tests.store.test_cache import metas_of
 
 layout = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)

@@ -64,10 +64,11 @@ def engine(model: Path, nursery: EngineNursery) -> Callable[..., AbstractContext
 
 @pytest.fixture(scope="session")
 def tiny_engine(nursery: EngineNursery) -> Callable[..., EngineProcess]:
-    """Start engines of tiny models, which have no tokenizers."""
+    """Start engines of tiny models, which have no tokenizers and are not to clear a gigabyte of pages."""
 
     def start(model: Path, transfer: dict[str, Any] | None, **options: Any) -> EngineProcess:
-        wide = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 4096, **options}
+        small = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 512}
+        wide = {**small, "enable_prefix_caching": True, "max_num_batched_tokens": 4096, **options}
         return EngineProcess(Path(sys.executable), model, nursery.log, transfer, wide, nursery=nursery)
 
     return start

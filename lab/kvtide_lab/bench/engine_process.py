@@ -223,9 +223,10 @@ def main(address: str) -> None:
     # What is registered first is done last.
     atexit.register(_leave, os.getpid())
     import_engine()
-    # vLLM collects at its start and at its end: not again what all engines share.
+    # vLLM collects at its start and at its end, there after a thaw: not again what all engines share.
     gc.collect()
     gc.freeze()
+    gc.unfreeze = lambda: None
     with os.fdopen(os.dup(1), "wb") as parent:
         # What engines print must not be taken for a reply.
         os.dup2(2, 1)

@@ -251,7 +251,9 @@ def _hide_llvmlite() -> None:
 
 def import_engine() -> None:
     """Do what most of an engine's start goes into; starts no threads, which a fork would lose."""
+    import vllm.entrypoints.launchers.cli_args
     import vllm.entrypoints.llm
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.model_executor.models import registry
