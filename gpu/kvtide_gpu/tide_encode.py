@@ -112,8 +112,8 @@ class DeviceTideEncoder:
         self._steps = steps
         self._kept: list[torch.Tensor] = []
 
-    def encode(self, blocks: Sequence[PagedBlock]) -> list[list[Section] | UnencodableBlock]:
-        """Return each block's sections, or why it has none.
+    def encode(self, blocks: Sequence[PagedBlock]) -> list[list[Section] | UnencodableBlock | None]:
+        """Return each block's sections, or why it has none; None for a block that keeps its promise at a finer step.
 
         Pages are read after what torch's current stream has queued, and must not change before the return.
         ValueError for a block that is not whole.
@@ -186,21 +186,22 @@ class _Batch:
             found: NDArray[np.uint8] = tensor[:size].cpu().numpy()
         return found
 
-    def sections(self) -> list[list[Section] | UnencodableBlock]:
+    def sections(self) -> list[list[Section] | UnencodableBlock | None]:
         sources = self._project()
         answers = self._measure()
         written = self._write(answers)
         apart = self._keep_apart(sources, answers)
         # A view of torch's memory, which goes with the batch.
         status = self._found(self._status, 4 * len(self._blocks)).view(np.uint32).copy()
-        coded: list[list[Section] | UnencodableBlock] = []
+        coded: list[list[Section] | UnencodableBlock | None] = []
         for number, block in enumerate(self._blocks):
             try:
                 if status[number]:
                     reason = "a value is not finite" if status[number] == NOT_FINITE else "a symbol has no probability"
                     raise UnencodableBlock(reason)
-                check_promise(answers.fits[number], int(np.count_nonzero(first_apart(block.meta) == 0)))
-                coded.append(self._sections_of(number, answers, written, apart))
+                tokens = int(np.count_nonzero(first_apart(block.meta) == 0))
+                is_finer = check_promise(answers.fits[number], tokens) > 0
+                coded.append(None if is_finer else self._sections_of(number, answers, written, apart))
             except UnencodableBlock as error:
                 coded.append(error)
         return coded

@@ -51,7 +51,9 @@ def decoded(kernels: Kernels, codec: TideCodec, meta: BlockMeta, sections: list[
     return bits_of(block, meta.layout)
 
 
-def encoded(kernels: Kernels, codec: TideCodec, meta: BlockMeta, bits: BlockBits) -> list[Section] | UnencodableBlock:
+def encoded(
+    kernels: Kernels, codec: TideCodec, meta: BlockMeta, bits: BlockBits
+) -> list[Section] | UnencodableBlock | None:
     signed: Any = bits.view(f"<i{bits.itemsize}")
     block = torch.from_numpy(signed.copy()).to(kernels.device)
     source = block_target(block, meta.layout)
@@ -227,8 +229,13 @@ def test_profile_is_judged_by_what_it_is_on_the_processor(
     values[:, :, 20] *= 30
     values[4, 1, 30] *= 1e6
     seen: list[list[tuple[Any, Any]]] = []
+
+    def take(fit: list[tuple[Any, Any]], tokens: int) -> int:
+        seen.append(fit)
+        return 0
+
     for module in ("kvtide_gpu.tide_encode", "kvtide.codec.tide.codec"):
-        monkeypatch.setattr(f"{module}.check_promise", lambda fit, tokens: seen.append(fit))
+        monkeypatch.setattr(f"{module}.check_promise", take)
     assert encoded(kernels, codec, meta, bits) == codec.encode(meta, bits)
     device, processor = seen
     assert len(device) == len(processor) > 0
@@ -246,6 +253,13 @@ def test_blocks_that_the_profile_does_not_fit_are_refused(kernels: Kernels, monk
     for other in (np.full_like(bits, 0x3F80), noise):
         found = encoded(kernels, CODEC, block_meta(LAYOUT), other)
         assert isinstance(found, UnencodableBlock) and "profile does not fit" in str(found)
+
+
+def test_block_that_needs_a_finer_step_is_left_to_the_processor(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide_gpu.tide_encode.check_promise", lambda fit, tokens: 1)
+    assert encoded(kernels, CODEC, block_meta(LAYOUT), smooth_bits(LAYOUT, 5)) is None
 
 
 def test_values_that_are_not_finite_are_refused(kernels: Kernels) -> None:

@@ -32,7 +32,7 @@ from tests.suites.codec_suite import CodecSuite, decoded_by
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Codec, CodecRegistry, Profile
-from kvtide.codec.tide import COSTS, Steps, TideCodec, is_staged, model
+from kvtide.codec.tide import COSTS, Steps, TideCodec, is_staged, model, promise
 from kvtide.codec.tide.coding import apart_tokens
 from kvtide.codec.tide.fit import transform_layers
 from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, LAW_VERSION, PositionLaw, Powers, Purpose
@@ -339,6 +339,22 @@ def test_block_gets_the_step_at_which_its_own_loss_is_what_was_asked() -> None:
         assert OWN.quality_of(sections) == pytest.approx(1e-2, rel=0.2)
         OWN.check_decoded(META, bits, sections)
         assert OWN.quality_of([each for each in sections if each.id.refinement == 0]) > 2e-2
+
+
+def test_block_a_little_above_its_promise_is_coded_a_unit_finer_and_one_far_above_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codec, lost = OWN.rounded(), []
+    for excess, finer in ((0.98, 0), (1.04, 1)):
+        # Of the block and of each group of layers.
+        monkeypatch.setattr(promise, "_allowed", lambda fit: sum(seen.error for _, seen in fit) / excess)  # noqa: B023
+        sections = codec.encode(META, louder(1.0))
+        assert {steps_of(memoryview(each.data)).final_units for each in sections} == {codec.steps.final_units - finer}
+        lost.append(float(np.square(floats(decoded_by(codec, META, sections)) - floats(louder(1.0))).mean()))
+    assert lost[1] < lost[0] / 1.04
+    monkeypatch.setattr(promise, "_allowed", lambda fit: sum(seen.error for _, seen in fit) / 1.06)
+    with pytest.raises(UnencodableBlock, match=r"1\.06 times"):
+        codec.encode(META, louder(1.0))
 
 
 def test_one_step_for_all_leaves_room_for_what_blocks_deviate() -> None:

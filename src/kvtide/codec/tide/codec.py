@@ -112,15 +112,16 @@ class TideCodec:
         if self.model is None or not self.model.profile.fits(meta.layout):
             raise UnencodableBlock("tide needs a profile of this model's shape")
         model, sections, apart = self.model, list[Section](), apart_tokens(meta, bits)
-        projected = self._projected(meta, bits, self.steps, apart)
+        steps, projected = self.steps, self._projected(meta, bits, self.steps, apart)
+        if self._is_own:
+            steps = model.own_steps(steps, self.quality, _gain(projected))
         if self._is_held:
             # What is coded finer than this is better than promised.
             fit: Fit = [group for each in projected for group in each.fit]
-            check_promise(fit, int(np.count_nonzero(apart == 0)))
-        if self._is_own:
-            steps = model.own_steps(self.steps, self.quality, _gain(projected))
-            if steps != self.steps:
-                projected = self._projected(meta, bits, steps, apart)
+            promised_units = self.steps.final_units - check_promise(fit, int(np.count_nonzero(apart == 0)))
+            steps = steps._replace(final_units=min(steps.final_units, promised_units))
+        if steps != self.steps:
+            projected = self._projected(meta, bits, steps, apart)
         for (start, stop), each in zip(_ranges(model), projected, strict=True):
             coded = encode_range(model, self._path, each)
             ids = (SectionId(SectionKind.DATA, refinement, start, stop) for refinement in range(len(coded)))
