@@ -286,10 +286,12 @@ class _Batch:
         """Return how well the profile fits each block."""
         fits: list[Fit] = [[] for _ in self._blocks]
         sources = iter(per_token(self._found(self._seen, self._seen.numel()), self._layout.tokens))
+        units = self._steps.final_units
+        excess = self._model.model.excess(units)
         for i, known in enumerate(self._ranges):
             totals = self._found(self._totals[i], 16 * len(known.rows.scales)).view(np.int64).reshape(-1, 2)
             fits[known.block] += [
-                (promise_of(place, self._steps.final_units), seen_of(place, totals, next(sources), apart[i] == 0))
+                (promise_of(place, units, excess), seen_of(place, totals, next(sources), apart[i] == 0))
                 for place in known.rows.places
             ]
         return fits

@@ -306,7 +306,7 @@ def test_quality_goes_through_the_curve() -> None:
         units_of_quality(curve[::-1].copy(), 1e-3)
 
 
-GAIN = TideCodec(fitted(LAYOUT), 1e-2, 1).gain(META, BITS)
+GAIN, _ = TideCodec(fitted(LAYOUT), 1e-2, 1).own(META, BITS)
 OWN = TideCodec(
     fitted(LAYOUT).with_arrays(
         {
@@ -355,6 +355,19 @@ def test_block_a_little_above_its_promise_is_coded_a_unit_finer_and_one_far_abov
     monkeypatch.setattr(promise, "_allowed", lambda fit: sum(seen.error for _, seen in fit) / 1.06)
     with pytest.raises(UnencodableBlock, match=r"1\.06 times"):
         codec.encode(META, louder(1.0))
+
+
+def test_block_may_have_the_errors_that_those_of_the_curve_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WIDE_MARGIN", "NARROW_MARGIN", "NARROW_MARGIN_JOINT"):
+        monkeypatch.setattr(promise, name, 0.85 * getattr(promise, name))
+    of_scales = fitted(LAYOUT)
+    measured = of_scales.with_arrays({"excess": np.array([[-30, 1.2], [30, 1.2]], np.float32)})
+    with pytest.raises(UnencodableBlock, match="the error is"):
+        TideCodec(of_scales, 1e-2, 1).encode(META, BITS)
+    codec = TideCodec(measured, 1e-2, 1)
+    sections = codec.encode(META, BITS)
+    assert {steps_of(memoryview(each.data)) for each in sections} == {codec.steps}
+    codec.check_decoded(META, BITS, sections)
 
 
 def test_one_step_for_all_leaves_room_for_what_blocks_deviate() -> None:
@@ -444,6 +457,10 @@ ONE_STAGE: list[dict[str, Any]] = [
     {"coarse": np.zeros((15, 0, 16), np.float32)},
     {"unit": np.full((15, 16), np.nan, np.float32)},
     {"own_gains": np.float32(1), "own_deviation": np.ones(1, np.float32)},
+    {"excess": np.array([[0, 1], [0, 1]], np.float32)},
+    {"excess": np.array([[0, 0.5]], np.float32)},
+    {"excess": np.array([[0, np.nan]], np.float32)},
+    {"excess": np.empty((0, 2), np.float32)},
     {"rotary": np.frombuffer(rotary_by(1e4, 16).to_bytes(), np.uint8)},
     {"rotary": np.frombuffer(replace(rotary_by(1e4, 8), layer_kinds=(0,) * 14).to_bytes(), np.uint8)},
     {"curve": np.array([[0, 1, 1e-3], [np.nan, 1, 1e-2]], np.float32)},

@@ -70,6 +70,7 @@ def test_report_has_a_rising_curve_of_held_out_texts(fitted: Any) -> None:
         assert fine.bits_per_element > coarse.bits_per_element
     assert profile.texts == 4
     assert profile.arrays["own_gains"].shape == (3, 3)
+    assert profile.arrays["excess"].shape == (3, 2) and profile.arrays["excess"][:, 1].min() >= 1
     assert 0 <= profile.arrays["own_deviation"][0] < 1
     # Those of the levels that are asked for; rounded ones have a curve of their own.
     assert np.array_equal(profile.arrays["trellis_curve"][:, 2], np.array([p.kl for p in report.points], np.float32))
@@ -272,10 +273,10 @@ def test_no_text_is_fitted_on_and_judged_on() -> None:
     assert len({text.content[:2000] for text in every}) == len(every)
 
 
-def test_curve_is_judged_on_five_kinds_of_texts_that_are_used_for_nothing_else() -> None:
+def test_curve_is_judged_on_a_text_of_each_kind_that_is_used_for_nothing_else() -> None:
     found = corpus.held_out_texts()
     others = [*corpus.calibration_texts(), *corpus.tuned_texts(), *corpus.evaluation_texts()]
-    assert len({text.kind for text in found}) == len(found) == 5
+    assert 5 <= len({text.kind for text in found}) == len(found) <= 8
     assert not any(text.content[:1000] in other.content for text in found for other in others)
 
 

@@ -21,7 +21,7 @@ from kvtide.codec.tide.coding import Fit, Projected, apart_tokens, decode_range,
 from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.law import losses_by_block
 from kvtide.codec.tide.model import QUALITY_MAX, QUALITY_MIN, TideModel, check_quality, place_groups
-from kvtide.codec.tide.promise import Seen, check_decoded_error, check_promise, promise_of
+from kvtide.codec.tide.promise import Seen, check_decoded_error, check_promise, excess_of, promise_of
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, StoredLayers, gains_of, load_values, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
@@ -117,8 +117,8 @@ class TideCodec:
             steps = model.own_steps(steps, self.quality, _gain(projected))
         if self._is_held:
             # What is coded finer than this is better than promised.
-            fit: Fit = [group for each in projected for group in each.fit]
-            promised_units = self.steps.final_units - check_promise(fit, int(np.count_nonzero(apart == 0)))
+            finer = check_promise(_fit(projected), int(np.count_nonzero(apart == 0)))
+            promised_units = self.steps.final_units - finer
             steps = steps._replace(final_units=min(steps.final_units, promised_units))
         if steps != self.steps:
             projected = self._projected(meta, bits, steps, apart)
@@ -130,9 +130,12 @@ class TideCodec:
             raise UnencodableBlock("the block does not get smaller")
         return sections
 
-    def gain(self, meta: BlockMeta, bits: BlockBits) -> float:
-        """Return how much louder than usual a block's loudest tokens are at this step, in units; see `OwnLoss`."""
-        return _gain(self._projected(meta, bits, self.steps, apart_tokens(meta, bits)))
+    def own(self, meta: BlockMeta, bits: BlockBits) -> tuple[float, float]:
+        """Return how much louder than usual a block's loudest tokens are at this step, in units, see `OwnLoss`; and its
+        error over the promised one.
+        """
+        projected = self._projected(meta, bits, self.steps, apart_tokens(meta, bits))
+        return _gain(projected), excess_of(_fit(projected))
 
     def _projected(self, meta: BlockMeta, bits: BlockBits, steps: Steps, apart: NDArray[np.uint8]) -> list[Projected]:
         model = self._profiled()
@@ -152,6 +155,7 @@ class TideCodec:
             raise UnencodableBlock(f"what was encoded can't be decoded: {error}") from error
         assert model is not None
         turns, units = model.turns(meta, is_back=True), self.steps.final_units
+        excess = model.excess(units)
         is_coded, fit, rounding = apart_tokens(meta, bits) == 0, [], 0.0
         for start, stop in _ranges(model):
             exact, found = (load_values(StoredLayers(each[start:stop], dtype, start, turns)) for each in (bits, out))
@@ -160,7 +164,7 @@ class TideCodec:
                 _, by_value = model.mean_and_weight(place.group)
                 weight = by_value.reshape(-1, 2, 1, *exact.shape[3:]) / step_of(units, 0)
                 lost = (weight * (found[layers] - exact[layers]))[:, :, is_coded]
-                fit.append((promise_of(place, units), Seen(float(np.square(lost).sum()), 0.0, lost.shape[2])))
+                fit.append((promise_of(place, units, excess), Seen(float(np.square(lost).sum()), 0.0, lost.shape[2])))
                 rounding += float(np.square(weight * exact[layers]).sum()) * 4.0 ** -_PRECISION_BITS[dtype]
         check_decoded_error(fit, rounding)
 
@@ -199,6 +203,10 @@ class TideCodec:
     def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
         """Return what each block of a hit adds to the KL of an answer, by the profile's law."""
         return losses_by_block(self._profiled().positions, losses, blocks, block_tokens)
+
+
+def _fit(projected: Sequence[Projected]) -> Fit:
+    return [group for each in projected for group in each.fit]
 
 
 def _gain(projected: Sequence[Projected]) -> float:

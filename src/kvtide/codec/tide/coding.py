@@ -221,7 +221,7 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
         is_coded=place.by_column(ones, columns) if group.order.size else np.empty(0, dtype=np.uint8),
         weights=place.by_column(weights, columns),
         row_of=place.by_column(numbers, columns, np.iinfo(np.uint16).max),
-        promise=promise_of(place, final_units),
+        promise=promise_of(place, final_units, model.excess(final_units)),
     )
 
 

@@ -109,6 +109,8 @@ def _between(known: NDArray[np.float64], wanted: NDArray[np.float64], at: float)
     return float(wanted[i] + share * (wanted[i + 1] - wanted[i]))
 
 
+# Of held-out blocks' errors over those that follow from a profile's scales: above this it does not fit its model.
+EXCESS_MAX = 2.0
 # A block's own loss is so many times the curve's at most, as a logarithm: what lies beyond was not seen.
 _OWN_LOG_MAX = 2.0
 
@@ -327,6 +329,7 @@ class TideModel:
             frequencies = RansTables.parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES).rows
             self.trellis = make_trellis(frequencies, arrays["trellis_curve"].astype(np.float32))
         self.own_loss = _own_loss(arrays)
+        self._excess = _excess_by_step(arrays)
         self.positions = read_law_table(arrays.get("law"))
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
 
@@ -378,6 +381,10 @@ class TideModel:
         """Return the step at which levels have a quality; see `units_of_quality`."""
         return units_of_quality(self._curve(is_trellis), quality)
 
+    def excess(self, units: int) -> float:
+        """Return how many times the error that follows from the scales at a step was the largest one measured."""
+        return float(np.interp(units, self._excess[:, 0], self._excess[:, 1]))
+
     def own_steps(self, steps: Steps, quality: float, gain: float) -> Steps:
         """Return the step at which a block's own loss is `quality`. gain: as it was found at these steps."""
         wanted = quality / self.own_loss.factor(steps.final_units, gain)
@@ -422,6 +429,17 @@ def _own_loss(arrays: _Arrays) -> OwnLoss:
     if not (np.isfinite(by_step).all() and is_rising and (by_step[:, 2] > 0).all() and 0 <= deviation < math.inf):
         raise CorruptPayload("gains by step must rise with it, deviations must be above zero")
     return OwnLoss(by_step, deviation)
+
+
+def _excess_by_step(arrays: _Arrays) -> NDArray[np.float64]:
+    """Return rows of step in units and excess there. A profile may lack them: then errors are those of its scales."""
+    if "excess" not in arrays:
+        return np.array([[0.0, 1.0]])
+    found = _shaped(arrays, "excess", (len(arrays["excess"]), 2)).astype(np.float64)
+    is_rising = len(found) > 0 and (np.diff(found[:, 0]) > 0).all()
+    if not (is_rising and (found[:, 1] >= 1).all() and (found[:, 1] <= EXCESS_MAX).all()):
+        raise CorruptPayload(f"errors over those of the scales are 1 to {EXCESS_MAX}, by rising steps")
+    return found
 
 
 def _octaves(arrays: _Arrays, shape: tuple[int, ...]) -> Octaves | None:

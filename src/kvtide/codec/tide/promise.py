@@ -51,8 +51,8 @@ class Seen(NamedTuple):
     tokens: float
 
 
-def promise_of(place: Place, final_units: int) -> Promise:
-    """Return what is promised of a group whose rows at `place` are coded."""
+def promise_of(place: Place, final_units: int, excess: float) -> Promise:
+    """Return what is promised of a group whose rows at `place` are coded. excess: `TideModel.excess` at this step."""
     group, kept = place.group, place.stop - place.start
     over = group.scales[:kept] - final_units
     error, spread = _rounded(over)
@@ -63,7 +63,7 @@ def promise_of(place: Place, final_units: int) -> Promise:
     unknown = (group.shape[1] - len(group.scales)) * 2.0 ** (int(group.scales[-1] - final_units) / (UNITS / 2))
     narrow = small + float(left_out.sum()) + unknown
     margin = NARROW_MARGIN if group.layer_stop - group.layer_start == 1 else NARROW_MARGIN_JOINT
-    return Promise(WIDE_MARGIN * wide + margin * narrow, float(spread.sum()))
+    return Promise(excess * (WIDE_MARGIN * wide + margin * narrow), float(spread.sum()))
 
 
 def _rounded(units: Units) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -90,9 +90,9 @@ def check_promise(groups: Sequence[tuple[Promise, Seen]], tokens: int) -> int:
     """
     if min(seen.tokens for _, seen in groups) < tokens * (1 - LOUD_SHARE_MAX):
         raise UnencodableBlock("the profile does not fit: values are far larger than those it was made of")
-    error, allowed = sum(seen.error for _, seen in groups), _allowed(groups)
-    if error > FINER_EXCESS_MAX * allowed:
-        raise UnencodableBlock(f"the profile does not fit: the error is {error / allowed:.2f} times what it allows")
+    excess = excess_of(groups)
+    if excess > FINER_EXCESS_MAX:
+        raise UnencodableBlock(f"the profile does not fit: the error is {excess:.2f} times what it allows")
     worst = max(group[1].error / _allowed([group]) for group in groups)
     if worst > GROUP_MARGIN:
         raise UnencodableBlock(f"the profile does not fit: a layer's error is {worst:.2f} times what it allows")
@@ -104,7 +104,12 @@ def check_promise(groups: Sequence[tuple[Promise, Seen]], tokens: int) -> int:
         raise UnencodableBlock(f"the profile does not fit: the variance of values is {ratio:.3g} times its own")
     if not all(_is_near(*pair, GROUP_SPREAD_RATIO_MAX) for pair in zip(spread, usual, strict=True)):
         raise UnencodableBlock("the profile does not fit: the variance of a layer's values is far from its own")
-    return int(error > allowed)
+    return int(excess > 1)
+
+
+def excess_of(groups: Sequence[tuple[Promise, Seen]]) -> float:
+    """Return the error of all groups over what is promised of them."""
+    return sum(seen.error for _, seen in groups) / _allowed(groups)
 
 
 def check_decoded_error(groups: Sequence[tuple[Promise, Seen]], rounding: float) -> None:

@@ -31,6 +31,7 @@ from kvtide.codec.tide import (
     joint_power,
     joint_stages,
 )
+from kvtide.codec.tide.model import EXCESS_MAX
 from kvtide.engines.calibrate.judge import (
     SHARE_TOKENS,
     SHARE_UNITS,
@@ -67,7 +68,7 @@ OVERFIT_RATIO = 1.25
 # Below this, more texts bring less than they cost.
 WORTH_MORE_TEXTS = 1.02
 _SEED = 1
-_STATE_VERSION = 9
+_STATE_VERSION = 10
 _Item = TypeVar("_Item")
 Progress = Callable[[str, int, int], None]
 State = dict[str, NDArray[Any]]
@@ -242,7 +243,7 @@ class TideCalibration:
     ) -> tuple[list[list[CurvePoint]], list[State], float | None]:
         """Judge held-out texts: rising points of rounded levels, then of a trellis; own losses; bits over fitted ones'.
 
-        Own losses are arrays of profiles: each group's, then that of all rows.
+        Own losses, and errors over those of the scales, are arrays of profiles: each group's, then that of all rows.
         """
         fitted, held_out = self._texts
         judged, codecs = held_out or fitted, [TideCodec(profile) for profile in profiles]
@@ -250,16 +251,22 @@ class TideCalibration:
         state: State = {
             "rows": np.zeros((len(judged), len(all_units), 3)),
             "gains": np.zeros((len(judged), len(_GAIN_UNITS), len(codecs))),
+            "excess": np.zeros((len(judged), len(_GAIN_UNITS), len(codecs))),
             "fitted": np.zeros(2),
         }
         for position, ids in self._each("curve", judged, state, done, progress):
-            state["rows"][position], state["gains"][position] = self._judged(codecs, ids)
+            for name, found in zip(("rows", "gains", "excess"), self._judged(codecs, ids), strict=True):
+                state[name][position] = found
             if held_out and position < min(_COMPARED_TEXTS, len(fitted)):
                 state["fitted"] += self._coarsest(codecs, fitted[position])
         all_kls, (bits, _, blocks) = state["rows"][:, :, 1], state["rows"].sum(axis=0).T
         layers = [shape.layout.layers for shape in self._shapes]
         gains = [*np.moveaxis(state["gains"], 2, 0), np.average(state["gains"], axis=2, weights=layers)]
         own, kls = own_losses(gains, _GAIN_UNITS, all_kls)
+        # What is promised is the KL that these texts had, so that blocks may have the errors that theirs had.
+        most = state["excess"].max(axis=0).clip(1.0, EXCESS_MAX)
+        for arrays, excess in zip(own, [*most.T, most.max(axis=1)], strict=True):
+            arrays["excess"] = np.stack([_GAIN_UNITS, excess], axis=1).astype(np.float32)
         points = [CurvePoint(*each) for each in zip(all_units, (bits / blocks).tolist(), kls.tolist(), strict=True)]
         rounded = len(_curve_units())
         by_levels = [_rising(each) for each in (points[:rounded], points[rounded:]) if each]
@@ -269,7 +276,9 @@ class TideCalibration:
         return by_levels, own, ratio
 
     def _judged(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> tuple[NDArray[np.float64], ...]:
-        """Return a row for each point, bits an element times blocks, KL, blocks; and gains of (steps, groups)."""
+        """Return a row for each point, bits an element times blocks, KL, blocks; and of (steps, groups) gains, means of
+        blocks, and errors over those of the scales, the largest of blocks.
+        """
         tokens = self._context(ids)
         judge, rows = WholeJudge(self._contexts, ids[: tokens + JUDGED_TOKENS + 1], tokens), []
         blocks = tokens // self._block_tokens
@@ -279,13 +288,14 @@ class TideCalibration:
         for steps in all_steps:
             for coded in coded_prefixes([codec.with_steps(steps) for codec in codecs], judge.context):
                 rows.append((coded.bits_per_element * blocks, judge.kl(coded.decoded), blocks))
-        gains = np.zeros((len(_GAIN_UNITS), len(codecs)))
+        gains, excess = np.zeros((2, len(_GAIN_UNITS), len(codecs)))
         for at, units in enumerate(_GAIN_UNITS):
             for group, codec in enumerate(codecs):
                 at_step = codec.with_steps(Steps(units, 0, has_trellis))
                 pairs = zip(judge.context.metas[group], judge.context.blocks[group], strict=True)
-                gains[at, group] = np.mean([at_step.gain(*pair) for pair in pairs])
-        return np.array(rows, dtype=np.float64), gains
+                own = np.array([at_step.own(*pair) for pair in pairs])
+                gains[at, group], excess[at, group] = own[:, 0].mean(), own[:, 1].max()
+        return np.array(rows, dtype=np.float64), gains, excess
 
     def _coarsest(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
         """Return the bits an element that a text takes at the coarsest step of the curve, times blocks; and blocks."""

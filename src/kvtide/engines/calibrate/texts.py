@@ -96,8 +96,8 @@ _SNIPPETS = (
 # factors, so that two of them say little of others.
 _TEXTS_TO_SPLIT, _HELD_OUT_FEW, _HELD_OUT_MANY = 6, 6, 12
 SNIPPET_CHARACTERS = 6000
-# Kinds of the pieces that a profile's curve is judged on, one of each, the first that there are: the last five lie on
-# every machine that can run the model.
+# Kinds of the pieces that a profile's curve is judged on, one of each that there is: the last five lie on every machine
+# that can run the model.
 _HELD_OUT_KINDS = (
     "licence",
     "prose",
@@ -108,7 +108,6 @@ _HELD_OUT_KINDS = (
     "json",
     "readme",
 )
-_HELD_OUT_TEXTS = 5
 _SNIPPET_CHARACTERS_MIN = 2500
 _MO_MAGIC = (0x950412DE).to_bytes(4, "little")
 # A folder may hold any number of files.
@@ -159,8 +158,7 @@ def calibration_texts() -> list[Text]:
 
 def held_out_texts() -> list[Text]:
     """Return the pieces that the curve of a profile is judged on, each of another kind; none is of a file above."""
-    pieces = (piece for kind in _HELD_OUT_KINDS for piece in snippets(1, [kind]))
-    return list(islice(pieces, _HELD_OUT_TEXTS))
+    return [piece for kind in _HELD_OUT_KINDS for piece in snippets(1, [kind])]
 
 
 def snippets(count: int, kinds: Collection[str] = ()) -> list[Text]:
