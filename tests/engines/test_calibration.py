@@ -52,8 +52,8 @@ class Watch:
             raise KeyboardInterrupt
 
 
-def calibration(model: Any, partial: Path, count: int = 6, cost: str = "layer") -> TideCalibration:
-    return TideCalibration(model, "tiny", cost, split_texts(texts(count)), 16, partial)
+def calibration(model: Any, partial: Path, count: int = 6, cost: str = "layer", unlike: float = 1.0) -> TideCalibration:
+    return TideCalibration(model, "tiny", cost, split_texts(texts(count)), 16, partial, unlike)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,11 @@ def test_fitted_profile_keeps_what_the_model_says(fitted: Any, tiny_model: Any) 
     fine, coarse = (TideCodec(fitted[0][0], quality, 1) for quality in (1e-5, 1e-2))
     kls = [judge.judge(0, judge.code(0, codec).decoded).kl for codec in (fine, coarse)]
     assert 0 <= kls[0] < kls[1] < 0.1
+
+
+def test_texts_that_are_unlike_those_held_out_are_allowed_for(fitted: Any, tiny_model: Any, tmp_path: Path) -> None:
+    _, report = calibration(tiny_model, tmp_path / "p.partial", unlike=1.5).run(Watch())
+    assert [each.kl for each in report.points] == pytest.approx([1.5 * each.kl for each in fitted[1].points])
 
 
 def test_curve_of_few_held_out_texts_allows_for_others(fitted: Any, tiny_model: Any) -> None:

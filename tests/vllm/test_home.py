@@ -23,10 +23,10 @@ from kvtide_lab.bench.services import free_ports
 from kvtide_lab.config import engine_environment
 from wheel import install_wheel
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 
 FULL_PAGES = (PROMPT_TOKENS - 1) // PAGE_TOKENS
-START_S_MAX = 300.0
+START_S_MAX = 600.0
 STORED, LOADED = "vllm:kvtide_stored_blocks_total", "vllm:kvtide_loaded_tokens_total"
 BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 AGENTS, TURNS, SAID_TOKENS = 2, 3, 8

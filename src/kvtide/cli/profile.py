@@ -405,14 +405,22 @@ def _tide(
     subject: _Subject, own: Sequence[str], cost: str, partial: Path, show: _Progress
 ) -> tuple[list[Profile], dict[str, Any]]:
     """own: some of these texts are judged on; empty for those of the package, which has others to judge on."""
-    from kvtide.engines.calibrate import TextSplit, TideCalibration, calibration_texts, held_out_texts, split_texts
+    from kvtide.engines.calibrate import (
+        HELD_OUT_UNLIKE,
+        TextSplit,
+        TideCalibration,
+        calibration_texts,
+        held_out_texts,
+        split_texts,
+    )
 
+    unlike = 1.0 if own else HELD_OUT_UNLIKE
     if own:
         split = split_texts(subject.ids(own))
     else:
         of_package = (calibration_texts(), held_out_texts())
         split = TextSplit(*(subject.ids([each.content for each in texts]) for texts in of_package))
-    calibration = TideCalibration(subject.model, subject.name, cost, split, subject.block_tokens, partial)
+    calibration = TideCalibration(subject.model, subject.name, cost, split, subject.block_tokens, partial, unlike)
     profiles, report = calibration.run(show)
     return profiles, msgspec.to_builtins(report)
 

@@ -14,11 +14,13 @@ from kvtide.codec.tide.fit import (
     joint_stages,
 )
 from kvtide.codec.tide.grid import THIRD
+from kvtide.codec.tide.model import EXCESS_MAX
 from kvtide.codec.tide.section import Steps
 
 __all__ = [
     "APART_TOKENS",
     "COSTS",
+    "EXCESS_MAX",
     "THIRD",
     "AllRows",
     "Moments",

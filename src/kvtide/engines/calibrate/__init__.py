@@ -2,6 +2,7 @@
 
 from kvtide.engines.calibrate.calibration import TideCalibration
 from kvtide.engines.calibrate.texts import (
+    HELD_OUT_UNLIKE,
     TextSplit,
     calibration_texts,
     held_out_texts,
@@ -11,6 +12,7 @@ from kvtide.engines.calibrate.texts import (
 )
 
 __all__ = [
+    "HELD_OUT_UNLIKE",
     "TextSplit",
     "TideCalibration",
     "calibration_texts",

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvtide.codec import Profile
 from kvtide.codec.tide import (
     COSTS,
+    EXCESS_MAX,
     THIRD,
     Moments,
     Steps,
@@ -31,7 +32,6 @@ from kvtide.codec.tide import (
     joint_power,
     joint_stages,
 )
-from kvtide.codec.tide.model import EXCESS_MAX
 from kvtide.engines.calibrate.judge import (
     SHARE_TOKENS,
     SHARE_UNITS,
@@ -102,8 +102,19 @@ _Curves = tuple[NDArray[np.float32], NDArray[np.float32]]
 class TideCalibration:
     """One calibration of a model, kept in `partial` until it is done. Its promises are for all groups at one step."""
 
-    def __init__(self, model: Any, name: str, cost: str, texts: TextSplit, block_tokens: int, partial: Path) -> None:
+    def __init__(
+        self,
+        model: Any,
+        name: str,
+        cost: str,
+        texts: TextSplit,
+        block_tokens: int,
+        partial: Path,
+        unlike: float = 1.0,
+    ) -> None:
         """texts: those that are long enough count. If none is held out, the curve is that of texts that were fitted on.
+
+        unlike: how many times what held-out texts lose is promised of others.
 
         ValueError if none is left, or for an unknown cost. UnsupportedModel as in `ModelContexts`, and for keys that
         can't be turned back.
@@ -120,6 +131,7 @@ class TideCalibration:
         self._block_tokens = block_tokens
         self._all_rows = self._contexts.all_rows()
         self._partial = partial
+        self._unlike = unlike
 
     def run(self, progress: Progress) -> tuple[list[Profile], CalibrationReport]:
         """Fit, judge, and return a profile for each group of rows, and one of all rows if they have one shape."""
@@ -267,7 +279,8 @@ class TideCalibration:
         most = state["excess"].max(axis=0).clip(1.0, EXCESS_MAX)
         for arrays, excess in zip(own, [*most.T, most.max(axis=1)], strict=True):
             arrays["excess"] = np.stack([_GAIN_UNITS, excess], axis=1).astype(np.float32)
-        points = [CurvePoint(*each) for each in zip(all_units, (bits / blocks).tolist(), kls.tolist(), strict=True)]
+        promised = (self._unlike * kls).tolist()
+        points = [CurvePoint(*each) for each in zip(all_units, (bits / blocks).tolist(), promised, strict=True)]
         rounded = len(_curve_units())
         by_levels = [_rising(each) for each in (points[:rounded], points[rounded:]) if each]
         coarsest = max(points[:rounded], key=lambda point: point.step_units)

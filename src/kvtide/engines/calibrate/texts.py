@@ -108,6 +108,9 @@ _HELD_OUT_KINDS = (
     "json",
     "readme",
 )
+# How many times what those pieces lose texts of a user's may: on Qwen2.5-Coder 1.5B 26 others lost 1.6 times as much,
+# those most that it knows by heart; on SmolLM2 and Gemma 3 270M others lose no more.
+HELD_OUT_UNLIKE = 1.5
 _SNIPPET_CHARACTERS_MIN = 2500
 _MO_MAGIC = (0x950412DE).to_bytes(4, "little")
 # A folder may hold any number of files.
