@@ -306,7 +306,7 @@ def test_quality_goes_through_the_curve() -> None:
         units_of_quality(curve[::-1].copy(), 1e-3)
 
 
-GAIN, _ = TideCodec(fitted(LAYOUT), 1e-2, 1).own(META, BITS)
+GAIN, _ = TideCodec(fitted(LAYOUT), 1e-2, 1).gain_and_excess(META, BITS)
 OWN = TideCodec(
     fitted(LAYOUT).with_arrays(
         {

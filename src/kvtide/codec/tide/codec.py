@@ -118,8 +118,7 @@ class TideCodec:
         if self._is_held:
             # What is coded finer than this is better than promised.
             finer = check_promise(_fit(projected), int(np.count_nonzero(apart == 0)))
-            promised_units = self.steps.final_units - finer
-            steps = steps._replace(final_units=min(steps.final_units, promised_units))
+            steps = steps._replace(final_units=min(steps.final_units, self.steps.final_units - finer))
         if steps != self.steps:
             projected = self._projected(meta, bits, steps, apart)
         for (start, stop), each in zip(_ranges(model), projected, strict=True):
@@ -130,9 +129,9 @@ class TideCodec:
             raise UnencodableBlock("the block does not get smaller")
         return sections
 
-    def own(self, meta: BlockMeta, bits: BlockBits) -> tuple[float, float]:
-        """Return how much louder than usual a block's loudest tokens are at this step, in units, see `OwnLoss`; and its
-        error over the promised one.
+    def gain_and_excess(self, meta: BlockMeta, bits: BlockBits) -> tuple[float, float]:
+        """Return how much louder than usual a block's loudest tokens are at this step, in units, and its error over the
+        promised one; see `OwnLoss` and `TideModel.excess`.
         """
         projected = self._projected(meta, bits, self.steps, apart_tokens(meta, bits))
         return _gain(projected), excess_of(_fit(projected))

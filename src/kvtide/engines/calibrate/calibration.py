@@ -306,8 +306,8 @@ class TideCalibration:
             for group, codec in enumerate(codecs):
                 at_step = codec.with_steps(Steps(units, 0, has_trellis))
                 pairs = zip(judge.context.metas[group], judge.context.blocks[group], strict=True)
-                own = np.array([at_step.own(*pair) for pair in pairs])
-                gains[at, group], excess[at, group] = own[:, 0].mean(), own[:, 1].max()
+                found = np.array([at_step.gain_and_excess(*pair) for pair in pairs])
+                gains[at, group], excess[at, group] = found[:, 0].mean(), found[:, 1].max()
         return np.array(rows, dtype=np.float64), gains, excess
 
     def _coarsest(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:

@@ -108,7 +108,7 @@ _HELD_OUT_KINDS = (
     "json",
     "readme",
 )
-# How many times what those pieces lose texts of a user's may: on Qwen2.5-Coder 1.5B 26 others lost 1.8 times as much,
+# A user's texts may lose so many times what those pieces lose: on Qwen2.5-Coder 1.5B 26 others lost 1.8 times as much,
 # those most that it knows by heart; on SmolLM2 and Gemma 3 270M others lose no more.
 HELD_OUT_UNLIKE = 1.5
 _SNIPPET_CHARACTERS_MIN = 2500
