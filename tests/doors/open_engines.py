@@ -130,7 +130,7 @@ beside another connector of vLLM's | "kv_connector": "MultiConnector" "kv_load_f
     tests/vllm/test_engine.py::test_beside_another_connector_prompts_in_chunks_and_weights_that_are_loaded_anew
 without vLLM's own prefix cache | --no-enable-prefix-caching | @beside | @real-vllm | OURS
     tests/vllm/test_engine.py::test_without_a_prefix_cache_of_vllm_s_own_each_prompt_is_restored
-data parallel ranks that share a store | --data-parallel-size | @beside | vLLM 0.32 on a processor, by night: `--nightly` | OURS
+data parallel ranks that share a store | --data-parallel-size | @beside | vLLM 0.32, by night: `--nightly` | OURS
     tests/vllm/test_home.py::test_what_one_data_parallel_rank_stored_another_restores
 found by name, in vLLM | "kv_connector": "KVTideConnector" | docs/vllm.md: Quick start | @real-vllm | OURS
     tests/vllm/test_home.py::test_second_process_restores_by_the_short_name_and_is_seen
