@@ -16,6 +16,7 @@ from tests.suites.tier_suite import object_bytes
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.records import Records
+from kvtide.server.regions import Manifest
 from kvtide.tier.http.peer import HttpAnswer
 from kvtide.tier.http.records import records_clients
 from kvtide.wire.protocol import Record, RecordKind, RecordName
@@ -184,7 +185,7 @@ def test_record_is_written_read_and_listed(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [
-        ("PUT", "/v1/records/alias/chat", b"not a namespace", 400),
+        ("PUT", CHAT, b"not a namespace", 400),
         ("PUT", GENERATION, b"-1", 400),
         ("PUT", GENERATION, b"9" * 13, 400),
         ("PUT", "/v1/records/profile/p", b"\xff", 400),
@@ -266,16 +267,10 @@ def test_long_lists_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert came == [str(number) for number in range(7)]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"nonsense",
-        b'{"records": [{"tenant": "", "kind": "other", "name": "x", "value": "1", "version": 1}], "is_whole": true}',
-        b'{"records": [{"tenant": "", "kind": "generation", "name": "x", "value": "1", "version": 1}],'
-        b'"is_whole": true}',
-        b'{"records": [{"tenant": "", "kind": "alias", "name": "x", "value": "1", "version": 1}], "is_whole": true}',
-    ],
-)
+ODD = b'{"records": [{"tenant": "", "kind": "%s", "name": "x", "value": "1", "version": 1}], "is_whole": true}'
+
+
+@pytest.mark.parametrize("body", [b"nonsense", *(ODD % kind for kind in (b"other", b"generation", b"alias"))])
 def test_centre_that_talks_nonsense_is_a_fault(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     (client,) = records_clients("http://127.0.0.1:9", SystemClock())
     answers = {"etag": '"1"'}
@@ -287,7 +282,7 @@ def test_centre_that_talks_nonsense_is_a_fault(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", ["records", "records.new"])
+@pytest.mark.parametrize("name", ["records", "records.new", "manifest"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
     odd = tmp_path / name
@@ -297,5 +292,6 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str, k
         odd.symlink_to("/dev/zero")
     else:
         odd.mkdir()
+    file: Manifest | Records = Manifest(odd) if name == "manifest" else Records(tmp_path / "records", ManualClock())
     with pytest.raises(OSError, match=r"regular file|symbolic links|s a directory|No such device"):
-        Records(tmp_path / "records", ManualClock()).open()
+        file.open()

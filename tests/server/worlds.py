@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.servers import RunningServer, ServerProcess
+from tests.servers import RunningServer, ServerProcess, server_process
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
@@ -43,6 +43,14 @@ def bearer(tenant: str) -> dict[str, Any]:
     return {"Own_Authorization": f"Bearer {token_of(tenant)}"}
 
 
+def launched(settings: ServerSettings, stack: ExitStack) -> RunningServer:
+    """Start a server, also one that was stopped, as another process would; the stack stops it."""
+    server = RunningServer(settings)
+    server.start()
+    stack.callback(server.stop)
+    return server
+
+
 class World:
     """A centre and two regions. The centre asks the regions where a client wants the latest."""
 
@@ -50,7 +58,7 @@ class World:
         self,
         folder: Path,
         stack: ExitStack,
-        central: dict[str, object] | None = None,
+        central: dict[str, Any] | None = None,
         scheme: str = "http://127.0.0.1",
         options: tuple[str, str] = ("", ""),
         **settings: object,
@@ -63,27 +71,17 @@ class World:
             # A busy machine is no silent centre.
             for name in ("LATEST_S_MAX", "ASKED_S_MAX"):
                 patch.setattr(f"kvtide.server.regions.{name}", 15.0)
-            self.centre = self._start(stack, listen=f"127.0.0.1:{ports[0]}", regions=regions, **central or {})
+            places = [f"127.0.0.1:{port}" for port in ports]
+            self.centre = launched(ServerSettings(listen=places[0], regions=regions, **central or {}), stack)
+            shared: dict[str, Any] = {"central": f"{scheme}:{ports[0]}{up}", **settings}
             self.regions = [
-                self._start(
-                    stack,
-                    listen=f"127.0.0.1:{port}",
-                    central=f"{scheme}:{ports[0]}{up}",
-                    manifest=folder / f"manifest-{number}",
-                    **settings,
-                )
-                for number, port in enumerate(ports[1:])
+                launched(ServerSettings(listen=place, manifest=folder / f"manifest-{number}", **shared), stack)
+                for number, place in enumerate(places[1:])
             ]
         recovery = self.centre.region.recovery
         wait_until(lambda: recovery.is_over, "the centre to have asked its regions")
         for each in self.regions:
             wait_until(lambda r=each.region: r.as_of_s() is not None, "a region to hear of its centre")  # type: ignore[misc]
-
-    def _start(self, stack: ExitStack, **settings: object) -> RunningServer:
-        server = RunningServer(ServerSettings(**settings))  # type: ignore[arg-type]
-        server.start()
-        stack.callback(server.stop)
-        return server
 
 
 @contextmanager
@@ -92,21 +90,14 @@ def region_processes(folder: Path) -> Iterator[list[str]]:
     ports = free_ports(3)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     centre = ["--region", urls[1], "--region", urls[2]]
-    servers: list[ServerProcess] = []
     own = [["--central", urls[0], "--manifest", str(folder / f"manifest-{number}")] for number in (1, 2)]
     with ExitStack() as stack:
-        for port, arguments in zip(ports, [centre, *own], strict=True):
-            server = ServerProcess(*arguments, port=port)
-            stack.callback(server.kill)
-            servers.append(server)
+        words = zip(ports, [centre, *own], strict=True)
+        servers = [stack.enter_context(server_process(*arguments, port=port)) for port, arguments in words]
         for server in servers[1:]:
             # A region says nothing of the latest before it has heard its centre's records; those wait for all regions.
-            wait_until(partial(_knows_the_latest, server), "a region to know the latest")
+            wait_until(lambda s=server: ask(s, "HEAD", 0, Force_Latest="1")[0].status == 404, "it to know the latest")  # type: ignore[misc]
         yield urls[1:]
-
-
-def _knows_the_latest(server: ServerProcess) -> bool:
-    return ask(server, "HEAD", 0, Force_Latest="1")[0].status == 404
 
 
 def invalidate(region: str, namespace: Namespace) -> None:
@@ -159,10 +150,7 @@ def exchange(server: RunningServer, data: bytes) -> bytes:
     """Send bytes and return all that comes back until the server closes."""
     with server.connect() as sock:
         sock.sendall(data)
-        parts = []
-        while part := sock.recv(65536):
-            parts.append(part)
-    return b"".join(parts)
+        return b"".join(iter(partial(sock.recv, 65536), b""))
 
 
 @contextmanager
