@@ -14,6 +14,7 @@ from email.policy import HTTP
 from pathlib import Path
 
 import pytest
+from tests.attacks.floods import head
 from tests.server.worlds import ask, exchange, path_of, put, stalled
 from tests.servers import RunningServer, counted, running_server
 from tests.stores import opened
@@ -106,15 +107,6 @@ def test_bad_range_is_refused(server: RunningServer, asked: str, status: int) ->
     assert ask(server, "GET", 1, Own_Range=asked)[0].status == status
 
 
-def test_existence_of_many_is_one_request(server: RunningServer) -> None:
-    for number in (0, 1, 3):
-        put(server, number)
-    body = json.dumps({"keys": [object_id(number).key.hex() for number in range(4)]}).encode()
-    answer, content = ask(server, "POST", f"/v1/{object_id(0).namespace.hex()}/exists", body)
-    assert answer.status == 200
-    assert json.loads(content) == {"present": [True, True, False, True], "leading": 2}
-
-
 @pytest.mark.parametrize("body", [b"", b"{", b'{"keys": [1]}', b'{"keys": ["AB"]}', b'{"keys": [], "more": 1}', b"[]"])
 def test_bad_question_about_existence_is_refused(server: RunningServer, body: bytes) -> None:
     assert ask(server, "POST", f"/v1/{object_id(0).namespace.hex()}/exists", body)[0].status == 400
@@ -131,14 +123,6 @@ def test_listing_goes_on_behind_a_key(server: RunningServer) -> None:
     assert {each["size"] for each in rest["objects"]} == {1000}
 
 
-def test_deleted_object_is_absent_and_says_why(server: RunningServer) -> None:
-    put(server, 1)
-    assert ask(server, "DELETE", 1, Reason="corrupt")[0].status == 204
-    answer, _ = ask(server, "GET", 1)
-    assert (answer.status, answer.headers["Kvtide-Removed"]) == (404, "corrupt")
-    assert ask(server, "DELETE", 1)[0].status == 404
-
-
 def damaged(number: int, position: int) -> bytes:
     data = bytearray(object_bytes(number))
     data[position] ^= 1
@@ -147,17 +131,7 @@ def damaged(number: int, position: int) -> bytes:
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b"",
-        b"x" * 300,
-        damaged(1, 0),
-        damaged(1, 60),
-        damaged(1, 250),
-        damaged(1, 290),
-        damaged(1, 999),
-        object_bytes(2),
-        object_bytes(1) + b"x",
-    ],
+    [b"", b"x" * 300, *(damaged(1, at) for at in (0, 60, 250, 290, 999)), object_bytes(2), object_bytes(1) + b"x"],
 )
 def test_body_that_is_not_the_named_object_is_never_visible(server: RunningServer, body: bytes) -> None:
     assert ask(server, "PUT", 1, body)[0].status == 422
@@ -186,34 +160,29 @@ def test_wrong_path_or_method_is_refused(server: RunningServer, method: str, pat
 
 
 def test_put_needs_a_length_within_the_bound(server: RunningServer) -> None:
-    head = f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    assert exchange(server, head.encode() + b"\r\n").startswith(b"HTTP/1.1 411 ")
-    assert exchange(server, head.encode() + b"Transfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411 ")
-    assert exchange(server, head.encode() + b"Content-Length: 1048577\r\n\r\n").startswith(b"HTTP/1.1 413 ")
+    start = head("PUT", path_of(1), Connection="close").removesuffix(b"\r\n")
+    for line, status in ((b"", 411), (b"Transfer-Encoding: chunked\r\n", 411), (b"Content-Length: 1048577\r\n", 413)):
+        assert exchange(server, start + line + b"\r\n").startswith(b"HTTP/1.1 %d " % status)
 
 
 @pytest.mark.parametrize("here", [(), (0.5,)], ids=["nothing", "coarser"])
 def test_body_that_is_held_back_is_asked_for_only_if_needed(server: RunningServer, here: tuple[float, ...]) -> None:
-    data = object_bytes(1)
     for quality in here:
         assert ask(server, "PUT", 1, object_bytes(1, quality=quality))[0].status == 201
-    head = f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n"
+    asked = head("PUT", path_of(1), Content_Length=1000, Expect="100-continue")
     with server.connect() as sock:
-        sock.sendall(head.encode())
+        sock.sendall(asked)
         assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        sock.sendall(data)
+        sock.sendall(object_bytes(1))
         assert sock.recv(1000).startswith(b"HTTP/1.1 201 ")
-    assert exchange(server, head.encode()).startswith(b"HTTP/1.1 200 ")
+    assert exchange(server, asked).startswith(b"HTTP/1.1 200 ")
 
 
 def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:
     put(server, 1)
-    one = f"GET {path_of(1)} HTTP/1.1\r\nHost: x\r\nRange: bytes=%d-%d\r\n\r\n"
-    data = (
-        b"".join((one % (n, n)).encode() for n in range(16))
-        + b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    )
-    bodies = re.split(rb"HTTP/1\.1 20.*?\r\n\r\n", exchange(server, data), flags=re.S)
+    heads = [head("GET", path_of(1), Range=f"bytes={n}-{n}") for n in range(16)]
+    answers = exchange(server, b"".join([*heads, head("GET", "/healthz", Connection="close")]))
+    bodies = re.split(rb"HTTP/1\.1 20.*?\r\n\r\n", answers, flags=re.S)
     assert b"".join(bodies) == object_bytes(1)[:16] + b"ok\n"
 
 
@@ -237,12 +206,12 @@ def test_ambiguous_head_is_refused_and_the_connection_closed(server: RunningServ
 
 
 def test_buffers_that_are_all_in_use_are_a_503(server: RunningServer) -> None:
-    head = f"PUT {path_of(1)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n".encode()
+    begun = head("PUT", path_of(1), Content_Length=1 << 20) + b"x"
     with server.connect() as first, server.connect() as second:
         for sock in (first, second):
-            sock.sendall(head + b"x")
+            sock.sendall(begun)
         wait_until(lambda: server.service.buffers.lent_bytes == 2 << 20, "the buffers to be lent")
-        answer = exchange(server, head + b"x")
+        answer = exchange(server, begun)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"\r\nRetry-After: 1\r\n" in answer
     wait_until(lambda: server.service.buffers.lent_bytes == 0, "the buffers to be free")
@@ -258,7 +227,7 @@ def test_connections_above_the_bound_are_turned_away() -> None:
 
 
 ONE_SLOT = SchedulerSettings(slots=1, tenant_slots_max=1)
-HOG = f"GET {path_of(1)} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+HOG = head("GET", path_of(1))
 
 
 def test_deadline_that_passes_in_the_queue_is_a_504() -> None:
@@ -282,8 +251,7 @@ def test_draining_server_finishes_what_is_under_way(tmp_path: Path) -> None:
     with running_server(tiers=(f"disk://{tmp_path}",)) as server:
         ask(server, "PUT", 1, data)
         with server.connect() as idle, server.connect() as busy:
-            busy.sendall(f"PUT {path_of(2)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
-            busy.sendall(object_bytes(2)[:10])
+            busy.sendall(head("PUT", path_of(2), Content_Length=1000) + object_bytes(2)[:10])
             wait_until(lambda: server.service.buffers.lent_bytes > 0, "a buffer to be lent")
             stopping = threading.Thread(target=server.stop)
             stopping.start()
@@ -301,9 +269,8 @@ def test_pages_tell_what_happened(server: RunningServer) -> None:
     put(server, 1)
     for asked in ("bytes=0-99", "bytes=100-199", "bytes=200-"):
         ask(server, "GET", 1, Own_Range=asked)
-    ask(server, "HEAD", 1)
-    ask(server, "HEAD", 2)
-    ask(server, "GET", 2)
+    for method, number in (("HEAD", 1), ("HEAD", 2), ("GET", 2)):
+        ask(server, method, number)
     ask(server, "PUT", 2, damaged(2, 999))
     metrics = ask(server, "GET", "/metrics")[1].decode()
     assert 'kvtide_object_reads_total{result="found",tenant="(open)"} 1.0' in metrics
@@ -334,28 +301,20 @@ def test_what_clients_decided_is_counted_and_nonsense_refused(server: RunningSer
 # A server at its start says what the machine lacks, and takes what the machine gives.
 
 
-def started(soft: int, hard: int) -> tuple[int, str]:
-    """Start a server with so many descriptors; return how many it then has, and its log."""
+@pytest.mark.parametrize(("soft", "hard", "raised", "warnings"), [(1024, 10_000, 4096 + 256, 0), (512, 1024, 1024, 1)])
+def test_descriptors_are_raised_as_far_as_the_connections_need_or_one_warning_says_what_to_do(
+    soft: int, hard: int, raised: int, warnings: int
+) -> None:
     script = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$0" -m kvtide.cli serve --listen 127.0.0.1:0'
     command = ["sh", "-c", script, sys.executable]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert " on " in process.stdout.readline()
         found = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0]
         process.terminate()
-        return found, process.stderr.read()
-
-
-def test_descriptors_are_raised_as_far_as_the_connections_need() -> None:
-    found, log = started(1024, 10_000)
-    assert found == 4096 + 256
-    assert "connections_max" not in log
-
-
-def test_too_few_descriptors_are_one_warning_that_says_what_to_do() -> None:
-    found, log = started(512, 1024)
-    assert found == 1024
-    assert log.count("connections_max is 4096, descriptors are for 768") == 1
-    assert "LimitNOFILE" in log
+        log = process.stderr.read()
+    assert found == raised
+    texts = ("connections_max", "connections_max is 4096, descriptors are for 768", "LimitNOFILE")
+    assert [log.count(text) for text in texts] == [warnings] * 3
 
 
 # The transcript in docs/protocol.md is what curl and the server say.
@@ -363,29 +322,19 @@ def test_too_few_descriptors_are_one_warning_that_says_what_to_do() -> None:
 ROOT = Path(__file__).parent.parent.parent
 
 
-def transcript() -> list[tuple[str, str]]:
-    """Return the page's commands, each with what it prints."""
-    page = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
-    found = re.search(r"```console\n(.*?)```", page, flags=re.S)
-    assert found
-    parts = re.split(r"^\$ ", found[1], flags=re.M)[1:]
-    return [(command, output) for command, _, output in (part.partition("\n") for part in parts)]
-
-
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_says_what_the_page_shows() -> None:
-    steps = transcript()
+    page = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+    (console,) = re.findall(r"```console\n(.*?)```", page, flags=re.S)
+    # Each command with what it prints.
+    steps = [part.partition("\n") for part in re.split(r"^\$ ", console, flags=re.M)[1:]]
     assert len(steps) > 8
     marker = "=== next ==="
-    script = "\n".join(f"{command}\necho '{marker}'" for command, _ in steps)
+    script = "\n".join(f"{command}\necho '{marker}'" for command, *_ in steps)
     with running_server() as server:
+        env = {"SERVER": server.url, "PATH": "/usr/bin:/bin"}
         ran = subprocess.run(
-            ["bash", "-c", script],
-            cwd=ROOT / "tests/golden",
-            env={"SERVER": server.url, "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            check=True,
+            ["bash", "-c", script], cwd=ROOT / "tests/golden", env=env, capture_output=True, text=True, check=True
         )
     came = ran.stdout.replace("\r\n", "\n").split(f"{marker}\n")
-    assert [output for _, output in steps] == came[:-1]
+    assert [output for *_, output in steps] == came[:-1]
