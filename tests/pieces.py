@@ -2,7 +2,6 @@
 
 import json
 import random
-from http.client import HTTPConnection
 from typing import Any, NamedTuple
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
@@ -75,14 +74,7 @@ def has(server: RunningServer | ServerProcess, what: Pieces, **headers: Any) -> 
     """Ask in every way whether the whole object is here."""
     found = {ask(server, method, what.number, **headers)[0].status for method in ("HEAD", "GET")}
     namespace, key = object_id(what.number)
-    listed = json.loads(ask(server, "POST", f"/v1/{namespace.hex()}/exists", _keys(key), **headers)[1])["present"][0]
+    keys = json.dumps({"keys": [key.hex()]}).encode()
+    listed = json.loads(ask(server, "POST", f"/v1/{namespace.hex()}/exists", keys, **headers)[1])["present"][0]
     assert found == ({200} if listed else {404})
     return bool(listed)
-
-
-def _keys(key: bytes) -> bytes:
-    return json.dumps({"keys": [key.hex()]}).encode()
-
-
-def connection(server: RunningServer | ServerProcess) -> HTTPConnection:
-    return HTTPConnection(server.address.host, server.address.port, timeout=20)

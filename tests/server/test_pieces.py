@@ -3,12 +3,13 @@
 import random
 from collections.abc import Iterator
 from functools import partial
+from http.client import HTTPConnection
 from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.pieces import PieceAnswer, Pieces, connection, has, pack_frame, part, pieces, post
+from tests.pieces import PieceAnswer, Pieces, has, pack_frame, part, pieces, post
 from tests.server.worlds import ask, bearer, granted, metric
 from tests.servers import RunningServer, running_server
 from tests.suites.tier_suite import object_id
@@ -155,14 +156,9 @@ def test_bytes_that_do_not_belong_are_refused_and_what_came_stays() -> None:
 def test_any_bytes_are_refused_or_right(server: RunningServer) -> None:
     rng = random.Random(1)
     what, other = pieces(7, 4, 60), pieces(8, 4, 60)
-    link = connection(server)
-    seeds = [
-        what.head,
-        what.head + what.frames[0],
-        what.frames[1] + what.frames[2],
-        other.frames[0],
-        b"".join(what.frames),
-    ]
+    link = HTTPConnection(server.address.host, server.address.port, timeout=20)
+    frames = what.frames
+    seeds = [what.head, what.head + frames[0], frames[1] + frames[2], other.frames[0], b"".join(frames)]
     statuses = set()
     for _ in range(400):
         body = bytearray(rng.choice(seeds))

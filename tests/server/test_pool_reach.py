@@ -9,6 +9,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tests.processes import etcd_words
@@ -21,8 +22,7 @@ from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.server.settings import TlsSettings
 from kvtide.tier.pool import Member
-from kvtide.tier.pool import membership as membership_etcd
-from kvtide.tier.pool.membership import EtcdMembership, StaticMembership, Watcher, membership_of
+from kvtide.tier.pool.membership import EtcdMembership, StaticMembership, Watcher, _b64, membership_of
 from kvtide.tier.pool.placement import Placement, PlacementKind, PoolMap, PoolServer
 from kvtide.tier.pool.tier import pool_tier, server_urls
 from kvtide_lab.bench.services import BenchService, free_ports, started, wait_until
@@ -81,25 +81,15 @@ def test_etcd_under_tls_lets_its_user_in_and_nobody_else(
 ) -> None:
     user = tmp_path / "user"
     user.write_text("root:secret\n")
-    stop, server = threading.Event(), PoolServer("a", "a:7421", scheme="https")
-    registering = threading.Thread(target=tls_source(tls_etcd, certificates, user).register, args=(server, stop))
-    registering.start()
+    member = Registered(tls_source(tls_etcd, certificates, user), "a", scheme="https")
     reader = tls_source(tls_etcd, certificates, user)
-
-    def is_there() -> bool:
-        try:
-            return reader.read().servers == (server,)
-        except ValueError:
-            return False
-
-    wait_until(is_there, "the server in the map")
+    wait_until(lambda: servers_of(reader) == (member.server,), "the server in the map")
     # A token that etcd takes no longer is asked for anew.
     reader._token = "over.1"
-    assert is_there()
+    assert servers_of(reader) == (member.server,)
     with pytest.raises(TierUnavailable):
         tls_source(tls_etcd, certificates, None).read()
-    stop.set()
-    registering.join()
+    member.leave()
 
 
 @pytest.mark.parametrize("options", ["?etcd_ca_file=/absent", "?etcd_user_file=/absent", "?scheme=ftp"])
@@ -136,16 +126,23 @@ def source(etcd: BenchService, prefix: str = "pool", others: Sequence[str] = ())
 class Registered:
     """A server that registers in a thread."""
 
-    def __init__(self, etcd: BenchService, name: str, prefix: str) -> None:
-        self.server = PoolServer(name, f"{name}:7421")
-        self.stop = threading.Event()
-        work = (self.server, self.stop)
-        self._thread = threading.Thread(target=source(etcd, prefix).register, args=work)
+    def __init__(self, members: EtcdMembership, name: str = "only", scheme: Literal["http", "https"] = "http") -> None:
+        self.server = PoolServer(name, f"{name}:7421", scheme=scheme)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=members.register, args=(self.server, self._stop))
         self._thread.start()
 
     def leave(self) -> None:
-        self.stop.set()
+        self._stop.set()
         self._thread.join()
+
+
+def servers_of(reader: EtcdMembership) -> tuple[PoolServer, ...]:
+    """Return the servers in etcd's map, none where there is no map."""
+    try:
+        return reader.read().servers
+    except ValueError:
+        return ()
 
 
 def test_members_come_and_go_and_everybody_sees_one_map(etcd: BenchService) -> None:
@@ -153,7 +150,7 @@ def test_members_come_and_go_and_everybody_sees_one_map(etcd: BenchService) -> N
     watcher = Watcher(source(etcd, "come-and-go"), maps.append)
     watcher.open()
     try:
-        members = [Registered(etcd, f"server-{number}", "come-and-go") for number in range(3)]
+        members = [Registered(source(etcd, "come-and-go"), f"server-{number}") for number in range(3)]
         wait_until(lambda: bool(maps) and len(maps[-1].servers) == 3, "three members")
         assert source(etcd, "come-and-go").read().servers == maps[-1].servers
         assert [server.name for server in maps[-1].servers] == ["server-0", "server-1", "server-2"]
@@ -167,37 +164,29 @@ def test_members_come_and_go_and_everybody_sees_one_map(etcd: BenchService) -> N
     assert epochs == sorted(set(epochs))
 
 
-def _count(reader: EtcdMembership) -> int:
-    try:
-        return len(reader.read().servers)
-    except ValueError:
-        return 0
-
-
-def test_dead_member_is_gone_with_its_lease(etcd: BenchService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_etcd, "LEASE_S", 3)
+def test_dead_member_is_gone_with_its_lease(etcd: BenchService) -> None:
     reader = source(etcd, "dead")
     lease = reader._call("/v3/lease/grant", {"TTL": 3}, dict)["ID"]
-    value = membership_etcd._b64(b'{"name":"dead","address":"dead:1"}')
-    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"dead/dead"), "value": value, "lease": lease}, dict)
-    assert _count(reader) == 1
-    wait_until(lambda: _count(reader) == 0, "the lease to end")
+    value = _b64(b'{"name":"dead","address":"dead:1"}')
+    reader._call("/v3/kv/put", {"key": _b64(b"dead/dead"), "value": value, "lease": lease}, dict)
+    assert len(servers_of(reader)) == 1
+    wait_until(lambda: not servers_of(reader), "the lease to end")
 
 
 def test_unrelated_changes_leave_the_epoch(etcd: BenchService) -> None:
     reader = source(etcd, "still")
-    member = Registered(etcd, "only", "still")
-    wait_until(lambda: _count(reader) == 1, "the member")
+    member = Registered(source(etcd, "still"))
+    wait_until(lambda: len(servers_of(reader)) == 1, "the member")
     before = reader.read()
-    reader._call("/v3/kv/put", {"key": membership_etcd._b64(b"other"), "value": membership_etcd._b64(b"1")}, dict)
+    reader._call("/v3/kv/put", {"key": _b64(b"other"), "value": _b64(b"1")}, dict)
     assert reader.read() == before
     member.leave()
 
 
 def test_next_endpoint_is_asked_when_one_is_down(etcd: BenchService) -> None:
-    member = Registered(etcd, "only", "next")
+    member = Registered(source(etcd, "next"))
     reader = source(etcd, "next", [f"127.0.0.1:{free_ports(1)[0]}"])
-    wait_until(lambda: _count(reader) == 1, "the member")
+    wait_until(lambda: len(servers_of(reader)) == 1, "the member")
     member.leave()
 
 
@@ -209,8 +198,6 @@ def test_no_endpoint_is_unavailable() -> None:
 
 def test_garbage_below_the_prefix_is_no_map(etcd: BenchService) -> None:
     reader = source(etcd, "garbage")
-    reader._call(
-        "/v3/kv/put", {"key": membership_etcd._b64(b"garbage/x"), "value": membership_etcd._b64(b"hello")}, dict
-    )
+    reader._call("/v3/kv/put", {"key": _b64(b"garbage/x"), "value": _b64(b"hello")}, dict)
     with pytest.raises(ValueError, match="servers with different names"):
         reader.read()

@@ -58,16 +58,12 @@ def test_full_quota_is_a_507_that_names_it_and_others_go_on(tiers: tuple[str, ..
 
 
 def test_quota_holds_over_a_restart_and_a_raised_generation(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "grants": GRANTS,
-        "tiers": (f"disk://{tmp_path}",),
-        "quotas": {"victim": Quota(objects_max=3)},
-    }
-    with running_server(**settings) as server:
+    settings: dict[str, Any] = {"tiers": (f"disk://{tmp_path}",), "quotas": {"victim": Quota(objects_max=3)}}
+    with running_server(grants=GRANTS, **settings) as server:
         assert (put(server, 1)[0], put(server, 9, "attacker")[0]) == (201, 201)
         assert ask(server, "PUT", f"/v1/records/generation/{NAMESPACE}", body=b"1")[0].status == 200
         assert (put(server, 1)[0], put(server, 2)[0], put(server, 3)[0]) == (201, 201, 507)
-    with running_server(**settings) as server:
+    with running_server(grants=GRANTS, **settings) as server:
         assert (held(server), held(server, "attacker")) == (Stored("victim", 3, 3 * SIZE), Stored("attacker", 1, SIZE))
         assert put(server, 3)[0] == 507
 
@@ -153,12 +149,8 @@ def test_what_expires_in_a_region_stays_at_its_centre(tmp_path: Path, monkeypatc
 
 
 def test_region_counts_what_it_has_itself(tmp_path: Path) -> None:
-    with (
-        running_server() as centre,
-        running_server(
-            grants=GRANTS, central=centre.url, manifest=tmp_path / "manifest", quotas={"*": Quota(objects_max=1)}
-        ) as region,
-    ):
+    region_of: dict[str, Any] = {"manifest": tmp_path / "manifest", "quotas": {"*": Quota(objects_max=1)}}
+    with running_server() as centre, running_server(grants=GRANTS, central=centre.url, **region_of) as region:
         assert (put(region, 1)[0], put(region, 2)[0]) == (201, 507)
         assert held(region) == Stored("victim", 1, SIZE)
 

@@ -13,9 +13,9 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
+from tests.attacks.floods import head
 from tests.server.worlds import CHAT, logged, path_of
 from tests.server.worlds import ask as ask_world
 from tests.servers import RunningServer, ServerProcess, running_server
@@ -24,13 +24,13 @@ from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.server import Service, backing_for
 from kvtide.server.auth import Gate, Grant, Scope, new_token, stored_namespace, token_digest
 from kvtide.server.logs import ACCESS_LOGGER, write_log
 from kvtide.server.scheduler import Scheduler, SchedulerSettings
 from kvtide.server.settings import Live, ServerLimits, ServerSettings, TlsSettings, read_settings
 from kvtide.tier.http.tier import http_tier
-from kvtide.types import ObjectId
-from kvtide_lab.bench.services import wait_until
+from kvtide_lab.bench.services import grant_words, wait_until
 
 TOKENS = {name: new_token() for name in ("reader", "writer", "admin", "other", "expired")}
 GRANTS = (
@@ -125,11 +125,7 @@ def test_bad_grant_is_refused(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "listen = '0.0.0.0:1'",
-        "listen = '[::]:1'",
-        "listen = 'example.org:1'",
-        "listen = 'nonsense'",
-        "listen = '127.0.0.1:99999'",
+        *(f"listen = '{place}'" for place in ["0.0.0.0:1", "[::]:1", "example.org:1", "nonsense", "127.0.0.1:99999"]),
         "tiers = []",
         "unknown = 1",
         "limits = {io_threads = 0}",
@@ -147,8 +143,7 @@ def test_bad_configuration_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_listening_for_others_needs_grants_or_the_flag(tmp_path: Path) -> None:
     path = tmp_path / "kvtide.toml"
-    digest = "0" * 64
-    path.write_text(f"listen = '0.0.0.0:1'\n[[grants]]\ntenant = 'a'\nscopes = ['read']\ntoken_sha256 = '{digest}'")
+    path.write_text("listen = '0.0.0.0:1'\n" + grant_words("a", "token"))
     assert read_settings(path, {}).grants[0].tenant == "a"
     assert read_settings(None, {"listen": "0.0.0.0:1", "is_open_to_all": True}).listen == "0.0.0.0:1"
 
@@ -192,8 +187,6 @@ def test_plain_request_to_a_tls_port_ends_quietly(certificates: Path) -> None:
 def test_missing_tls_file_is_a_value_error(certificates: Path, name: str) -> None:
     files = {"cert_file": certificates / "server.pem", "key_file": certificates / "server.key"}
     settings = ServerSettings(tls=TlsSettings(**{**files, name: certificates / "absent"}))
-    from kvtide.server import Service, backing_for
-
     with pytest.raises(ValueError, match="TLS"):
         Service(settings, backing_for(settings, SystemClock()), SystemClock())
 
@@ -210,14 +203,10 @@ def mann_whitney_p(one: np.ndarray, other: np.ndarray) -> float:
     return math.erfc(abs(u - mean) / deviation / math.sqrt(2))
 
 
-def sample_times(server: RunningServer, token: str, one: ObjectId, other: ObjectId, count: int) -> list[np.ndarray]:
-    """Return the seconds of `count` HEAD requests for each of two objects, in random order on one connection."""
+def p_of_times(server: RunningServer, token: str, count: int = 2000) -> float:
+    """Compare the seconds of `count` HEAD requests for each of objects 1 and 2, in random order on one connection."""
     order = np.random.default_rng(3).permutation(np.repeat([0, 1], count))
-    heads = [
-        f"HEAD /v1/{name.namespace.hex()}/{name.key.hex()} HTTP/1.1\r\nHost: x\r\n"
-        f"Authorization: Bearer {TOKENS[token]}\r\n\r\n".encode()
-        for name in (one, other)
-    ]
+    heads = [head("HEAD", path_of(number), Authorization=f"Bearer {TOKENS[token]}") for number in (1, 2)]
     times: list[list[float]] = [[], []]
     with server.connect() as sock:
         for which in order:
@@ -225,19 +214,19 @@ def sample_times(server: RunningServer, token: str, one: ObjectId, other: Object
             sock.sendall(heads[which])
             assert sock.recv(4096).endswith(b"\r\n\r\n")
             times[which].append(time.perf_counter() - started_s)
-    return [np.array(each) for each in times]
+    return mann_whitney_p(*map(np.array, times))
 
 
 @pytest.mark.real_time
 def test_foreign_hit_takes_the_time_of_a_miss(local_url: str) -> None:
     with running_server(tiers=(local_url,), grants=GRANTS) as server:
         assert ask(server, "PUT", OBJECT, "writer", object_bytes(1))[0] == 201
-        foreign = mann_whitney_p(*sample_times(server, "other", object_id(1), object_id(2), 2000))
+        foreign = p_of_times(server, "other")
         if foreign <= 0.01:
             # Of a hundred runs without any difference one ends here; of ten thousand one does so twice.
-            foreign = mann_whitney_p(*sample_times(server, "other", object_id(1), object_id(2), 2000))
+            foreign = p_of_times(server, "other")
         # The test can tell a hit from a miss where both are the caller's own, as they would be without tenants.
-        own = mann_whitney_p(*sample_times(server, "reader", object_id(1), object_id(2), 2000))
+        own = p_of_times(server, "reader")
     print({"p_foreign": foreign, "p_own": own})
     assert own < 1e-6
     assert foreign > 0.01
@@ -249,17 +238,14 @@ def test_access_log_says_who_did_what_and_no_secret(tmp_path: Path) -> None:
         for method, token in (("PUT", "writer"), ("GET", "reader"), ("GET", "other"), ("GET", "unknown")):
             ask(server, method, OBJECT, token, data if method == "PUT" else None)
         wait_until(lambda: len(written()) == 4, "every request's line")
-    text = (tmp_path / "access").read_text()
-    lines = [msgspec.json.decode(line, type=dict[str, Any]) for line in text.splitlines()]
+    lines, text = written(), (tmp_path / "access").read_text()
     assert [(line["tenant"], line["method"], line["status"]) for line in lines] == [
         ("a", "PUT", 201), ("a", "GET", 200), ("b", "GET", 404), ("", "GET", 401)
     ]  # fmt: skip
     assert [line["route"] for line in lines] == ["object"] * 4
     assert {line["address"] for line in lines} == {"127.0.0.1"}
     assert (lines[0]["received_bytes"], lines[1]["sent_bytes"]) == (len(data), len(data))
-    assert not any(
-        secret in text for secret in (*TOKENS.values(), object_id(1).key.hex(), object_id(1).namespace.hex())
-    )
+    assert not any(secret in text for secret in (*TOKENS.values(), *OBJECT.split("/")[2:]))
 
 
 def test_access_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -300,13 +286,6 @@ class Configured:
         assert self.server.terminate() == 0
 
 
-def grants(*tokens: str) -> str:
-    return "".join(
-        f'[[grants]]\ntenant = "search"\nscopes = ["read", "write"]\ntoken_sha256 = "{token_digest(token)}"\n'
-        for token in tokens
-    )
-
-
 def status_of(connection: HTTPConnection, token: str, method: str = "GET", body: bytes | None = None) -> int:
     connection.request(method, OBJECT, body, {"Authorization": f"Bearer {token}"})
     answer = connection.getresponse()
@@ -316,14 +295,15 @@ def status_of(connection: HTTPConnection, token: str, method: str = "GET", body:
 
 def test_tokens_change_on_a_signal_and_connections_and_memory_stay(tmp_path: Path, stack: ExitStack) -> None:
     old, new = new_token(), new_token()
-    server = Configured(tmp_path, grants(old), stack)
+    server = Configured(tmp_path, grant_words("search", old), stack)
     connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
     assert status_of(connection, old, "PUT", object_bytes(1)) == 201
     sock = connection.sock
-    server.reload(grants(new))
+    server.reload(grant_words("search", new))
     assert status_of(connection, old) == 401
     assert status_of(connection, new) == 200
-    server.reload(grants(new) + "[limits]\ntenant_requests_s_max = 0.05\nmemory_bytes_max = 1000000\n")
+    limits = "[limits]\ntenant_requests_s_max = 0.05\nmemory_bytes_max = 1000000\n"
+    server.reload(grant_words("search", new) + limits)
     assert any("limits.memory_bytes_max" in line for line in server.lines())
     # The burst is one request; the next one is due after 20 s.
     assert [status_of(connection, new) for _ in range(2)] == [200, 429]
@@ -333,15 +313,12 @@ def test_tokens_change_on_a_signal_and_connections_and_memory_stay(tmp_path: Pat
 
 def test_file_that_cannot_be_used_is_refused_with_one_line(tmp_path: Path, stack: ExitStack) -> None:
     token = new_token()
-    server = Configured(tmp_path, grants(token), stack)
+    grant = grant_words("search", token)
+    server = Configured(tmp_path, grant, stack)
     connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
-    for bad in (
-        "limits = 5\n",
-        "not toml",
-        '[tls]\ncert_file = "/absent"\nkey_file = "/absent"\n',
-        "[limits]\nx = 1\n",
-    ):
-        server.reload(grants(token) + bad if "tls" in bad else bad)
+    tls = '[tls]\ncert_file = "/absent"\nkey_file = "/absent"\n'
+    for bad in ("limits = 5\n", "not toml", grant + tls, "[limits]\nx = 1\n"):
+        server.reload(bad)
     lines = server.lines()
     assert sum("stay as they are" in line for line in set(lines)) == 3
     assert any("wait for a restart: tls" in line for line in lines)
@@ -391,12 +368,8 @@ def test_settings_are_taken_whole_or_not_at_all() -> None:
     before = live.settings
     limits = ServerLimits(idle_s_max=7.0, io_threads=9, buffer_bytes_max=1 << 20)
     sending = SchedulerSettings(policy="fifo", weights={"a": 2.0})
-    assert live.adopt(ServerSettings(tiers=("memory://", "disk:///x"), limits=limits, sending=sending)) == [
-        "tiers",
-        "limits.buffer_bytes_max",
-        "limits.io_threads",
-        "sending.policy",
-    ]
+    kept = ["tiers", "limits.buffer_bytes_max", "limits.io_threads", "sending.policy"]
+    assert live.adopt(ServerSettings(tiers=("memory://", "disk:///x"), limits=limits, sending=sending)) == kept
     assert live.limits == ServerLimits(idle_s_max=7.0)
     assert (live.settings.sending, live.settings.tiers) == (SchedulerSettings(weights={"a": 2.0}), before.tiers)
 
