@@ -6,7 +6,8 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from kvtide.tier.http.tier import http_tier
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 
+Command = Callable[..., tuple[object, str, str]]
+
 
 def refused(*words: Any) -> str:
     """Return a command's complaint, one line; nothing else is printed."""
@@ -42,6 +45,19 @@ def refused(*words: Any) -> str:
     assert isinstance(result.exception, ValueError), result.output
     assert result.stdout == "" and "\n" not in str(result.exception)
     return str(result.exception)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a program with these words; return its status, what it printed, and what it complained of."""
+
+    def ended(*words: str, program: typer.Typer = app) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvtide", *words])
+        with pytest.raises(SystemExit) as status:
+            run(program)
+        return status.value.code, *capsys.readouterr()
+
+    return ended
 
 
 @pytest.fixture
@@ -71,9 +87,8 @@ def test_a_record_of_uses_is_listed_as_one(store: Path, layout: BlockLayout) -> 
     block = metas_of(layout, 1)[0].id
     importance = np.ones((layout.layers, layout.tokens), dtype=np.float32)
     record = UseRecord(block.key, layout.layers, layout.tokens).noted(b"writer-1", importance, 1e9)
-    tier = open_disk(store)
-    assert write_note(tier, record_id(block), USES_CODEC, record.to_bytes())
-    tier.close()
+    with closing(open_disk(store)) as tier:
+        assert write_note(tier, record_id(block), USES_CODEC, record.to_bytes())
     for verify in ([], ["--verify"]):
         rows = kvtide("ls", *verify, "--store", store)["rows"]
         assert [row["problem"] for row in rows] == [""] * 4
@@ -83,9 +98,8 @@ def test_a_record_of_uses_is_listed_as_one(store: Path, layout: BlockLayout) -> 
 
 
 def test_what_a_judge_knows_is_no_block(store: Path) -> None:
-    tier = open_disk(store)
-    assert write_judge(tier, JudgeRecord(bytes_per_s=1e9))
-    tier.close()
+    with closing(open_disk(store)) as tier:
+        assert write_judge(tier, JudgeRecord(bytes_per_s=1e9))
     rows = kvtide("stats", "--store", store)["rows"]
     found = sorted((row["codec"][:8], row["objects"], row["tokens"]) for row in rows)
     assert found == [("judge-1", 1, 0), ("lossless", 3, 48)]
@@ -93,10 +107,9 @@ def test_what_a_judge_knows_is_no_block(store: Path) -> None:
 
 def test_explain_shows_a_models_name_as_it_is(store: Path, layout: BlockLayout, tokens: Path) -> None:
     meta, parts = replace(metas_of(layout, 2)[1], model="[/b]"), SectionId(SectionKind.DATA, 0, 0, layout.layers)
-    tier = open_disk(store)
-    assert tier.delete(meta.id, "removed")
-    assert tier.put_from(meta.id, pack_object(meta, "odd-1", [Section(parts, b"?")]))
-    tier.close()
+    with closing(open_disk(store)) as tier:
+        assert tier.delete(meta.id, "removed")
+        assert tier.put_from(meta.id, pack_object(meta, "odd-1", [Section(parts, b"?")]))
     words = ["explain", "--tokens", tokens, "--block-tokens", 16, "--store", store]
     assert "of model [/b]" in CliRunner().invoke(app, [*map(str, words)]).stdout
 
@@ -131,11 +144,8 @@ def test_chart_says_which_waits_were_not_measured() -> None:
     assert lines[-1].count("█") + lines[-1].count("░") == 27
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def test_example_configuration_is_valid() -> None:
-    settings = read_settings(ROOT / "deploy/kvtide.toml", {})
+    settings = read_settings(Path(__file__).parents[2] / "deploy/kvtide.toml", {})
     assert [grant.tenant for grant in settings.grants] == ["search", "operators"]
     assert settings.sending.weights == {"search": 2.0}
 
@@ -225,13 +235,10 @@ def test_mistakes_with_records_are_one_clear_line(servers: list[RunningServer], 
 
 
 def test_file_that_cannot_be_written_is_one_line(
-    servers: list[RunningServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    servers: list[RunningServer], tmp_path: Path, command: Command
 ) -> None:
-    words = ["record", "--backup", str(tmp_path / "none" / "file"), "--server", servers[0].url]
-    monkeypatch.setattr(sys, "argv", ["kvtide", *words])
-    assert status_of(app) == 2
-    said = capsys.readouterr().err
-    assert (said.count("\n"), "No such file or directory" in said) == (1, True)
+    status, _, said = command("record", "--backup", str(tmp_path / "none" / "file"), "--server", servers[0].url)
+    assert (status, said.count("\n"), "No such file or directory" in said) == (2, 1, True)
 
 
 # What beginners get wrong: one line on stderr that names the option and the next command, and nothing on stdout.
@@ -274,15 +281,9 @@ demo --codec zip                           | 'zip'; see kvtide demo --help
 CONFIG = '{"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}'
 
 
-def status_of(program: typer.Typer) -> object:
-    with pytest.raises(SystemExit) as ended:
-        run(program)
-    return ended.value.code
-
-
 @pytest.mark.parametrize("row", MISTAKES.strip().splitlines(), ids=lambda row: row.partition("|")[0].strip())
 def test_mistake_is_answered_by_one_line_that_names_the_next_command(
-    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     words, _, expected = row.partition("|")
     monkeypatch.setattr("kvtide.cli.store.DEFAULT_STORE", str(tmp_path / "DEFAULT"))
@@ -293,30 +294,22 @@ def test_mistake_is_answered_by_one_line_that_names_the_next_command(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         places = {name: str(tmp_path / name) for name in ("FILE", "TOKENS", "CONFIG", "FOLDER", "STORE", "DEFAULT")}
         places["TAKEN"] = f"127.0.0.1:{taken.getsockname()[1]}"
-        monkeypatch.setattr(sys, "argv", ["kvtide", *(places.get(word, word) for word in words.split())])
-        assert status_of(app) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1), said
-    assert [part for part in expected.strip().split("; ") if part not in said.err] == [], said.err
+        status, printed, said = command(*(places.get(word, word) for word in words.split()))
+    assert (status, printed, said.count("\n")) == (2, "", 1), said
+    assert [part for part in expected.strip().split("; ") if part not in said] == [], said
 
 
-def test_module_that_is_not_installed_is_named_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_module_that_is_not_installed_is_named_with_the_command_that_installs_it(command: Command) -> None:
     def fail() -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
     program = typer.Typer(name="kvtide")
     program.command()(fail)
-    monkeypatch.setattr(sys, "argv", ["kvtide"])
-    assert status_of(program) == 2
-    assert capsys.readouterr().err.startswith("kvtide: torch is not installed: pip install torch==")
+    status, _, said = command(program=program)
+    assert status == 2 and said.startswith("kvtide: torch is not installed: pip install torch==")
 
 
-def test_without_a_command_it_says_what_to_try(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvtide"])
-    assert status_of(app) == 0
-    said = capsys.readouterr().out
+def test_without_a_command_it_says_what_to_try(command: Command) -> None:
+    status, said, _ = command()
+    assert status == 0
     assert [name for name in ("doctor", "demo", "serve", "stats", "--help") if f"kvtide {name} " not in said] == []

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.cli.test_every_store import filled
 from tests.doors.user import grant, kvtide, serving
 from tests.server.worlds import token_of
 from tests.servers import server_process
-from tests.store.test_cache import fill, metas_of
 from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
@@ -116,9 +116,8 @@ def test_what_a_beginner_meets_is_found_with_the_next_command(
     monkeypatch.setattr(doctor, "_has_gpu", lambda: fault == "torch cpu")
     if fault in versions:
         monkeypatch.setattr(importlib.metadata, "version", lambda name: versions[fault])
-        (tmp_path / "version.py").write_text(
-            f"cuda: Optional[str] = {'None' if fault == 'torch cpu' else repr('12.8')}\n"
-        )
+        cuda = None if fault == "torch cpu" else "12.8"
+        (tmp_path / "version.py").write_text(f"cuda: Optional[str] = {cuda!r}\n")
         origin = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: origin)
         found = doctor._optional(fault.split(maxsplit=1)[0])
@@ -153,9 +152,7 @@ def test_doctor_says_by_which_key_a_store_is_sealed(tmp_path: Path, layout: Bloc
         path.write_text(digit * 64)
         path.chmod(0o600)
     store = f"disk://{tmp_path / 'store'}"
-    cache = open_cache(f"{store}?seal=file:{keys}")
-    fill(cache, metas_of(layout, 3))
-    cache.close()
+    filled(f"{store}?seal=file:{keys}", layout, open_cache)
     wrong = f"{store}?seal=file:{others}"
     said = [finding("seal", "--store", url) for url in (f"{store}?seal=file:{keys}", wrong, store)]
     assert [each["status"] for each in said] == ["ok", "bad", "bad"]
@@ -173,9 +170,7 @@ def test_keys_that_others_can_read_are_closed_by_the_hint(tmp_path: Path, layout
     (tmp_path / "keys").write_text("1" * 64)
     (tmp_path / "keys").chmod(0o644)
     url = f"disk://{tmp_path / 'store'}?seal=file:{tmp_path / 'keys'}"
-    cache = open_cache(url)
-    fill(cache, metas_of(layout, 1))
-    cache.close()
+    filled(url, layout, open_cache)
     found = finding("seal", "--store", url)
     assert found["status"] == "bad"
     with shell(found["hint"]) as ran:

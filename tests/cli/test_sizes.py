@@ -141,16 +141,10 @@ PROGRAMS = {"kvtide": kvtide.cli.app.app, "kvtide-lab": kvtide_lab.cli.app.app}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_version_is_printed(name: str) -> None:
-    result = CliRunner().invoke(PROGRAMS[name], ["--version"])
-    assert (result.output, result.exit_code) == (f"{name} {kvtide.__version__}\n", 0)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_completion_is_offered(name: str) -> None:
-    result = CliRunner().invoke(PROGRAMS[name], ["--help"])
-    assert "--show-completion" in result.output
-    assert str(PROGRAMS[name].info.help) in result.output
+def test_version_is_printed_and_completion_offered(name: str) -> None:
+    version, said = (CliRunner().invoke(PROGRAMS[name], [word]) for word in ("--version", "--help"))
+    assert (version.output, version.exit_code) == (f"{name} {kvtide.__version__}\n", 0)
+    assert "--show-completion" in said.output and str(PROGRAMS[name].info.help) in said.output
 
 
 def test_both_distributions_have_the_packages_version() -> None:

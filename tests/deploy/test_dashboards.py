@@ -42,15 +42,13 @@ def labels_of() -> dict[str, set[str]]:
     metrics.count_wait("a", 1.0)
     metrics.count_read("a")
     metrics.count_decisions("a", Namespace(bytes(32)), {Decided(Choice.LOAD, Why.IN_TIME): 1})
-    tiers = [TierStats("memory", *range(7))]
     quotas = Quotas(lambda: {"a": Quota(bytes_max=1)}, lambda: 0.0)
     with opened(TierStack([MemoryTier(1 << 20, ManualClock(), nothing_pinned)])) as stack:
         quotas.recount(stack, [], lambda tenant, namespace: 0)
     stored = ObjectId(Namespace(bytes(32)), BlockKey(bytes(32)))
     quotas.placed(NamedId.of(stored, Name("a", stored.namespace, 0)), 0, 1)
-    scheduler = Scheduler(SchedulerSettings(), random.Random(0))
-    sources = SourceCollector(scheduler, quotas, str)
-    sources.tier_stats = tiers
+    sources = SourceCollector(Scheduler(SchedulerSettings(), random.Random(0)), quotas, str)
+    sources.tier_stats = [TierStats("memory", *range(7))]
     registry.register(sources)
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
