@@ -22,6 +22,7 @@ from tests.suites import block_bits, block_meta, layouts, smooth_bits
 # A suite is inherited: one property runs on several classes, which is what this health check warns of.
 _SHARED = (HealthCheck.differing_executors,)
 _LAYOUT = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
+_META, _BITS = block_meta(_LAYOUT), smooth_bits(_LAYOUT, 1)
 
 
 def decoded_by(codec: Codec, meta: BlockMeta, sections: Sequence[Section]) -> BlockBits:
@@ -59,68 +60,59 @@ class CodecSuite:
     @pytest.mark.parametrize("fill", [0x0000, 0x8000, 0x7F80, 0x7FC1, 0xFFFF, 0x0001])
     def test_constant_block_survives(self, fill: int) -> None:
         bits: Any = np.full(_LAYOUT.shape, fill, dtype=_LAYOUT.bits_dtype)
-        meta, out = block_meta(_LAYOUT), np.empty_like(bits)
         try:
-            sections = self.codec.encode(meta, bits)
+            sections = self.codec.encode(_META, bits)
         except UnencodableBlock:
             assert not self.codec.is_lossless
             return
         assert self.codec.is_lossless or fill & 0x7F80 != 0x7F80, "not finite"
-        self.codec.decode(meta, sections, out)
-        assert np.array_equal(out, bits) or not self.codec.is_lossless
+        assert np.array_equal(decoded_by(self.codec, _META, sections), bits) or not self.codec.is_lossless
 
     def test_sections_decode_in_any_order(self) -> None:
-        bits, meta = smooth_bits(_LAYOUT, 1), block_meta(_LAYOUT)
-        sections = self.codec.encode(meta, bits)
-        ordered, reversed_ = (decoded_by(self.codec, meta, each) for each in (sections, sections[::-1]))
+        sections = self.codec.encode(_META, _BITS)
+        ordered, reversed_ = (decoded_by(self.codec, _META, each) for each in (sections, sections[::-1]))
         assert np.array_equal(ordered, reversed_)
 
     def test_encoding_twice_gives_same_bytes(self) -> None:
-        bits, meta = smooth_bits(_LAYOUT, 1), block_meta(_LAYOUT)
-        first, second = self.codec.encode(meta, bits), self.codec.encode(meta, bits)
+        first, second = self.codec.encode(_META, _BITS), self.codec.encode(_META, _BITS)
         assert [(s.id, bytes(s.data)) for s in first] == [(s.id, bytes(s.data)) for s in second]
 
     def test_missing_or_repeated_section_is_refused(self) -> None:
-        meta = block_meta(_LAYOUT)
-        sections = self.codec.encode(meta, smooth_bits(_LAYOUT, 1))
+        sections = self.codec.encode(_META, _BITS)
         for wrong in (sections[1:], [*sections, sections[0]]):
             with pytest.raises(CorruptPayload):
-                self.codec.decode(meta, wrong, np.empty(_LAYOUT.shape, _LAYOUT.bits_dtype))
+                decoded_by(self.codec, _META, wrong)
 
     @given(data=st.data())
     @settings(max_examples=200, deadline=None, suppress_health_check=_SHARED)
     def test_damaged_section_is_refused_or_decoded_never_crashes(self, data: st.DataObject) -> None:
-        meta, bits = block_meta(_LAYOUT), smooth_bits(_LAYOUT, 1)
-        sections = self.codec.encode(meta, bits)
+        sections = self.codec.encode(_META, _BITS)
         damaged = bytearray(sections[0].data)
         for _ in range(data.draw(st.integers(1, 4))):
             position = data.draw(st.integers(0, max(0, len(damaged) - 1)))
             damaged[position : position + 1] = data.draw(st.binary(max_size=3))
         sections[0] = Section(sections[0].id, bytes(damaged))
-        out = np.empty_like(bits)
         try:
-            self.codec.decode(meta, sections, out)
+            out = decoded_by(self.codec, _META, sections)
         except CorruptPayload:
             return
         # Without a checksum a codec can't know; the layers that were not touched must be right all the same.
         if self.codec.is_lossless:
-            assert np.array_equal(out[1:], bits[1:])
+            assert np.array_equal(out[1:], _BITS[1:])
 
     def test_every_truncation_is_refused(self) -> None:
-        meta, bits = block_meta(_LAYOUT), smooth_bits(_LAYOUT, 1)
-        sections = self.codec.encode(meta, bits)
+        sections = self.codec.encode(_META, _BITS)
         whole = bytes(sections[-1].data)
         for length in range(0, len(whole), max(1, len(whole) // 64)):
             cut = [*sections[:-1], Section(sections[-1].id, whole[:length])]
             with pytest.raises(CorruptPayload):
-                self.codec.decode(meta, cut, np.empty_like(bits))
+                decoded_by(self.codec, _META, cut)
 
     def test_wrong_shape_type_or_order_is_a_value_error(self) -> None:
-        meta, bits = block_meta(_LAYOUT), smooth_bits(_LAYOUT, 1)
-        sections = self.codec.encode(meta, bits)
-        wrong: list[Any] = [bits[1:], bits.astype(np.uint32), np.asfortranarray(bits), bits.astype(np.float32)]
+        sections = self.codec.encode(_META, _BITS)
+        wrong: list[Any] = [_BITS[1:], _BITS.astype(np.uint32), np.asfortranarray(_BITS), _BITS.astype(np.float32)]
         for array in wrong:
             with pytest.raises(ValueError, match="block bits must"):
-                self.codec.encode(meta, array)
+                self.codec.encode(_META, array)
             with pytest.raises(ValueError, match="block bits must"):
-                self.codec.decode(meta, sections, array)
+                self.codec.decode(_META, sections, array)
