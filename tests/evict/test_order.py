@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -46,12 +46,12 @@ def ids(keys: Sequence[BlockKey]) -> list[ObjectId]:
     return [ObjectId(NS, each) for each in keys]
 
 
-def serve(stack: TierStack, keys: Sequence[BlockKey]) -> int:
+def serve(stack: TierStack, asked: Sequence[ObjectId], size: int = PAGE) -> int:
     """Ask for a prompt and store what is not here, as an engine does; return how many leading blocks were here."""
-    stack.note_request(ids(keys))
-    hits = next((i for i, each in enumerate(ids(keys)) if not stack.contains(each)), len(keys))
-    for each in ids(keys)[hits:]:
-        stack.put_from(each, b"x" * PAGE)
+    stack.note_request(asked)
+    hits = next((i for i, each in enumerate(asked) if not stack.contains(each)), len(asked))
+    for each in asked[hits:]:
+        stack.put_from(each, bytes(size))
     return hits
 
 
@@ -66,7 +66,7 @@ def test_real_tier_keeps_block_by_block_what_the_simulator_says(policy: str) -> 
         clock.advance(1.0)
         expected = simulated.match(keys)
         simulated.insert(NS, keys)
-        assert serve(stack, keys) == expected
+        assert serve(stack, ids(keys)) == expected
         kept = {key for run in simulated._tree.runs() for key in run.keys[: run.held]}
         assert {info.id.key for info in stack.objects()} == kept
     stack.check()
@@ -92,17 +92,20 @@ def filled(policy: str, count: int) -> tuple[EvictionOrder, list[ObjectId]]:
     return order, found
 
 
+def leaving(order: EvictionOrder, may_leave: Callable[[ObjectId], bool] = lambda each: True) -> list[ObjectId]:
+    """Let everything leave that may; return it in that order."""
+    with closing(order.victims(may_leave)) as victims:
+        return list(victims)
+
+
 @pytest.mark.parametrize("policy", ORDERS)
 def test_everything_leaves_once_and_what_is_in_use_stays(policy: str) -> None:
     order, found = filled(policy, 10)
     # A block in use keeps those before it, for policies over prefixes.
     used = {found[0], found[1]}
-    with closing(order.victims(lambda each: each not in used)) as leaving:
-        gone = list(leaving)
-    assert sorted(gone) == sorted(set(found) - used)
+    assert sorted(leaving(order, lambda each: each not in used)) == sorted(set(found) - used)
     assert len(order) == 2
-    with closing(order.victims(lambda each: True)) as leaving:
-        assert set(leaving) == used
+    assert set(leaving(order)) == used
     assert len(order) == 0
 
 
@@ -115,8 +118,7 @@ def test_prompt_that_entered_in_any_order_leaves_from_its_end(policy: str, entri
     order, found = order_of(policy, ManualClock(0.0), 30 * PAGE), ids(prompt(*range(1, 31)))
     for position in entries:
         order.enter(found[position], found[position - 1].key if position else BlockKey(NS), PAGE)
-    with closing(order.victims(lambda each: True)) as leaving:
-        assert list(leaving) == found[::-1]
+    assert leaving(order) == found[::-1]
 
 
 def test_read_state_is_used_though_prompts_of_another_group_are_told() -> None:
@@ -126,8 +128,7 @@ def test_read_state_is_used_though_prompts_of_another_group_are_told() -> None:
         order.enter(state, BlockKey(state.namespace), PAGE)
     order.note_request(NS, [each.key for each in rows])
     order.note_use(states[0])
-    with closing(order.victims(lambda each: True)) as leaving:
-        assert next(leaving) == states[1]
+    assert leaving(order)[0] == states[1]
 
 
 @pytest.mark.parametrize("policy", ["s3fifo", "reuse", "mix"])
@@ -151,8 +152,7 @@ def test_what_left_is_no_victim_and_may_come_back(policy: str) -> None:
     order.leave(found[2])
     assert len(order) == 4
     order.enter(found[2], found[1].key, PAGE)
-    with closing(order.victims(lambda each: True)) as leaving:
-        assert sorted(leaving) == sorted(found)
+    assert sorted(leaving(order)) == sorted(found)
 
 
 @pytest.mark.parametrize("policy", ORDERS)
@@ -162,19 +162,17 @@ def test_keys_that_are_no_chain_cost_their_owner_alone(policy: str) -> None:
     other = ObjectId(Namespace(b"o" * 32), found[3].key)
     order.enter(other, BlockKey(bytes(32)), PAGE)
     assert len(order) == 9
-    with closing(order.victims(lambda each: True)) as leaving:
-        assert sorted(leaving) == sorted([*found, other])
+    assert sorted(leaving(order)) == sorted([*found, other])
 
 
 @pytest.mark.parametrize("policy", ORDERS)
 def test_what_leaves_while_it_is_passed_over_is_gone(policy: str) -> None:
     order, found = filled(policy, 4)
-    leaving = order.victims(lambda each: each != found[3])
-    yielded = list(itertools.islice(leaving, 2))
+    victims = order.victims(lambda each: each != found[3])
+    yielded = list(itertools.islice(victims, 2))
     order.leave(found[3])
-    leaving.close()
-    with closing(order.victims(lambda each: True)) as leaving:
-        assert sorted([*yielded, *leaving]) == sorted(found[:3])
+    victims.close()
+    assert sorted([*yielded, *leaving(order)]) == sorted(found[:3])
 
 
 @pytest.mark.parametrize("policy", ORDERS)
@@ -236,12 +234,7 @@ class Asked:
 
     def ask(self, space: Namespace, keys: list[BlockKey], size: int) -> None:
         self._clock.advance(1.0)
-        asked = [ObjectId(space, each) for each in keys]
-        self._stack.note_request(asked)
-        hits = next((i for i, each in enumerate(asked) if not self._stack.contains(each)), len(keys))
-        self.hits[space] += hits
-        for each in asked[hits:]:
-            self._stack.put_from(each, bytes(size))
+        self.hits[space] += serve(self._stack, [ObjectId(space, each) for each in keys], size)
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc", "reuse", "mix"])

@@ -1,12 +1,11 @@
 """States of hybrid models: each leaves with the block that it needs, and a session's older ones first."""
 
 import random
-from contextlib import closing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.evict.test_order import key, prompt
+from tests.evict.test_order import key, leaving, prompt
 from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
@@ -42,17 +41,13 @@ class Served:
         for count in states:
             self.order.enter(ObjectId(OF_STATES, keys[count - 1]), BlockKey(OF_STATES), 6)
 
-    def leaving(self) -> list[ObjectId]:
-        with closing(self.order.victims(lambda each: True)) as leaving:
-            return list(leaving)
-
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "reuse", "mix"])
 def test_state_leaves_just_before_its_block(policy: str) -> None:
     served = Served(policy)
     served.serve(1, 2, 3, states=(3,))
     served.serve(4, 5, states=(2,))
-    gone = served.leaving()
+    gone = leaving(served.order)
     assert len(gone) == 7
     assert gone.index(state(1, 2, 3)) + 1 == gone.index(ObjectId(NS, key(1, 2, 3)))
     assert gone.index(state(4, 5)) + 1 == gone.index(ObjectId(NS, key(4, 5)))
@@ -63,7 +58,7 @@ def test_state_that_a_session_has_gone_on_from_leaves_first() -> None:
     served.serve(9, states=(1,))
     served.serve(1, 2, states=(2,))
     served.serve(1, 2, 3, states=(3,))
-    assert served.leaving()[:3] == [state(1, 2), state(9), ObjectId(NS, key(9))]
+    assert leaving(served.order)[:3] == [state(1, 2), state(9), ObjectId(NS, key(9))]
 
 
 def test_superseded_state_that_is_read_again_stays_with_its_block() -> None:
@@ -73,7 +68,7 @@ def test_superseded_state_that_is_read_again_stays_with_its_block() -> None:
     served.serve(1, 2, 3, states=(3,))
     served.order.note_use(state(1, 2))
     served.serve(1, 2, 4, states=(3,))
-    assert served.leaving()[0] == state(9)
+    assert leaving(served.order)[0] == state(9)
 
 
 def test_state_where_prompts_branch_is_not_superseded() -> None:
@@ -82,7 +77,7 @@ def test_state_where_prompts_branch_is_not_superseded() -> None:
     served.serve(1, 2, 3)
     served.serve(1, 2, 4, states=(2, 3))
     served.serve(1, 2, 5, states=(3,))
-    assert served.leaving()[0] == state(9)
+    assert leaving(served.order)[0] == state(9)
 
 
 def test_state_whose_block_is_not_here_is_refused_and_leaves_first() -> None:
@@ -91,7 +86,7 @@ def test_state_whose_block_is_not_here_is_refused_and_leaves_first() -> None:
     served.serve(3, 4, states=(2,))
     assert not served.order.wants(state(1, 2))
     assert served.order.wants(state(3, 4))
-    assert served.leaving()[0] == state(1, 2)
+    assert leaving(served.order)[0] == state(1, 2)
 
 
 def test_states_that_came_before_anybody_named_them_are_linked_at_the_next_request() -> None:
@@ -99,16 +94,14 @@ def test_states_that_came_before_anybody_named_them_are_linked_at_the_next_reque
     served.order.enter(state(1, 2), BlockKey(OF_STATES), 6)
     served.serve(1, 2)
     served.serve(3)
-    gone = served.leaving()
-    assert gone[:3] == [state(1, 2), ObjectId(NS, key(1, 2)), ObjectId(NS, key(1))]
+    assert leaving(served.order)[:3] == [state(1, 2), ObjectId(NS, key(1, 2)), ObjectId(NS, key(1))]
 
 
 def test_state_in_use_stays_though_its_block_leaves() -> None:
     served = Served()
     served.serve(1, states=(1,))
-    with closing(served.order.victims(lambda each: each != state(1))) as leaving:
-        assert list(leaving) == [ObjectId(NS, key(1))]
-    assert served.leaving() == [state(1)]
+    assert leaving(served.order, lambda each: each != state(1)) == [ObjectId(NS, key(1))]
+    assert leaving(served.order) == [state(1)]
     assert len(served.order) == 0
 
 
@@ -138,7 +131,7 @@ def test_a_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
     # As after a restart: it is listed before a prompt names it, and its link is dropped for those behind it.
     order.enter(states[0], BlockKey(OF_STATES), 1)
     assert order.note_request(NS, keys, None, [states]) in (True, False)
-    assert list(order.victims(lambda each: True)) == [states[0]]
+    assert leaving(order) == [states[0]]
 
 
 def numbered(number: int) -> BlockKey:

@@ -1,6 +1,7 @@
 """The index of blocks, and a model of it that any order of calls is compared with."""
 
 import tracemalloc
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, zip_longest
 
@@ -22,10 +23,6 @@ OTHER = Namespace(b"o" * 32)
 
 def index_of(blocks_max: int = 100, policy: str = "lru") -> RadixIndex:
     return RadixIndex(ManualClock(), policy_named(policy), blocks_max)
-
-
-def count(index: RadixIndex, *numbers: int) -> int:
-    return index.match(chain(*numbers))
 
 
 def test_prefix_pinned_twice_needs_two_unpins() -> None:
@@ -135,7 +132,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = RadixIndex(self.clock, policy_named(policy), blocks_max)
         self.blocks_max = blocks_max
         self.held: dict[BlockKey, int] = {}
-        self.pins: dict[BlockKey, int] = {}
+        self.pins: Counter[BlockKey] = Counter()
         self.pinned: list[list[BlockKey]] = []
 
     def lose(self, keys: list[BlockKey]) -> None:
@@ -181,8 +178,7 @@ class IndexMachine(RuleBasedStateMachine):
         keys = block_keys(*prompt, 1)
         self.index.pin(keys)
         self.pinned.append(keys)
-        for key in keys:
-            self.pins[key] = self.pins.get(key, 0) + 1
+        self.pins.update(keys)
 
     @rule(prompt=prompts, count=st.integers(0, 9))
     def evict_what_was_matched(self, prompt: tuple[Namespace, list[int]], count: int) -> None:
@@ -200,10 +196,8 @@ class IndexMachine(RuleBasedStateMachine):
     def unpin(self, data: st.DataObject) -> None:
         keys = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
         self.index.unpin(keys)
-        for key in keys:
-            self.pins[key] -= 1
-            if not self.pins[key]:
-                del self.pins[key]
+        # Those that are at 0 leave a Counter.
+        self.pins -= Counter(keys)
 
     @rule(prompt=prompts, tier=st.integers(0, 2))
     def place(self, prompt: tuple[Namespace, list[int]], tier: int) -> None:
