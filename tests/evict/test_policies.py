@@ -1,6 +1,7 @@
 """Policies of eviction: each alone, their mix, and advice that comes with requests."""
 
 import itertools
+import math
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -37,22 +38,30 @@ def test_holds_on_to_what_is_used_all_the_time(policy_of: PolicyOf) -> None:
 
 
 def test_remembers_no_more_than_it_says(policy_of: PolicyOf) -> None:
-    clock = ManualClock()
-    index = RadixIndex(clock, policy_of, 16)
-    for number in range(300):
-        clock.advance(1.0)
-        index.insert(namespace(), chain(number, 1, 2, 3, 4))
-    stats = index.stats()
+    stats = indexed(policy_of, 16, [(number, 1, 2, 3, 4) for number in range(300)]).stats()
     assert stats.known_blocks <= stats.held_blocks + policy_of(16).ghost_blocks_max
 
 
-def indexed(policy: str, blocks_max: int, prompts: Iterable[tuple[int, ...]]) -> RadixIndex:
-    clock = ManualClock()
-    index = RadixIndex(clock, policy_named(policy), blocks_max)
+def hits(index: RadixIndex, clock: ManualClock, prompts: Iterable[tuple[int, ...]]) -> int:
+    """Ask for prompts and store them; return how many blocks were there."""
+    found = 0
     for prompt in prompts:
         clock.advance(1.0)
+        found += index.match(chain(*prompt))
         index.insert(namespace(), chain(*prompt))
+    return found
+
+
+def indexed(policy_of: PolicyOf, blocks_max: int, prompts: Iterable[tuple[int, ...]]) -> RadixIndex:
+    clock = ManualClock()
+    index = RadixIndex(clock, policy_of, blocks_max)
+    hits(index, clock, prompts)
     return index
+
+
+def hits_by_policy(blocks_max: int, prompts: list[tuple[int, ...]], *names: str) -> dict[str, int]:
+    clock = ManualClock()
+    return {name: hits(RadixIndex(clock, policy_named(name), blocks_max), clock, prompts) for name in names}
 
 
 def once(start: int, stop: int) -> list[tuple[int, ...]]:
@@ -76,31 +85,24 @@ def once(start: int, stop: int) -> list[tuple[int, ...]]:
 def test_policies_keep_what_their_names_say(
     policy: str, blocks_max: int, prompts: list[tuple[int, ...]], kept: tuple[int, ...], gone: tuple[int, ...]
 ) -> None:
-    index = indexed(policy, blocks_max, prompts)
+    index = indexed(policy_named(policy), blocks_max, prompts)
     assert [number for number in (*kept, *gone) if index.match(chain(number))] == list(kept)
 
 
 def test_arc_gives_room_to_recency_after_early_evictions() -> None:
     frequent = [(n,) for n in (1, 2, 3, 4) for _ in range(2)]
-    index = indexed("arc", 4, [*frequent, *((n,) for n in (10, 11, 10, 11, 12, 13, 12, 13))])
+    index = indexed(policy_named("arc"), 4, [*frequent, *((n,) for n in (10, 11, 10, 11, 12, 13, 12, 13))])
     assert sum(index.match(chain(number)) for number in (1, 2, 3, 4)) < 3
 
 
 def test_reuse_learns_that_one_kind_of_prompt_never_returns() -> None:
     # Sessions of four blocks return every 100 s for eight turns; single prompts of 40 blocks never do.
-    clock = ManualClock()
-    hits = {}
-    for policy in ("lru", "reuse"):
-        index = RadixIndex(clock, policy_named(policy), 200)
-        hits[policy] = 0
-        for step in range(3000):
-            clock.advance(2.0)
-            slot, turn = step % 50, step // 50 % 8
-            prompt = chain(slot + 1000 * (step // 400), *range(4 + turn))
-            hits[policy] += index.match(prompt)
-            index.insert(namespace(), prompt)
-            index.insert(namespace(), chain(10**6 + step, *range(39)))
-    assert hits["reuse"] > 2 * hits["lru"] + 1000
+    prompts: list[tuple[int, ...]] = []
+    for step in range(3000):
+        slot, turn = step % 50, step // 50 % 8
+        prompts += [(slot + 1000 * (step // 400), *range(4 + turn)), (10**6 + step, *range(39))]
+    found = hits_by_policy(200, prompts, "lru", "reuse")
+    assert found["reuse"] > 2 * found["lru"] + 1000
 
 
 @pytest.mark.parametrize(("sizes", "first_victim"), [((1024, 1024), 1), ((1100, 1000), 1), ((128, 1024), 2)])
@@ -154,13 +156,8 @@ def test_reuse_goes_by_age_where_it_has_learned_nothing_yet() -> None:
     prompts = [
         (n, *range(n % 7 + turn)) for first in range(0, 40, 4) for turn in range(3) for n in range(first, first + 4)
     ]
-    hits = {}
-    for policy in ("lru", "reuse"):
-        index, hits[policy] = RadixIndex(ManualClock(), policy_named(policy), 40), 0
-        for prompt in prompts:
-            hits[policy] += index.match(chain(*prompt))
-            index.insert(namespace(), chain(*prompt))
-    assert hits["reuse"] >= 0.95 * hits["lru"] > 0
+    found = hits_by_policy(40, prompts, "lru", "reuse")
+    assert found["reuse"] >= 0.95 * found["lru"] > 0
 
 
 # `mix`: the best of its shadows rules, and the cache holds what the ruler's shadow holds.
@@ -172,16 +169,6 @@ def ruled(policy: Any, blocks: int) -> tuple[Any, RadixIndex, ManualClock]:
     """Return a policy, an index of so many blocks that it rules, and their clock."""
     clock = ManualClock()
     return policy, RadixIndex(clock, lambda blocks_max: policy, blocks), clock
-
-
-def hits(index: RadixIndex, clock: ManualClock, prompts: list[tuple[int, ...]]) -> int:
-    """Ask for prompts and store them; return how many blocks were there."""
-    found = 0
-    for prompt in prompts:
-        clock.advance(1.0)
-        found += index.match(chain(*prompt))
-        index.insert(namespace(), chain(*prompt))
-    return found
 
 
 def scans(count: int, documents: int, seed: int) -> list[tuple[int, ...]]:
@@ -205,10 +192,7 @@ def test_best_policy_rules_and_what_the_cache_holds_is_what_its_shadow_holds() -
 def test_mix_hits_about_what_the_best_policy_hits(monkeypatch: pytest.MonkeyPatch, shadow_blocks: int) -> None:
     monkeypatch.setattr(policies, "FULL_BLOCKS_MAX", shadow_blocks)
     monkeypatch.setattr(mix, "SAMPLED_BLOCKS", shadow_blocks)
-    found = {}
-    for name in ("lru", "s3fifo", "arc", "reuse", "mix"):
-        clock = ManualClock()
-        found[name] = hits(RadixIndex(clock, policy_named(name), 240), clock, scans(3000, 400, 2))
+    found = hits_by_policy(240, scans(3000, 400, 2), "lru", "s3fifo", "arc", "reuse", "mix")
     assert found["lru"] < 0.7 * found["arc"]
     assert found["mix"] > 0.9 * max(found.values())
 
@@ -377,18 +361,10 @@ def test_marks_tell_ends_times_and_priorities_apart() -> None:
     assert Hint(is_last=True, retain_s=5, priority=3).mark == LAST
 
 
-@pytest.mark.parametrize(
-    "nonsense",
-    [
-        {name: value}
-        for name, value in [
-            *(("session", each) for each in ("", 7, "a\n")),
-            ("is_last", 1),
-            *(("retain_s", each) for each in (-1, True, float("nan"), "5")),
-            *(("priority", each) for each in (101, "high")),
-        ]
-    ],
-)
+BAD = {"session": ("", 7, "a\n"), "is_last": (1,), "retain_s": (-1, True, math.nan, "5"), "priority": (101, "high")}
+
+
+@pytest.mark.parametrize("nonsense", [{name: each} for name, values in BAD.items() for each in values])
 def test_nonsense_is_an_error_where_it_is_written_and_passed_over_where_it_is_read(nonsense: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(nonsense))):
         Hint(**nonsense)  # type: ignore[arg-type]

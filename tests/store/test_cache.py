@@ -42,9 +42,13 @@ OpenCache = Callable[..., Cache]
 
 
 def metas_of(layout: BlockLayout, blocks: int, space: Namespace | None = None) -> list[BlockMeta]:
-    space = space or namespace()
-    keys = [BlockKey(space), *block_keys(space, range(blocks * layout.tokens), layout.tokens)]
-    return [BlockMeta(ObjectId(space, keys[i + 1]), keys[i], i * layout.tokens, layout, "test") for i in range(blocks)]
+    return metas_of_tokens(layout, range(blocks * layout.tokens), space or namespace())
+
+
+def metas_of_tokens(layout: BlockLayout, tokens: Sequence[int], space: Namespace) -> list[BlockMeta]:
+    keys = block_keys(space, tokens, layout.tokens)
+    chained = enumerate(zip([BlockKey(space), *keys], keys, strict=False))
+    return [BlockMeta(ObjectId(space, key), parent, i * layout.tokens, layout, "test") for i, (parent, key) in chained]
 
 
 def _held(bits: BlockBits) -> Callable[[], BlockBits]:
@@ -351,17 +355,10 @@ def traced_cache(folder: Path, policy: str, layout: BlockLayout, clock: ManualCl
 
 def made_up_prompts(layout: BlockLayout, count: int) -> list[list[BlockMeta]]:
     """Return prompts that begin alike, in the metadata of their blocks."""
-    rng, space, prompts = random.Random(7), namespace(), []
+    rng, prompts = random.Random(7), []
     for _ in range(count):
         words = [min(3, int(rng.expovariate(0.9))) for _ in range(rng.randint(1, 9))]
-        keys = block_keys(space, [word for word in words for _ in range(layout.tokens)], layout.tokens)
-        parents = [BlockKey(space), *keys]
-        prompts.append(
-            [
-                BlockMeta(ObjectId(space, key), parents[at], at * layout.tokens, layout, "test")
-                for at, key in enumerate(keys)
-            ]
-        )
+        prompts.append(metas_of_tokens(layout, [word for word in words for _ in range(layout.tokens)], namespace()))
     return prompts
 
 
