@@ -14,6 +14,7 @@ from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import RecordHeader, RecordState, scan_segment, segment_number
 from kvtide.tier.files import Files
 from kvtide.tier.ram import MemoryTier
+from kvtide.types import ObjectId
 from kvtide_lab.wrapped import Sleep
 
 _Tier = TypeVar("_Tier", bound=Tier)
@@ -35,6 +36,14 @@ def open_disk(
     tier = DiskTier(store, bytes_max, clock or ManualClock(1000.0), nothing_pinned, files)
     tier.open()
     return tier
+
+
+def read_object(tier: Tier, object_id: ObjectId) -> bytearray:
+    """Read an object that is there, one of 8 MiB at most."""
+    buffer = bytearray(8 << 20)
+    size = tier.get_into(object_id, memoryview(buffer))
+    assert size is not None
+    return buffer[:size]
 
 
 @contextmanager

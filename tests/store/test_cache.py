@@ -18,7 +18,7 @@ from tests.stores import stored_records
 from tests.suites import namespace, smooth_bits
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
-from kvtide.clock import Clock, ManualClock
+from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.codec.tide import TideCodec
 from kvtide.config import Limits
@@ -348,9 +348,8 @@ def traced_cache(folder: Path, policy: str, layout: BlockLayout, clock: ManualCl
     order = PolicyOrder(policy_named(policy), clock, BLOCKS * frame_bytes, BLOCKS)
     memory = MemoryTier(BLOCKS * frame_bytes, clock, index.is_pinned, order, frame_bytes)
     disk = DiskTier(folder, 1 << 30, clock, index.is_pinned)
-    return Cache(
-        TierStack([memory, disk]), index, CodecRegistry(()).make("raw"), CodecRegistry(()), clock, Limits()
-    ), memory
+    codecs = CodecRegistry(())
+    return Cache(TierStack([memory, disk]), index, codecs.make("raw"), codecs, clock, Limits()), memory
 
 
 def made_up_prompts(layout: BlockLayout, count: int) -> list[list[BlockMeta]]:
@@ -393,10 +392,7 @@ def test_disk_that_evicts_for_real_keeps_what_the_simulator_keeps(
     clock, bytes_max = ManualClock(1e9), DISK_BLOCKS * (4096 + -(-object_bytes_max(layout) // 4096) * 4096)
     simulated = RadixIndex(clock, policy_named(policy), BLOCKS)
     index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 10_000)
-
-    def order_of(then: Clock) -> PolicyOrder:
-        return PolicyOrder(policy_named(policy), then, bytes_max, BLOCKS)
-
+    order_of = partial(PolicyOrder, policy_named(policy), bytes_max=bytes_max, blocks_max=BLOCKS)
     disk = DiskTier(tmp_path, bytes_max, clock, index.is_pinned, order_of=order_of)
     codecs, limits = CodecRegistry(()), Limits()
     with Cache(TierStack([disk]), index, codecs.make("raw"), codecs, clock, limits) as cache:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faults.writers import pack_blocks, writing
 from tests.servers import running_server
-from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier, fetched
-from tests.stores import open_disk, opened
+from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier, fetched, fill_tier
+from tests.stores import open_disk, opened, read_object
 from tests.suites.codec_suite import decoded_by
 
 from kvtide.block import BlockMeta
@@ -58,10 +58,7 @@ def repacked(tier: Tier, uses: UseStore) -> Repacked:
 
 
 def decoded(tier: Tier, meta: BlockMeta) -> np.ndarray:
-    buffer = bytearray(1 << 20)
-    size = tier.get_into(meta.id, memoryview(buffer))
-    assert size
-    stored = parse_object(buffer[:size], meta.id)
+    stored = parse_object(read_object(tier, meta.id), meta.id)
     codec: Any = REGISTRY.get(stored.codec_id, stored.profile)
     return decoded_by(codec, meta, stored.sections())
 
@@ -89,10 +86,8 @@ def test_a_block_is_written_anew_only_so_often_however_uses_change(offsets: list
 
 
 def test_restart_finds_what_was_repacked(tmp_path: Path) -> None:
-    source, disk = a_tier(), open_disk(tmp_path)
-    for meta in METAS:
-        buffer = bytearray(1 << 20)
-        disk.put_from(meta.id, buffer[: source.get_into(meta.id, memoryview(buffer))])
+    disk = open_disk(tmp_path)
+    fill_tier(disk)
     uses = uses_of(disk)
     assert uses.save(META) and repacked(disk, uses).replaced == 1
     disk.close()
@@ -183,12 +178,9 @@ def read_in_part(tier: DiskTier) -> int:
 
 
 def test_no_wrong_byte_and_no_lost_block_while_packers_are_killed(tmp_path: Path, fault_factor: int) -> None:
-    rng, source, store = random.Random(SEED), a_tier(), tmp_path / "store"
+    rng, store, tokens = random.Random(SEED), tmp_path / "store", 0
     tier = open_disk(store, STORE_BYTES)
-    for meta in METAS:
-        buffer = bytearray(1 << 20)
-        tier.put_from(meta.id, buffer[: source.get_into(meta.id, memoryview(buffer))])
-    tokens = 0
+    fill_tier(tier)
     for kill in range(KILLS * fault_factor):
         with writing(pack_blocks, store, STORE_BYTES, kill) as (packer, _):
             stop_s = time.monotonic() + rng.uniform(0, 0.3)

@@ -1,7 +1,7 @@
 """Sealed stores: the suite over the wrapper, damage of every kind, keys that come and go."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ import pytest
 from tests.servers import hints_heard, running_server
 from tests.store.load.test_whole import BIG, Layers, load
 from tests.store.test_cache import fill, metas_of
-from tests.stores import opened
-from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, read_all
+from tests.stores import nothing_pinned, open_memory, opened, read_object
+from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
@@ -25,9 +25,6 @@ from kvtide.wire import object_quality, parse_object
 from kvtide_lab.wrapped import Counting
 
 pytest.importorskip("cryptography")
-from tests.stores import nothing_pinned, open_memory
-from tests.suites.tier_suite import put_all
-
 from kvtide.tier.seal import SEALED_CODEC, Keyring, keys, sealing_key_id
 from kvtide.tier.seal import tier as sealing
 from kvtide.tier.seal.keys import HEAD_BYTES
@@ -59,31 +56,19 @@ class TestSealedServer(TierSuite):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         (tmp_path / "keys").write_text(ONE)
-        with running_server(tiers=("memory://",), limits=_small()) as server:
+        with running_server(tiers=("memory://",), limits=ServerLimits(memory_bytes_max=TIER_BYTES)) as server:
             url = f"{server.url}?seal=file:{tmp_path / 'keys'}"
             with opened(open_tier(url, Limits(), SystemClock(), nothing_pinned)) as tier:
                 yield tier
 
 
 def test_advice_reaches_the_server_below_a_seal(ring: Keyring) -> None:
-    with running_server(tiers=("memory://",), limits=_small()) as server:
+    with running_server(tiers=("memory://",), limits=ServerLimits(memory_bytes_max=TIER_BYTES)) as server:
         remote = open_tier(server.url, Limits(), SystemClock(), nothing_pinned)
         with opened(TierStack([SealedTier(remote, ring)])) as stack:
             assert stack.note_request([object_id(1)], Hint(is_last=True)) and stack._adviser.wait(20)
             assert hints_heard(server) == 1
     assert not SealedTier(open_memory(), ring).takes_advice
-
-
-def _small() -> ServerLimits:
-    return ServerLimits(memory_bytes_max=TIER_BYTES)
-
-
-def raw(tier: SealedTier, name: ObjectId) -> bytearray:
-    """Return what lies below."""
-    buffer = bytearray(8 << 20)
-    size = tier.tier.get_into(name, memoryview(buffer))
-    assert size is not None
-    return buffer[:size]
 
 
 def lay(tier: SealedTier, name: ObjectId, data: bytes | bytearray) -> None:
@@ -230,7 +215,7 @@ def test_nothing_plain_lies_in_the_store_but_what_servers_need(ring: Keyring) ->
     tier, plain = SealedTier(open_memory(), ring), object_bytes(1, 3 * PIECE, quality=0.01)
     tier.put_from(object_id(1), plain)
     tier.put_from(object_id(2), object_bytes(1, 3 * PIECE))
-    below = raw(tier, object_id(1))
+    below = read_object(tier.tier, object_id(1))
     assert not any(plain[at : at + 16] in below for at in range(304, len(plain) - 16, 997))
     assert b"made up" in plain and b"made up" not in below
     stored = parse_object(below, object_id(1))
@@ -243,7 +228,7 @@ def test_same_bytes_are_never_sealed_the_same_way_twice(ring: Keyring) -> None:
     one, other = SealedTier(open_memory(), ring), SealedTier(open_memory(), ring)
     for tier in (one, other):
         tier.put_from(object_id(1), bytes(2 * PIECE))
-    a, b, step = raw(one, object_id(1)), raw(other, object_id(1)), PIECE + 48
+    a, b, step = read_object(one.tier, object_id(1)), read_object(other.tier, object_id(1)), PIECE + 48
     assert sum(x == y for x, y in zip(a[352:], b[352:], strict=True)) < len(a) // 50
     assert a[304 + 32 : 304 + 64] != a[304 + step + 32 : 304 + step + 64], "nor are equal pieces of one object"
 
@@ -254,7 +239,7 @@ def test_same_bytes_are_never_sealed_the_same_way_twice(ring: Keyring) -> None:
 def test_damaged_objects_are_misses_or_refused_never_wrong_bytes(ring: Keyring) -> None:
     tier, size, rng = SealedTier(open_memory(), ring), 2 * PIECE + 100, random.Random(7)
     tier.put_from(object_id(1), object_bytes(1, size))
-    good = raw(tier, object_id(1))
+    good = read_object(tier.tier, object_id(1))
     lengths = (1, 303, 304, 330, 352, 360, PIECE, 304 + PIECE + 48, 304 + PIECE + 60, len(good) - 1)
     damaged = [(bytes(good[:length]), f"cut at {length}", True) for length in lengths]
     for place in [*range(300, 360), *(rng.randrange(len(good)) for _ in range(60)), len(good) - 1]:
@@ -270,7 +255,7 @@ def test_damaged_objects_are_misses_or_refused_never_wrong_bytes(ring: Keyring) 
 def test_swapped_objects_and_pieces_are_refused(ring: Keyring) -> None:
     tier, size = SealedTier(open_memory(), ring), 3 * PIECE
     put_all(tier, (1, 2), size)
-    one, two = raw(tier, object_id(1)), raw(tier, object_id(2))
+    one, two = read_object(tier.tier, object_id(1)), read_object(tier.tier, object_id(2))
     lay(tier, object_id(1), two)
     # Not even where nobody looks at the object's own header.
     assert read_all(tier, 1, size + 1) == bytes(size)
@@ -344,8 +329,8 @@ def test_what_could_not_be_opened_is_found_once_it_was_replaced(tmp_path: Path) 
 
 def test_tenants_have_keys_of_their_own(tmp_path: Path) -> None:
     below, ring = open_memory(), keyring(tmp_path, ONE, f"search {TWO}", f"chat {THREE}")
-    tier = SealedTier(below, ring)
-    names = [NamedId.of(object_id(n), Name(tenant, object_id(n).namespace, 0)) for n, tenant in enumerate(TENANTS)]
+    tier, tenants = SealedTier(below, ring), ("search", "chat", "another")
+    names = [NamedId.of(object_id(n), Name(tenant, object_id(n).namespace, 0)) for n, tenant in enumerate(tenants)]
     for number, name in enumerate(names):
         tier.put_from(name, object_bytes(number))
     sealed_by = [sealing_key_id(below, name) for name in names]
@@ -353,9 +338,6 @@ def test_tenants_have_keys_of_their_own(tmp_path: Path) -> None:
     assert all(read_all(tier, number) == object_bytes(number) for number in range(3))
     with pytest.raises(TierUnavailable, match="no key for tenant ''"):
         SealedTier(below, keyring(tmp_path, f"search {TWO}")).put_from(object_id(9), object_bytes(9))
-
-
-TENANTS: Sequence[str] = ("search", "chat", "another")
 
 
 def test_keys_come_from_a_file_the_environment_or_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,6 +420,6 @@ def test_sealed_bytes_are_those_of_the_format(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("os.urandom", lambda count: bytes(range(count)))
     tier = SealedTier(open_memory(), keyring(tmp_path, ONE))
     tier.put_from(object_id(1), object_bytes(1, 1000))
-    assert raw(tier, object_id(1)) == GOLDEN.read_bytes()
+    assert read_object(tier.tier, object_id(1)) == GOLDEN.read_bytes()
     lay(tier, object_id(1), GOLDEN.read_bytes())
     assert read_all(tier, 1) == object_bytes(1, 1000)

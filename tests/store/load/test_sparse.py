@@ -1,6 +1,5 @@
 """Prefixes loaded in part: exact where asked, rough elsewhere, never wrong."""
 
-import dataclasses
 import math
 import threading
 import time
@@ -25,7 +24,7 @@ from tests.store.load.sources import (
     parsed,
 )
 from tests.store.test_cache import metas_of
-from tests.stores import open_memory, opened
+from tests.stores import open_memory, opened, read_object
 from tests.suites import smooth_bits
 
 from kvtide.block import BlockBits, BlockMeta
@@ -41,7 +40,7 @@ from kvtide.plan.policies import CachegenRule, Layered, TwoEnded
 from kvtide.store.load import sparse
 from kvtide.store.load.run import Engine, FetchJob, FetchLimits, FetchReport, FetchRun, LoadRequest, level_job
 from kvtide.store.load.sparse import ChunkBits, PackedFront, PackedPart, SparseLoad
-from kvtide.tier.base import WrappedTier
+from kvtide.tier.base import Tier, WrappedTier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.ram import MemoryTier
@@ -53,22 +52,25 @@ from kvtide_lab.bench.shaped import ShapedProxy
 
 REGISTRY = CodecRegistry([fitted(LAYOUT)])
 CODEC = PackedCodec(fitted(LAYOUT), 1e-2, 4)
-
-
 METAS = metas_of(LAYOUT, 3)
 BITS = [smooth_bits(LAYOUT, 70 + i) for i in range(3)]
 
 
 def a_tier(seed: int = 0, codec: Codec = CODEC) -> MemoryTier:
     tier = open_memory()
+    fill_tier(tier, seed, codec)
+    return tier
+
+
+def fill_tier(tier: Tier, seed: int = 0, codec: Codec = CODEC) -> None:
+    """Store BITS, packed in orders by chance if the codec packs."""
     rng = np.random.default_rng(seed)
     for meta, bits in zip(METAS, BITS, strict=True):
         sections = codec.encode(meta, bits)
         if isinstance(codec, PackedCodec):
             orders = packing_orders(rng.random((LAYOUT.layers, LAYOUT.tokens), dtype=np.float32))
             sections = codec.repack(meta, sections, orders)
-        tier.put_from(meta.id, pack_object(meta, codec.codec_id, sections, codec.profile))
-    return tier
+        assert tier.put_from(meta.id, pack_object(meta, codec.codec_id, sections, codec.profile))
 
 
 def stored_chain(blocks: int) -> tuple[list[BlockMeta], MemoryTier]:
@@ -111,9 +113,7 @@ def test_a_block_packed_anew_meanwhile_stays_rough() -> None:
     tier = a_tier(1)
     load = SparseLoad(tier)
     load.open(METAS, REGISTRY)
-    other = bytearray(1 << 20)
-    size = a_tier(2).get_into(METAS[1].id, memoryview(other))
-    assert size and tier.replace(METAS[1].id, other[:size])
+    assert tier.replace(METAS[1].id, read_object(a_tier(2), METAS[1].id))
     loaded = fetched(load, 0, np.arange(3 * load.chunks_per_block))
     whole = np.concatenate([bits[0] for bits in BITS], axis=1)
     assert len(loaded.tokens) < whole.shape[1]
@@ -126,10 +126,9 @@ def test_it_ends_before_what_is_absent_damaged_or_of_another_codec() -> None:
     assert SparseLoad(tier).open(METAS, REGISTRY) == 2
     assert SparseLoad(a_tier(codec=RawCodec())).open(METAS, REGISTRY) == 0
     assert SparseLoad(a_tier()).open(METAS, CodecRegistry([])) == 0
-    damaged = bytearray(1 << 20)
-    size = tier.get_into(METAS[0].id, memoryview(damaged)) or 0
+    damaged = read_object(tier, METAS[0].id)
     damaged[40 * 48] ^= 1
-    tier.replace(METAS[0].id, damaged[:size])
+    tier.replace(METAS[0].id, damaged)
     assert SparseLoad(tier).open(METAS, REGISTRY) == 0
 
 
@@ -165,12 +164,10 @@ def test_leading_chunks_are_exact_from_the_beginning_where_blocks_were_packed_by
 
 def test_a_damaged_leading_chunk_leaves_its_tokens_rough() -> None:
     tier = a_tier()
-    whole = bytearray(1 << 20)
-    size = tier.get_into(METAS[0].id, memoryview(whole))
-    stored = parse_object(memoryview(whole)[:size], METAS[0].id)
-    entry = next(entry for entry in stored.entries if entry.id.refinement == 1)
-    whole[entry.offset] ^= 1
-    assert size and tier.replace(METAS[0].id, whole[:size])
+    damaged = read_object(tier, METAS[0].id)
+    entries = parse_object(damaged, METAS[0].id).entries
+    damaged[next(entry.offset for entry in entries if entry.id.refinement == 1)] ^= 1
+    assert tier.replace(METAS[0].id, damaged)
     load = SparseLoad(tier)
     assert load.open(METAS, REGISTRY, tokens_ahead=4) == 3
     tokens = fetched(load, 0, load.ahead_chunks()).tokens
@@ -209,10 +206,7 @@ def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_by_one_each
         ShapedProxy((server.address.host, server.address.port), lambda s: 1e9 * s) as relay,
         opened(http_tier(f"http://127.0.0.1:{relay.port}", SystemClock())) as tier,
     ):
-        for info in (memory := a_tier()).objects():
-            data = memoryview(bytearray(info.size))
-            memory.get_into(info.id, data)
-            assert tier.put_from(info.id, data)
+        fill_tier(tier)
         monkeypatch.setattr(sparse, "GAP_BYTES", 0)
         load = SparseLoad(tier)
         assert load.open(METAS, REGISTRY) == 3
@@ -268,7 +262,6 @@ def test_fronts_are_let_go_once_they_are_decoded() -> None:
 
 
 OBJECTS = made_objects(6)
-SPANS = [(0, 10), (10, 20), (20, 30)]
 ALL_BYTES = 6 * sum(STEP_BYTES)
 
 
@@ -278,11 +271,11 @@ def load(
     *sources: MadeSource,
     engine: Engine | None = None,
     limits: FetchLimits | None = None,
+    give_up_s: float = math.inf,
 ) -> tuple[FetchReport, list[Receiver]]:
-    link = LinkEstimate()
     receivers = [Receiver(stored) for stored in job.objects]
-    bounds = limits or FetchLimits(retry_s=0.01)
-    run = FetchRun(job, receivers, policy, AnyOf(*sources), link, SystemClock(), bounds)
+    bounds, clock = limits or FetchLimits(retry_s=0.01), SystemClock()
+    run = FetchRun(job, receivers, policy, AnyOf(*sources), LinkEstimate(), clock, bounds, give_up_s=give_up_s)
     run.start()
     report = run.until_ready(engine or IdleEngine())
     for receiver in receivers:
@@ -327,26 +320,18 @@ def test_dead_source_leaves_all_to_the_engine() -> None:
     assert (report.kl, report.received_bytes, engine.spans[-1][1]) == (0.0, 0, 60)
 
 
-def test_without_an_engine_a_dead_source_ends_the_load() -> None:
-    source = MadeSource(OBJECTS)
+# The second one is given up once, and not for each chunk: six, one after the other, would take two minutes.
+@pytest.mark.parametrize(("read_s_max", "give_up_after_s", "ready_s_max"), [(0.2, math.inf, 20.0), (20.0, 0.3, 10.0)])
+def test_without_an_engine_a_dead_source_ends_the_load(
+    read_s_max: float, give_up_after_s: float, ready_s_max: float
+) -> None:
+    source, limits = MadeSource(OBJECTS), FetchLimits(read_s_max=read_s_max, retry_s=0.01)
     source.is_down = True
-    limits = FetchLimits(requests_max=8, read_s_max=0.2, retry_s=0.01)
-    report, receivers = load(made_job(OBJECTS, 0.1), Layered(), source, limits=limits)
+    give_up_s = SystemClock().monotonic_s() + give_up_after_s
+    report, receivers = load(made_job(OBJECTS, 0.1), Layered(), source, limits=limits, give_up_s=give_up_s)
     assert report.kl == math.inf
-    assert report.ready_s < 20.0
+    assert report.ready_s < ready_s_max
     assert not any(receiver.sections() for receiver in receivers)
-
-
-def test_load_that_nobody_computes_beside_is_given_up_once_and_not_for_each_chunk() -> None:
-    source, clock, job = MadeSource(OBJECTS), SystemClock(), made_job(OBJECTS, 0.1)
-    source.is_down = True
-    limits = FetchLimits(read_s_max=20.0, retry_s=0.01)
-    give_up_s = clock.monotonic_s() + 0.3
-    receivers = [Receiver(stored) for stored in job.objects]
-    run = FetchRun(job, receivers, Layered(), source, LinkEstimate(), clock, limits, give_up_s=give_up_s)
-    run.start()
-    # Six chunks, one after the other, would take two minutes.
-    assert run.until_ready(IdleEngine()).ready_s < 10.0
 
 
 def test_reads_that_break_off_go_on_where_they_stopped() -> None:
@@ -407,7 +392,8 @@ def test_nothing_is_taken_after_the_load() -> None:
 
 def test_levels_are_loaded_one_for_each_chunk() -> None:
     small, large = made_objects(3, (1000,)), made_objects(3, (9000,), seed=1)
-    job = level_job([parsed(small), parsed(large)], SPANS, (0.3, 0.1), LoadRequest(PrefillSpeed(0.1), 30.0))
+    spans = [(0, 10), (10, 20), (20, 30)]
+    job = level_job([parsed(small), parsed(large)], spans, (0.3, 0.1), LoadRequest(PrefillSpeed(0.1), 30.0))
     # A middle level, the smaller of two, first; then all large ones would take 1.8 s, if the estimate is right.
     source = MadeSource({**small, **large}, bytes_per_s=1e4)
     report, receivers = load(job, CachegenRule(), source)
@@ -425,7 +411,6 @@ def test_object_that_no_source_has_ends_its_fetch_at_once() -> None:
 
 
 def test_errors_of_the_engine_reach_the_caller_and_end_the_load() -> None:
-    job = dataclasses.replace(made_job(OBJECTS, deadline_s=5.0))
     with pytest.raises(AssertionError, match="asked to compute"):
-        load(job, TwoEnded(), MadeSource(OBJECTS, bytes_per_s=1e4))
+        load(made_job(OBJECTS, deadline_s=5.0), TwoEnded(), MadeSource(OBJECTS, bytes_per_s=1e4))
     wait_until(lambda: not any(each.name.startswith("kvtide-fetch") for each in threading.enumerate()), "its threads")

@@ -19,7 +19,6 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock, SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.codec.tide import TideCodec
-from kvtide.config import Limits
 from kvtide.errors import CorruptPayload
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import Progress, is_ready
@@ -97,21 +96,20 @@ def test_all_layers_come_as_they_were_stored(
     reader.check()
 
 
-def test_first_layers_of_all_blocks_come_before_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_layers_of_all_blocks_come_before_the_next_ones(
+    tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loading, "PIECE_BYTES", 2 * BIG.layer_bytes)
     metas, layers = metas_of(BIG, 4), Layers()
-    with cache_for(str(tmp_path), CodecRegistry().make("raw"), limits=Limits(load_threads=1)) as writer:
-        fill(writer, metas)
-    with cache_for(str(tmp_path), CodecRegistry().make("raw"), limits=Limits(load_threads=1)) as reader:
-        assert load(reader, metas, layers).blocks == 4
+    fill(open_cache(tmp_path, "raw"), metas)
+    assert load(open_cache(tmp_path, "raw", load_threads=1), metas, layers).blocks == 4
     assert [position for position, layer in layers.order if layer == 0] == [0, 1, 2, 3]
     assert layers.order == sorted(layers.order, key=lambda each: (each[1] // 2, each[0], each[1]))
 
 
 def test_blocks_of_different_layouts_all_come_whole(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+    by_layer: None, tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
 ) -> None:
-    monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
     metas, layers = [*metas_of(layout, 1), *metas_of(BIG, 1)], Layers()
     fill(open_cache(tmp_path, "raw"), metas)
     assert load(open_cache(tmp_path, "raw"), metas, layers).blocks == 2
@@ -197,7 +195,6 @@ def test_load_whose_pace_is_hopeless_ends_with_what_it_has(
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_section_that_is_no_layer_is_refused(codec: str) -> None:
-
     made: Any = CodecRegistry().make(codec)
     for data in (b"", b"x", bytes(BIG.layer_bytes - 4), bytes(2 * BIG.layer_bytes)):
         with pytest.raises(CorruptPayload):
@@ -226,30 +223,24 @@ def left_of(objects: dict[ObjectId, bytes], blocks: tuple[int, ...] = (0, 1, 2))
     return PartialLoad(receivers, blocks)
 
 
-class Store:
-    def __init__(self) -> None:
-        self.objects: dict[ObjectId, bytes] = {}
-
-    def put(self, object_id: ObjectId, data: bytes) -> bool:
-        self.objects[object_id] = data
-        return True
-
-
-def keeper_of(stack: ExitStack, *sources: MadeSource, bytes_max: int = BYTES_MAX) -> tuple[Backfill, Store]:
-    store = Store()
-    keeper = Backfill(AnyOf(*sources), store.put, SystemClock(), bytes_max)
+def keeper_of(
+    stack: ExitStack, *sources: MadeSource, bytes_max: int = BYTES_MAX
+) -> tuple[Backfill, dict[ObjectId, bytes]]:
+    """Return a keeper and what it has put into a store."""
+    kept: dict[ObjectId, bytes] = {}
+    keeper = Backfill(AnyOf(*sources), lambda name, data: kept.update({name: data}) is None, SystemClock(), bytes_max)
     stack.callback(keeper.check)
     stack.callback(keeper.close)
-    return keeper, store
+    return keeper, kept
 
 
 @pytest.mark.parametrize("cut_bytes", [None, 600], ids=["whole", "reads that break off"])
 def test_refinements_that_came_late_are_kept_and_no_byte_comes_twice(stack: ExitStack, cut_bytes: int | None) -> None:
     source = MadeSource(THREE, cut_bytes=cut_bytes)
-    keeper, store = keeper_of(stack, source)
+    keeper, kept = keeper_of(stack, source)
     assert keeper.offer(left_of(THREE, (1, 2)))
     assert keeper.flush(10)
-    assert store.objects == dict(list(THREE.items())[1:])
+    assert kept == dict(list(THREE.items())[1:])
     assert source.served_bytes == 2 * 7000
 
 
@@ -258,34 +249,34 @@ def test_dead_source_is_replaced_and_what_nobody_has_is_dropped(stack: ExitStack
     dying, spare = MadeSource(THREE, cut_bytes=600), MadeSource(THREE)
     dying.is_down = True
     del spare.objects[absent]
-    keeper, store = keeper_of(stack, dying, spare)
+    keeper, kept = keeper_of(stack, dying, spare)
     assert keeper.offer(left_of(THREE))
     assert keeper.flush(10)
-    assert set(store.objects) == set(THREE) - {absent}
+    assert set(kept) == set(THREE) - {absent}
 
 
 def test_damaged_object_is_not_kept(stack: ExitStack) -> None:
     object_id, data = next(iter(THREE.items()))
     damaged = {**THREE, object_id: data[:-1] + bytes([data[-1] ^ 1])}
-    keeper, store = keeper_of(stack, MadeSource(damaged))
+    keeper, kept = keeper_of(stack, MadeSource(damaged))
     assert keeper.offer(left_of(THREE))
     assert keeper.flush(10)
-    assert set(store.objects) == set(THREE) - {object_id}
+    assert set(kept) == set(THREE) - {object_id}
 
 
 def test_load_has_the_link_alone(stack: ExitStack) -> None:
     source = MadeSource(THREE)
-    keeper, store = keeper_of(stack, source)
+    keeper, kept = keeper_of(stack, source)
     with keeper.paused():
         assert keeper.offer(left_of(THREE))
         assert not keeper.flush(0.1)
         assert source.served_bytes == 0
     assert keeper.flush(10)
-    assert store.objects == THREE
+    assert kept == THREE
 
 
 def test_what_waits_is_bounded(stack: ExitStack) -> None:
-    keeper, store = keeper_of(stack, MadeSource(THREE), bytes_max=OBJECT_BYTES)
+    keeper, kept = keeper_of(stack, MadeSource(THREE), bytes_max=OBJECT_BYTES)
     small, _ = keeper_of(stack, MadeSource(THREE), bytes_max=OBJECT_BYTES - 1)
     with keeper.paused():
         assert keeper.offer(left_of(THREE))
@@ -293,16 +284,16 @@ def test_what_waits_is_bounded(stack: ExitStack) -> None:
         keeper.check()
     assert not small.offer(left_of(THREE))
     assert keeper.flush(10)
-    assert len(store.objects) == 3
+    assert len(kept) == 3
 
 
 def test_closing_ends_a_read_and_takes_no_more(stack: ExitStack) -> None:
     source, others = MadeSource(THREE, bytes_per_s=1e4), set(threading.enumerate())
-    keeper, store = keeper_of(stack, source)
+    keeper, kept = keeper_of(stack, source)
     assert keeper.offer(left_of(THREE))
     keeper.close()
     assert not keeper.offer(left_of(THREE))
-    assert store.objects == {}
+    assert kept == {}
     assert not [thread for thread in set(threading.enumerate()) - others if thread.name == "kvtide-keep"]
     keeper.close()
 
