@@ -1,3 +1,4 @@
+import fcntl
 import os
 import random
 import shutil
@@ -54,8 +55,6 @@ class CachedFiles(Files):
         return super().open(path, flags)
 
     def _check(self, descriptor: int) -> None:
-        import fcntl
-
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             self.refused += 1
             raise OSError(22, "Invalid argument")
@@ -70,15 +69,11 @@ class CachedFiles(Files):
 
 
 class Counted(Files):
-    reads = 0
+    reads = written_bytes = 0
 
     def preadv(self, descriptor: int, parts: object, offset: int) -> int:
         self.reads += 1
         return super().preadv(descriptor, parts, offset)  # type: ignore[arg-type]
-
-
-class Written(Files):
-    written_bytes = 0
 
     def pwritev(self, descriptor: int, parts: object, offset: int) -> int:
         written = super().pwritev(descriptor, parts, offset)  # type: ignore[arg-type]
@@ -89,20 +84,19 @@ class Written(Files):
 @pytest.mark.parametrize("refuses_at_open", [True, False])
 class TestThroughThePageCache(TierSuite):
     @pytest.fixture
-    def tier(self, tmp_path: Path, refuses_at_open: bool) -> Tier:
-        return open_disk(tmp_path, TIER_BYTES, CachedFiles(refuses_at_open))
+    def files(self, refuses_at_open: bool) -> CachedFiles:
+        return CachedFiles(refuses_at_open)
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path, files: CachedFiles) -> Tier:
+        return open_disk(tmp_path, TIER_BYTES, files)
+
+    def test_direct_transfers_are_tried_first(self, tier: Tier, files: CachedFiles) -> None:
+        self.test_put_then_get_gives_same_bytes(tier)
+        assert files.refused > 0
 
 
 SIZES = [1, ALIGN_BYTES - 1, ALIGN_BYTES, STAGING_BYTES, STAGING_BYTES + 5, 3 * STAGING_BYTES + 7]
-
-
-@pytest.mark.parametrize("refuses_at_open", [True, False])
-def test_file_system_that_refuses_direct_transfers_is_used_all_the_same(refuses_at_open: bool, tmp_path: Path) -> None:
-    files = CachedFiles(refuses_at_open)
-    tier = open_disk(tmp_path, TIER_BYTES, files)
-    tier.put_from(object_id(1), object_bytes(1))
-    assert read_all(tier, 1) == object_bytes(1)
-    assert files.refused > 0
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -201,7 +195,7 @@ def test_disk_with_a_policy_writes_little_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events_max: int
 ) -> None:
     monkeypatch.setattr("kvtide.tier.disk.catalog.EVENTS_MAX", events_max)
-    files, clock, bytes_max, size = Written(), ManualClock(1000.0), 16 << 20, 20_000
+    files, clock, bytes_max, size = Counted(), ManualClock(1000.0), 16 << 20, 20_000
     order_of = partial(order_named, "lru", bytes_max=bytes_max)
     tier = DiskTier(tmp_path, bytes_max, clock, lambda key: False, files, order_of)
     tier.open()
@@ -242,8 +236,6 @@ def test_reserved_space_is_given_back_at_close_and_after_a_kill(tmp_path: Path) 
 
 
 def test_directory_that_stays_locked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
     tier = open_disk(tmp_path, TIER_BYTES)
     monkeypatch.setattr("kvtide.tier.disk.directory.LOCK_TRIES_MAX", 3)
     held = os.open(tmp_path, os.O_RDONLY)
@@ -263,8 +255,6 @@ def files_open_in(folder: Path) -> list[str]:
 def test_segment_is_given_back_at_close_though_the_directory_stays_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fcntl
-
     tier = open_disk(tmp_path, TIER_BYTES)
     assert tier.put_from(object_id(1), object_bytes(1))
     assert files_open_in(tmp_path)
