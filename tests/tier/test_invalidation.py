@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +69,15 @@ def invalidate(*servers: RunningServer) -> None:
         client.close()
 
 
-def refresh(stack: TierStack) -> None:
-    stack._invalidations.refresh()
-
-
 def test_a_running_engine_loses_what_was_invalidated_and_nothing_else(server: RunningServer, tmp_path: Path) -> None:
     with opened(engine(server, tmp_path)) as stack:
         store(stack, object_id(1), object_id(2), OTHER)
         invalidate(server)
-        refresh(stack)
+        stack._invalidations.refresh()
         assert not any(stack.contains(each) for each in (object_id(1), object_id(2)))
         assert list(stack.places(OTHER)) == [0, 1, 2]
         store(stack, object_id(1))
-        refresh(stack)
+        stack._invalidations.refresh()
         assert list(stack.places(object_id(1))) == [0, 1, 2], "what is stored afterwards stays"
 
 
@@ -182,8 +179,6 @@ def test_a_stack_without_servers_asks_nobody(tmp_path: Path) -> None:
 
 ONE = object_id(1)
 WAIT_S = 20.0
-
-
 # Of one key; their content says which is which.
 OLD, NEW = (made_object(ONE, bytes([fill]) * 100) for fill in (1, 2))
 
@@ -196,9 +191,6 @@ class Held(WrappedTier):
         self.verb = verb
         self.is_held = False
         self.arrived, self.let_go = threading.Event(), threading.Event()
-
-    def hold(self) -> None:
-        self.is_held = True
 
     def _stop(self, verb: str) -> None:
         if self.is_held and verb == self.verb:
@@ -217,21 +209,26 @@ class Held(WrappedTier):
 
 
 class Engine:
-    """An engine's tiers in front of servers; `held` is the one whose calls can be stopped."""
+    """An engine's tiers in front of servers, closed by `end`; `held` is the one whose calls can be stopped."""
 
-    def __init__(self, own: list[Any], remote: list[Any], urls: list[str], **options: Any) -> None:
+    def __init__(self, end: ExitStack, own: list[Any], remote: list[Any], urls: list[str], **options: Any) -> None:
         clients = [client for url in urls for client in records_clients(url, CLOCK)]
         self.invalidations = Invalidations(lambda: clients, own, None, CLOCK)
         self.stack = TierStack([*own, *remote], invalidations=self.invalidations, **options)
         self.stack.open()
+        end.callback(self.stack.close)
 
     def read(self) -> bytes | None:
-        data = read_all(self.stack, 1, 4096)
-        return None if data is None else bytes(data)
+        return read_all(self.stack, 1, 4096)
+
+    def invalidate(self, server: RunningServer) -> None:
+        """Invalidate at a server, and hear of it."""
+        invalidate(server)
+        self.invalidations.refresh()
 
     def meanwhile(self, held: Held, act: Callable[[], object], then: Callable[[], object]) -> None:
         """Do something while another thread's call is held, then let that go on to its end."""
-        held.hold()
+        held.is_held = True
         thread = threading.Thread(target=act)
         thread.start()
         assert held.arrived.wait(WAIT_S)
@@ -242,10 +239,12 @@ class Engine:
 
 
 @pytest.mark.parametrize("way", ["read twice", "prefetched"])
-def test_a_copy_that_was_on_its_way_up_is_not_served(server: RunningServer, tmp_path: Path, way: str) -> None:
+def test_a_copy_that_was_on_its_way_up_is_not_served(
+    server: RunningServer, tmp_path: Path, way: str, stack: ExitStack
+) -> None:
     held = Held(http_tier(server.url, CLOCK), "get")
     disk = DiskTier(tmp_path / "own", 8 << 20, CLOCK, nothing_pinned)
-    engine = Engine([open_memory(), disk], [held], [server.url])
+    engine = Engine(stack, [open_memory(), disk], [held], [server.url])
     held.tier.put_from(ONE, OLD)
     if way == "read twice":
         engine.stack._ranking.note_use(ONE)
@@ -257,28 +256,22 @@ def test_a_copy_that_was_on_its_way_up_is_not_served(server: RunningServer, tmp_
             engine.stack.prefetch([ONE], 4096)
             wait_until(lambda: engine.stack._prefetcher.wait(1.0), "the prefetcher")
 
-    def then() -> None:
-        invalidate(server)
-        engine.invalidations.refresh()
-
-    engine.meanwhile(held, act, then)
+    engine.meanwhile(held, act, lambda: engine.invalidate(server))
     assert engine.read() is None
     assert not engine.stack.contains(ONE)
     assert engine.stack.put_from(ONE, NEW)
     assert engine.read() == NEW
-    engine.stack.close()
 
 
-def test_a_read_that_began_afterwards_does_not_share_one_from_before(server: RunningServer) -> None:
+def test_a_read_that_began_afterwards_does_not_share_one_from_before(server: RunningServer, stack: ExitStack) -> None:
     held = Held(http_tier(server.url, CLOCK), "get")
-    engine = Engine([open_memory()], [held], [server.url])
+    engine = Engine(stack, [open_memory()], [held], [server.url])
     held.tier.put_from(ONE, OLD)
     came: list[bytes | None] = []
     second = threading.Thread(target=lambda: came.append(engine.read()))
 
     def then() -> None:
-        invalidate(server)
-        engine.invalidations.refresh()
+        engine.invalidate(server)
         second.start()
         # It answers by itself, or waits for the first one: that must not be.
         second.join(1.0)
@@ -286,12 +279,11 @@ def test_a_read_that_began_afterwards_does_not_share_one_from_before(server: Run
     engine.meanwhile(held, engine.read, then)
     second.join(WAIT_S)
     assert came == [None]
-    engine.stack.close()
 
 
-def test_what_was_evicted_before_does_not_come_back_by_the_server(server: RunningServer) -> None:
+def test_what_was_evicted_before_does_not_come_back_by_the_server(server: RunningServer, stack: ExitStack) -> None:
     held = Held(http_tier(server.url, CLOCK), "put")
-    engine = Engine([open_memory(1 << 20)], [held], [server.url], demote_to=[held])
+    engine = Engine(stack, [open_memory(1 << 20)], [held], [server.url], demote_to=[held])
     engine.stack.put_from(ONE, OLD)
 
     def act() -> None:
@@ -305,47 +297,43 @@ def test_what_was_evicted_before_does_not_come_back_by_the_server(server: Runnin
     engine.meanwhile(held, act, lambda: invalidate(server))
     with opened(http_tier(server.url, CLOCK)) as fresh:
         assert not fresh.contains(ONE), "stored under the new generation"
-    engine.stack.close()
 
 
-def test_what_is_invalidated_while_it_is_evicted_is_not_sent_as_new(server: RunningServer) -> None:
+def test_what_is_invalidated_while_it_is_evicted_is_not_sent_as_new(server: RunningServer, stack: ExitStack) -> None:
     remote = http_tier(server.url, CLOCK)
-    engine = Engine([own := open_memory()], [remote], [server.url], demote_to=[remote])
+    engine = Engine(stack, [own := open_memory()], [remote], [server.url], demote_to=[remote])
 
     def fill(view: memoryview) -> bool:
-        invalidate(server)
-        engine.invalidations.refresh()
+        engine.invalidate(server)
         view[:] = OLD
         return True
 
     own._offer(ONE, len(OLD), fill)
     assert engine.stack.demoter.wait(WAIT_S)
     assert not remote.contains(engine.stack.named(ONE))
-    engine.stack.close()
 
 
-def test_a_block_from_before_is_not_stored_as_one_from_after(server: RunningServer) -> None:
-    engine = Engine([open_memory()], [http_tier(server.url, CLOCK)], [server.url])
+def test_a_block_from_before_is_not_stored_as_one_from_after(server: RunningServer, stack: ExitStack) -> None:
+    engine = Engine(stack, [open_memory()], [http_tier(server.url, CLOCK)], [server.url])
     invalidate(server)
     engine.stack.put_from(ONE, OLD)
     engine.invalidations.refresh()
     assert engine.read() is None
-    engine.stack.close()
 
 
-def test_another_form_of_an_invalidated_block_does_not_replace_a_new_one(server: RunningServer) -> None:
-    engine = Engine([open_memory()], [], [server.url])
+def test_another_form_of_an_invalidated_block_does_not_replace_a_new_one(
+    server: RunningServer, stack: ExitStack
+) -> None:
+    engine = Engine(stack, [open_memory()], [], [server.url])
     engine.stack.put_from(ONE, OLD)
     named = engine.stack.named(ONE)
-    invalidate(server)
-    engine.invalidations.refresh()
+    engine.invalidate(server)
     engine.stack.put_from(ONE, NEW)
     assert not engine.stack.replace(named, OLD), "packed anew from what was read before"
     assert engine.read() == NEW
-    engine.stack.close()
 
 
-def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: Path) -> None:
+def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: Path, stack: ExitStack) -> None:
     with running_server(tiers=(f"disk://{tmp_path}/a",)) as one, running_server(tiers=(f"disk://{tmp_path}/b",)) as two:
         servers = {str(each.address): each for each in (one, two)}
         held = {name: Held(http_tier(each.url, CLOCK), "put") for name, each in servers.items()}
@@ -355,7 +343,7 @@ def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: P
             "",
             CLOCK,
         )
-        engine = Engine([open_memory()], [pool], [one.url, two.url])
+        engine = Engine(stack, [open_memory()], [pool], [one.url, two.url])
         lacking = held[str(two.address)]
         held[str(one.address)].tier.put_from(ONE, OLD)
         # The owner that has sent less is asked first: the one that lacks it.
@@ -367,16 +355,14 @@ def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: P
             assert not fresh.contains(ONE)
 
 
-def test_a_server_that_lost_its_records_serves_nothing_older(server: RunningServer) -> None:
-    engine = Engine([open_memory()], [http_tier(server.url, CLOCK)], [server.url])
+def test_a_server_that_lost_its_records_serves_nothing_older(server: RunningServer, stack: ExitStack) -> None:
+    engine = Engine(stack, [open_memory()], [http_tier(server.url, CLOCK)], [server.url])
     engine.stack.put_from(ONE, OLD)
-    invalidate(server)
-    engine.invalidations.refresh()
+    engine.invalidate(server)
     server.records._records.clear()
     assert engine.read() is None, "the old object is at generation 0"
     assert engine.stack.put_from(ONE, NEW)
     assert server.records.generation("", SPACE) == 1, "the engine knows better"
-    engine.stack.close()
 
 
 def test_a_block_that_waits_to_be_stored_is_no_hit_any_more(

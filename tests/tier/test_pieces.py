@@ -17,7 +17,7 @@ import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.pieces import Pieces, pieces
 from tests.server.worlds import World, ask, metric
-from tests.servers import RunningServer, ServerProcess, running_server, server_process, tier_on
+from tests.servers import RunningServer, running_server, tier_on
 from tests.store.load.sources import made_objects
 from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id
@@ -142,19 +142,7 @@ def test_answers_that_make_no_sense_are_faults(body: bytes) -> None:
 client = partial(tier_on, options="?upload=pieces", tries_max=1, faults_max=10**6)
 
 
-@pytest.fixture
-def west() -> Iterator[ServerProcess]:
-    with server_process() as server:
-        yield server
-
-
-@pytest.fixture
-def east() -> Iterator[ServerProcess]:
-    with server_process() as server:
-        yield server
-
-
-def test_upload_goes_on_after_cuts_where_it_was(west: ServerProcess) -> None:
+def test_upload_goes_on_after_cuts_where_it_was() -> None:
     what, numbers = pieces(1, 30, SIZE), count()
     cuts = [900_000, 100_000, 500_000, 300_000, 700_000]
 
@@ -162,28 +150,27 @@ def test_upload_goes_on_after_cuts_where_it_was(west: ServerProcess) -> None:
         number = next(numbers)
         return Fault(Kind.RESET, False, cuts[number]) if number < len(cuts) else Fault(Kind.NOTHING, False, 0)
 
-    with ChaosProxy(west.address, choose) as proxy, opened(client(proxy)) as tier:
+    with running_server() as server, ChaosProxy(server.address, choose) as proxy, opened(client(proxy)) as tier:
         assert tier.put_from(object_id(1), what.data)
         assert proxy.connections > len(cuts)
         assert tier.put_from(object_id(1), what.data), "what is there costs its head"
-    assert ask(west, "GET", 1)[1] == what.data
-    heads = 2 * (len(cuts) + 1) * len(what.head)
-    assert metric(west, "kvtide_received_bytes_total{") <= 1.01 * len(what.data) + heads
+        assert ask(server, "GET", 1)[1] == what.data
+        heads = 2 * (len(cuts) + 1) * len(what.head)
+        assert metric(server, "kvtide_received_bytes_total{") <= 1.01 * len(what.data) + heads
 
 
-def test_next_server_gets_all_when_the_first_breaks_off(
-    west: ServerProcess, east: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_server_gets_all_when_the_first_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.tier.http.tier._RETRY_S", 0.001)
     what, numbers = pieces(1, 30, SIZE), count()
 
     def choose() -> Fault:
         return Fault(Kind.RESET, False, 900_000 if next(numbers) == 0 else 10)
 
-    with ChaosProxy(west.address, choose) as proxy, opened(client(proxy, east)) as tier:
-        assert tier.put_from(object_id(1), what.data)
-    assert ask(west, "HEAD", 1)[0].status == 404
-    assert ask(east, "GET", 1)[1] == what.data
+    with running_server() as west, running_server() as east:
+        with ChaosProxy(west.address, choose) as proxy, opened(client(proxy, east)) as tier:
+            assert tier.put_from(object_id(1), what.data)
+        assert ask(west, "HEAD", 1)[0].status == 404
+        assert ask(east, "GET", 1)[1] == what.data
 
 
 def test_callers_deadline_holds_on_a_silent_server() -> None:
