@@ -34,11 +34,8 @@ def make_container(port: int) -> None:
     date = formatdate(usegmt=True)
     what = f"x-ms-date:{date}\nx-ms-version:2021-08-06\n/{ACCOUNT}/{ACCOUNT}/kvtide\nrestype:container"
     signed = hmac.new(base64.b64decode(KEY), f"PUT{12 * chr(10)}{what}".encode(), hashlib.sha256).digest()
-    headers = {
-        "x-ms-date": date,
-        "x-ms-version": "2021-08-06",
-        "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(signed).decode()}",
-    }
+    key = f"SharedKey {ACCOUNT}:{base64.b64encode(signed).decode()}"
+    headers = {"x-ms-date": date, "x-ms-version": "2021-08-06", "Authorization": key}
     url = f"http://127.0.0.1:{port}/{ACCOUNT}/kvtide?restype=container"
     with urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers), timeout=10):
         return

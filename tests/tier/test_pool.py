@@ -225,16 +225,14 @@ def test_pool_without_any_server_is_unavailable() -> None:
             tier.put_from(object_id(1), object_bytes(1))
 
 
+def map_bytes(epoch: int, *places: str) -> bytes:
+    return msgspec.json.encode(PoolMap(epoch, tuple(map(server_at, places))))
+
+
 def test_map_that_can_not_be_read_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, seen = tmp_path / "pool.json", list[int]()
     watcher = Watcher(FileMembership(path), lambda pool: seen.append(pool.epoch))
-    for content in (
-        None,
-        b"{",
-        msgspec.json.encode(PoolMap(3, (server_at("a:1"),))),
-        b"x",
-        msgspec.json.encode(PoolMap(2, (server_at("a:1"),))),
-    ):
+    for content in (None, b"{", map_bytes(3, "a:1"), b"x", map_bytes(2, "a:1")):
         if content is not None:
             path.write_bytes(content)
         watcher.refresh()
@@ -300,8 +298,7 @@ def test_one_source_gives_client_and_server_one_map() -> None:
 @pytest.mark.parametrize("bad", ["nowhere", "h:0", "h/x:1", "a..b:1", f"{'h' * 64}:1"])
 def test_map_with_a_server_that_can_not_be_one_is_none(bad: str, tmp_path: Path) -> None:
     path = tmp_path / "pool.json"
-    good = msgspec.json.encode(PoolMap(1, (server_at("h:1"),)))
-    path.write_bytes(good.replace(b'"address":"h:1"', b'"address":"%s"' % bad.encode()))
+    path.write_bytes(map_bytes(1, "h:1").replace(b'"address":"h:1"', b'"address":"%s"' % bad.encode()))
     with opened(TierStack([pool_tier(f"pool+file://{path}", SystemClock())])) as stack:
         assert read_all(stack, 1) is None
         assert stack.tier_stats()[0].faults == 1
@@ -311,11 +308,11 @@ def test_map_that_can_not_be_used_now_is_used_later(tmp_path: Path, caplog: pyte
     """A server that joins while the file with our token is being replaced."""
     path, token = tmp_path / "pool.json", tmp_path / "token"
     token.write_text("secret")
-    path.write_bytes(msgspec.json.encode(PoolMap(1, (server_at("127.0.0.1:9"),))))
+    path.write_bytes(map_bytes(1, "127.0.0.1:9"))
     with opened(pool_tier(f"pool+file://{path}?token_file={token}", SystemClock())) as tier:
         token.unlink()
         aside = tmp_path / "new"
-        aside.write_bytes(msgspec.json.encode(PoolMap(2, (server_at("127.0.0.1:9"), server_at("127.0.0.1:10")))))
+        aside.write_bytes(map_bytes(2, "127.0.0.1:9", "127.0.0.1:10"))
         aside.rename(path)
         wait_until(lambda: "token" in caplog.text, "the map to be refused")
         assert tier.epoch == 1

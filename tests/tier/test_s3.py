@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
-from tests.stores import opened
+from tests.stores import nothing_pinned, opened
 from tests.suites.tier_suite import TierSuite, object_bytes, object_id, read_all
 
 from kvtide.clock import ManualClock, SystemClock
@@ -39,9 +39,8 @@ def url_of(server: BenchService, prefix: str) -> str:
 class TestS3(TierSuite):
     @pytest.fixture
     def tier(self, server: BenchService) -> Iterator[Tier]:
-        with opened(
-            open_tier(url_of(server, f"t{next(_PREFIXES)}"), Limits(), SystemClock(), lambda key: False)
-        ) as tier:
+        url = url_of(server, f"t{next(_PREFIXES)}")
+        with opened(open_tier(url, Limits(), SystemClock(), nothing_pinned)) as tier:
             yield tier
 
     @pytest.mark.parametrize("size", [s3.PART_BYTES, s3.PART_BYTES + 1, 2 * s3.PART_BYTES + 12_345])
@@ -90,15 +89,8 @@ def test_figures_of_the_bucket_are_counted_again_after_a_while(server: BenchServ
 
 
 # What names a store of each kind at an address of one's own.
-SERVICE_ACCOUNT = json.dumps(
-    {
-        "gcs_base_url": "http://127.0.0.1:9",
-        "disable_oauth": True,
-        "client_email": "",
-        "private_key": "hush",
-        "private_key_id": "",
-    }
-)
+PLACE = {"gcs_base_url": "http://127.0.0.1:9", "disable_oauth": True}
+SERVICE_ACCOUNT = json.dumps({**PLACE, "client_email": "", "private_key": "hush", "private_key_id": ""})
 
 
 @pytest.mark.parametrize(

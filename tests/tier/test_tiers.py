@@ -60,12 +60,8 @@ class TestDisk(TierSuite):
 def test_pinned_object_is_never_evicted(local_url: str, clock: ManualClock) -> None:
     # Room for two objects and half of a third; on the disk each has a segment of its own.
     size = 40_000
-    tier = open_tier(
-        local_url,
-        Limits(memory_bytes_max=100_000, disk_bytes_max=140_000),
-        clock,
-        lambda key: key == object_id(0).key,
-    )
+    limits = Limits(memory_bytes_max=100_000, disk_bytes_max=140_000)
+    tier = open_tier(local_url, limits, clock, lambda key: key == object_id(0).key)
     tier.open()
     put_all(tier, range(4), size)
     assert [n for n in range(4) if tier.contains(object_id(n))] == [0, 3]
