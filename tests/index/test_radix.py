@@ -148,8 +148,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, tier=st.integers(0, 1), pause_s=st.sampled_from([0.0, 1.0, 300.0]))
     def insert(self, prompt: tuple[Namespace, list[int]], tier: int, pause_s: float) -> None:
-        namespace, tokens = prompt
-        keys = block_keys(namespace, tokens, 1)
+        namespace, keys = prompt[0], block_keys(*prompt, 1)
         self.clock.advance(pause_s)
         evicted = self.index.insert(namespace, keys, tier=tier)
         self.place_all(keys, tier)
@@ -158,8 +157,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, tier=st.integers(0, 2))
     def insert_block_by_block(self, prompt: tuple[Namespace, list[int]], tier: int) -> None:
-        namespace, tokens = prompt
-        keys = block_keys(namespace, tokens, 1)
+        namespace, keys = prompt[0], block_keys(*prompt, 1)
         for position, key in enumerate(keys):
             if position and keys[position - 1] not in self.held:
                 assert self.index.insert(namespace, [key], keys[position - 1], tier) == []

@@ -51,14 +51,13 @@ def metas_of_tokens(layout: BlockLayout, tokens: Sequence[int], space: Namespace
     return [BlockMeta(ObjectId(space, key), parent, i * layout.tokens, layout, "test") for i, (parent, key) in chained]
 
 
-def _held(bits: BlockBits) -> Callable[[], BlockBits]:
-    return lambda: bits
+def pending(meta: BlockMeta, bits: BlockBits) -> PendingBlock:
+    return PendingBlock(meta, lambda: lambda: bits)
 
 
 def fill(cache: Cache, metas: list[BlockMeta]) -> list[BlockBits]:
     contents = [smooth_bits(meta.layout, seed) for seed, meta in enumerate(metas)]
-    pending = [PendingBlock(meta, partial(_held, bits)) for meta, bits in zip(metas, contents, strict=True)]
-    assert cache.store(pending) == len(metas)
+    assert cache.store(list(map(pending, metas, contents))) == len(metas)
     assert cache.flush(10)
     return contents
 
@@ -246,9 +245,7 @@ def test_failing_source_is_counted_and_the_next_block_stored(
     def broken() -> BlockBits:
         raise RuntimeError("device lost")
 
-    cache.store(
-        [PendingBlock(metas[0], lambda: broken), PendingBlock(metas[1], lambda: lambda: smooth_bits(layout, 1))]
-    )
+    cache.store([PendingBlock(metas[0], lambda: broken), pending(metas[1], smooth_bits(layout, 1))])
     assert cache.flush(10)
     assert cache.stats().blocks_stored == 1
     assert [record.message for record in caplog.records] == ["can't store, served as a miss: device lost"]
@@ -285,7 +282,7 @@ def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
     cache, (meta,), sink = open_cache(tmp_path, "cachegen"), metas_of(layout, 1), Collector()
     bits = smooth_bits(layout, 1)
     bits[1, 0, 3, 1, 2] = 0x7F800000  # infinity
-    cache.store([PendingBlock(meta, lambda: lambda: bits)])
+    cache.store([pending(meta, bits)])
     assert cache.flush(10)
     assert cache.load([meta], Whole(sink)).blocks == 1
     assert np.array_equal(sink.blocks[0], bits)
@@ -300,7 +297,7 @@ def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
         fill(cache, metas_of(layout, 1))
         assert stored.encode() in stored_records(tmp_path / name)[0].body()[:256]
     cache = open_cache(tmp_path / "none", "cachegen", encode_scratch_bytes_max=1)
-    cache.store([PendingBlock(metas_of(layout, 1)[0], lambda: lambda: smooth_bits(layout, 1))])
+    cache.store([pending(metas_of(layout, 1)[0], smooth_bits(layout, 1))])
     assert cache.flush(10)
     assert stored_records(tmp_path / "none") == []
     assert cache.stats().blocks_dropped == 1

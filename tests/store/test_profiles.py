@@ -94,8 +94,7 @@ def test_bytes_of_another_digest_are_no_profile(shelf: ProfileStore, monkeypatch
 
 
 def test_damaged_piece_is_removed_and_put_again(tmp_path: Path) -> None:
-    cache = cache_for(str(tmp_path), CodecRegistry().make("raw"))
-    with cache:
+    with cache_for(str(tmp_path), CodecRegistry().make("raw")) as cache:
         ProfileStore(cache.tiers).put(FIRST, [NAME], 1.0)
     for record in stored_records(tmp_path):
         if len(record.body()) > 4096:
@@ -389,9 +388,8 @@ def test_state_that_is_exact_beside_lossy_blocks_is_outside_of_no_promise(tmp_pa
         bits = smooth_bits(states[0].layout, 1)
         assert cache.store([PendingBlock(each, lambda: lambda: bits, is_exact=True) for each in states]) == 2
         assert cache.flush(10)
-    assert [each["detail"] for each in doctor_on_profiles(tmp_path)] == [
-        "all 2 blocks of test keep their profile's promise"
-    ]
+    (said,) = doctor_on_profiles(tmp_path)
+    assert said["detail"] == "all 2 blocks of test keep their profile's promise"
 
 
 def test_blocks_of_a_model_that_has_no_profile_are_outside_of_no_promise(tmp_path: Path, clock: ManualClock) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faults.writers import pack_blocks, writing
 from tests.servers import running_server
-from tests.store.load.test_sparse import BITS, METAS, REGISTRY, a_tier, fetched, fill_tier
+from tests.store.load.test_sparse import BITS, METAS, REGISTRY, WHOLE, a_tier, fetched, fill_tier
 from tests.stores import open_disk, opened, read_object
 from tests.suites.codec_suite import decoded_by
 
@@ -172,8 +172,7 @@ def read_in_part(tier: DiskTier) -> int:
     if not blocks:
         return 0
     loaded = fetched(load, 1, np.arange(0, blocks * load.chunks_per_block, 2))
-    whole = np.concatenate([bits[1] for bits in BITS], axis=1)
-    assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+    assert np.array_equal(loaded.bits, WHOLE[1][:, loaded.tokens])
     return len(loaded.tokens)
 
 

@@ -214,8 +214,7 @@ def test_disk_with_a_policy_writes_little_again(
 
 def test_object_evicted_by_another_process_is_a_miss(tmp_path: Path) -> None:
     early, late = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES)
-    early.put_from(object_id(0), object_bytes(0, 50_000))
-    early.put_from(object_id(1), object_bytes(1, 50_000))
+    put_all(early, (0, 1), 50_000)
     put_all(late, range(2, 60), 50_000)
     assert read_all(early, 0) is None
     assert read_all(early, 59) == object_bytes(59, 50_000)

@@ -4,7 +4,7 @@ import math
 import random
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -74,14 +74,14 @@ class Remote:
         return HttpAnswer(202 if missing else 201, {}, 0, msgspec.json.encode(PiecesAnswer(missing)))
 
 
-def send(remote: Remote, what: Pieces) -> HttpAnswer:
+def send(ask: Callable[[Buffer], HttpAnswer], what: Pieces) -> HttpAnswer:
     clock = ManualClock()
-    return put_in_pieces(remote.ask, what.data, clock, 10.0, clock.advance)
+    return put_in_pieces(ask, what.data, clock, 10.0, clock.advance)
 
 
 def test_head_goes_first_and_sections_in_stored_order_in_bounded_requests() -> None:
     what, remote = pieces(1, 40, 30_000), Remote({})
-    assert send(remote, what).status == 201
+    assert send(remote.ask, what).status == 201
     assert remote.bodies[0] == what.head
     assert b"".join(remote.bodies[1:]) == b"".join(what.frames)
     assert all(len(body) <= REQUEST_BYTES_MAX for body in remote.bodies)
@@ -90,7 +90,7 @@ def test_head_goes_first_and_sections_in_stored_order_in_bounded_requests() -> N
 
 def test_larger_section_goes_alone() -> None:
     what, remote = pieces(1, 2, REQUEST_BYTES_MAX + 1), Remote({})
-    assert send(remote, what).status == 201
+    assert send(remote.ask, what).status == 201
     assert len(remote.bodies) == 3
 
 
@@ -102,7 +102,7 @@ def test_any_faults_end_in_the_object_or_a_fault_and_little_goes_twice() -> None
         faults = {at: rng.choice(["lost", "answer", "restart"]) for at in range(200) if rng.random() < rate}
         remote = Remote(faults)
         try:
-            assert send(remote, what).status == 201
+            assert send(remote.ask, what).status == 201
             is_there = True
         except TierUnavailable:
             is_there = False
@@ -124,9 +124,8 @@ def test_server_that_gets_no_further_is_given_up() -> None:
         next(requests)
         return HttpAnswer(202, {}, 0, msgspec.json.encode(PiecesAnswer([3])))
 
-    clock = ManualClock()
     with pytest.raises(TierUnavailable, match="still lacks 1 sections"):
-        put_in_pieces(ask, what.data, clock, 10.0, clock.advance)
+        send(ask, what)
     assert next(requests) <= TRIES_MAX + 1
 
 
@@ -134,9 +133,8 @@ def test_server_that_gets_no_further_is_given_up() -> None:
     "body", [b"", b"[]", b'{"missing": [99]}', b'{"missing": [-1]}', b'{"missing": ["a"]}', b"\xff"]
 )
 def test_answers_that_make_no_sense_are_faults(body: bytes) -> None:
-    clock = ManualClock()
     with pytest.raises(TierUnavailable):
-        put_in_pieces(lambda sent: HttpAnswer(202, {}, 0, body), pieces(1).data, clock, 10.0, clock.advance)
+        send(lambda sent: HttpAnswer(202, {}, 0, body), pieces(1))
 
 
 client = partial(tier_on, options="?upload=pieces", tries_max=1, faults_max=10**6)

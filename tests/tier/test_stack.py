@@ -282,16 +282,13 @@ def test_slow_tier_delays_only_its_own_readers() -> None:
     gate = Gate()
     stack, memory, _ = stack_behind_gate(gate)
     memory.put_from(object_id(0), object_bytes(0))
-    readers = [threading.Thread(target=read_all, args=(stack, number)) for number in range(1, 9)]
-    for reader in readers:
-        reader.start()
-        assert gate.arrived.acquire(timeout=10)
-    assert sum(read_all(stack, 0) == object_bytes(0) for _ in range(1000)) == 1000
-    assert not gate.arrived.acquire(blocking=False)
-    assert sum(reader.is_alive() for reader in readers) == 8
-    gate.is_open.set()
-    for reader in readers:
-        reader.join()
+    with ThreadPoolExecutor(8) as threads:
+        readers = [threads.submit(read_all, stack, number) for number in range(1, 9)]
+        assert all(gate.arrived.acquire(timeout=10) for _ in readers)
+        assert sum(read_all(stack, 0) == object_bytes(0) for _ in range(1000)) == 1000
+        assert not gate.arrived.acquire(blocking=False)
+        assert not any(reader.done() for reader in readers)
+        gate.is_open.set()
     stack.close()
 
 

@@ -54,6 +54,8 @@ REGISTRY = CodecRegistry([fitted(LAYOUT)])
 CODEC = PackedCodec(fitted(LAYOUT), 1e-2, 4)
 METAS = metas_of(LAYOUT, 3)
 BITS = [smooth_bits(LAYOUT, 70 + i) for i in range(3)]
+# All tokens, by layer.
+WHOLE = np.concatenate(BITS, axis=2)
 
 
 def a_tier(seed: int = 0, codec: Codec = CODEC) -> MemoryTier:
@@ -97,8 +99,7 @@ def test_chunks_are_exact_and_hold_the_tokens_that_were_asked_for(seed: int, lay
     tokens = np.array(sorted(data.draw(st.sets(st.integers(0, 3 * LAYOUT.tokens - 1), max_size=9))), dtype=np.int64)
     loaded = fetched(load, layer, load.chunks_with(layer, tokens))
     assert set(tokens.tolist()) <= set(loaded.tokens.tolist())
-    whole = np.concatenate([bits[layer] for bits in BITS], axis=1)
-    assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+    assert np.array_equal(loaded.bits, WHOLE[layer][:, loaded.tokens])
 
 
 def test_only_what_is_asked_for_is_read() -> None:
@@ -115,9 +116,8 @@ def test_a_block_packed_anew_meanwhile_stays_rough() -> None:
     load.open(METAS, REGISTRY)
     assert tier.replace(METAS[1].id, read_object(a_tier(2), METAS[1].id))
     loaded = fetched(load, 0, np.arange(3 * load.chunks_per_block))
-    whole = np.concatenate([bits[0] for bits in BITS], axis=1)
-    assert len(loaded.tokens) < whole.shape[1]
-    assert np.array_equal(loaded.bits, whole[:, loaded.tokens])
+    assert len(loaded.tokens) < 3 * LAYOUT.tokens
+    assert np.array_equal(loaded.bits, WHOLE[0][:, loaded.tokens])
 
 
 def test_it_ends_before_what_is_absent_damaged_or_of_another_codec() -> None:
@@ -157,7 +157,7 @@ def test_leading_chunks_are_exact_from_the_beginning_where_blocks_were_packed_by
         first = fetched(load, layer, load.ahead_chunks())
         stored = np.concatenate([got[block][layer] for block in range(3)], axis=1)
         assert np.array_equal(first.bits, stored[:, first.tokens])
-        assert np.array_equal(first.bits, np.concatenate([bits[layer] for bits in BITS], axis=1)[:, first.tokens])
+        assert np.array_equal(first.bits, WHOLE[layer][:, first.tokens])
     assert load.read_bytes - read_bytes == 3 * LAYOUT.raw_bytes * 4 // LAYOUT.tokens
     load.close()
 
