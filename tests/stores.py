@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvtide.clock import Clock, ManualClock
 from kvtide.tier import Tier
@@ -31,9 +31,9 @@ def open_memory(bytes_max: int = 64 << 20) -> MemoryTier:
 
 
 def open_disk(
-    store: Path, bytes_max: int = 1 << 30, files: Files | None = None, clock: Clock | None = None
+    store: Path, bytes_max: int = 1 << 30, files: Files | None = None, clock: Clock | None = None, **options: Any
 ) -> DiskTier:
-    tier = DiskTier(store, bytes_max, clock or ManualClock(1000.0), nothing_pinned, files)
+    tier = DiskTier(store, bytes_max, clock or ManualClock(1000.0), nothing_pinned, files, **options)
     tier.open()
     return tier
 

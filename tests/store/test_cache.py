@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -317,14 +316,9 @@ def test_restart_rebuilds_the_tree_and_says_how_long_it_took(
 
 def test_judge_s_record_waits_for_no_silent_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-
-    def asked(*arguments: Any, **named: Any) -> None:
-        waits.append(caller_deadline_s())
-
-    cache = cache_for(str(tmp_path), LosslessCodec())
-    with cache:
+    with cache_for(str(tmp_path), LosslessCodec()) as cache:
         for verb in ("get_into", "put_from", "delete"):
-            monkeypatch.setattr(cache.tiers, verb, asked)
+            monkeypatch.setattr(cache.tiers, verb, lambda *arguments: waits.append(caller_deadline_s()))
         cache.recall()
         cache.judge.link.estimator.add(1000, 0.0, 1.0)
     assert len(waits) == 3

@@ -126,8 +126,7 @@ def codec_ids_of(tier: Tier, metas: Sequence[BlockMeta]) -> list[tuple[str, byte
     """Return codec and profile of each of these blocks that is stored."""
     buffer, found = memoryview(bytearray(8 << 20)), []
     for meta in metas:
-        size = tier.get_into(meta.id, buffer)
-        if size:
+        if size := tier.get_into(meta.id, buffer):
             stored = parse_object(buffer[:size], meta.id)
             found.append((stored.codec_id, stored.profile))
     return found
@@ -277,7 +276,7 @@ def test_start_waits_less_for_the_store_than_the_storing_thread(
 ) -> None:
     waits: list[float] = []
 
-    def versions(self: ProfileStore, name: bytes, kind: str, group: str) -> list[ProfileVersion]:
+    def versions(*asked: object) -> list[ProfileVersion]:
         waits.append(caller_deadline_s() - clock.monotonic_s())
         return []
 

@@ -14,7 +14,6 @@ import xxhash
 from tests.stores import disk_bytes, open_disk, stored_records
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
-from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
 from kvtide.evict import order_named
 from kvtide.tier import Tier
@@ -195,10 +194,9 @@ def test_disk_with_a_policy_writes_little_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events_max: int
 ) -> None:
     monkeypatch.setattr("kvtide.tier.disk.catalog.EVENTS_MAX", events_max)
-    files, clock, bytes_max, size = Counted(), ManualClock(1000.0), 16 << 20, 20_000
+    files, bytes_max, size = Counted(), 16 << 20, 20_000
     order_of = partial(order_named, "lru", bytes_max=bytes_max)
-    tier = DiskTier(tmp_path, bytes_max, clock, lambda key: False, files, order_of)
-    tier.open()
+    tier = open_disk(tmp_path, bytes_max, files, order_of=order_of)
     rng = random.Random(3)
     for number in range(1500):
         tier.put_from(object_id(number), object_bytes(number, size))
@@ -321,8 +319,7 @@ def test_segments_that_another_thread_has_evicted_meanwhile_are_forgotten_once(
 def test_segments_that_others_make_are_learnt_of_while_a_policy_chooses(tmp_path: Path) -> None:
     order_of = partial(order_named, "lru", bytes_max=2 << 20)
     several_segments(tmp_path).close()
-    tier = DiskTier(tmp_path, 2 << 20, ManualClock(), lambda key: False, order_of=order_of)
-    tier.open()
+    tier = open_disk(tmp_path, 2 << 20, order_of=order_of)
     segments, has_ended = tier._log._directory.segments, threading.Event()
     state = next(iter(segments.values()))
     segments |= dict.fromkeys(range(1000, 6000), state)

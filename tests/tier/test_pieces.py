@@ -245,13 +245,8 @@ def server() -> Iterator[RunningServer]:
 
 def collected(source: HttpTier, start: int, stop: int, wait_s: float = 20.0) -> tuple[bytes, bool]:
     data = bytearray()
-
-    def take(part: memoryview) -> bool:
-        data.extend(part)
-        return True
-
     with until(CLOCK.monotonic_s() + wait_s):
-        is_there = source.read_range(OBJECT_ID, start, stop, take)
+        is_there = source.read_range(OBJECT_ID, start, stop, lambda part: data.extend(part) is None)
     return bytes(data), is_there
 
 

@@ -2,7 +2,6 @@
 
 import socket
 import time
-from collections.abc import Iterator
 from itertools import count
 
 import pytest
@@ -19,61 +18,51 @@ SIZE = 2_000_000
 CUT_AT = 1_500_000
 
 
-@pytest.fixture
-def east() -> Iterator[RunningServer]:
-    with running_server() as server:
-        yield server
-
-
-@pytest.fixture
-def west() -> Iterator[RunningServer]:
-    with running_server() as server:
-        yield server
-
-
 def cut_once(server: RunningServer, kind: Kind = Kind.RESET) -> ChaosProxy:
     """Put a proxy in front that ends its first connection in the middle of a body."""
     numbers = count()
     return ChaosProxy(server.address, lambda: Fault(kind if next(numbers) == 0 else Kind.NOTHING, True, CUT_AT))
 
 
-def test_other_region_sends_only_the_rest(east: RunningServer, west: RunningServer) -> None:
+def test_other_region_sends_only_the_rest() -> None:
     data = object_bytes(1, SIZE)
-    for server in (east, west):
-        assert server.store.put_from(object_id(1), data)
-    with cut_once(east, Kind.TRUNCATE) as proxy, opened(tier_on(proxy, west, tries_max=1)) as tier:
-        assert read_all(tier, 1, SIZE + 1) == data
-    assert 0 < counted(west, "kvtide_sent_bytes_total") <= SIZE - CUT_AT + 1000
+    with running_server() as east, running_server() as west:
+        for server in (east, west):
+            assert server.store.put_from(object_id(1), data)
+        with cut_once(east, Kind.TRUNCATE) as proxy, opened(tier_on(proxy, west, tries_max=1)) as tier:
+            assert read_all(tier, 1, SIZE + 1) == data
+        assert 0 < counted(west, "kvtide_sent_bytes_total") <= SIZE - CUT_AT + 1000
 
 
-def test_range_goes_on_where_it_was_at_the_same_server(east: RunningServer) -> None:
-    data = object_bytes(1, SIZE)
-    assert east.store.put_from(object_id(1), data)
-    with cut_once(east, Kind.TRUNCATE) as proxy, opened(tier_on(proxy, tries_max=3)) as tier:
-        buffer = memoryview(bytearray(SIZE))
+def test_range_goes_on_where_it_was_at_the_same_server() -> None:
+    data, buffer = object_bytes(1, SIZE), memoryview(bytearray(SIZE))
+    with running_server() as east, cut_once(east, Kind.TRUNCATE) as proxy, opened(tier_on(proxy, tries_max=3)) as tier:
+        assert east.store.put_from(object_id(1), data)
         assert tier.get_into(object_id(1), buffer, 1000) == SIZE - 1000
         assert buffer[: SIZE - 1000] == data[1000:]
 
 
-def test_another_object_under_the_key_is_read_from_the_beginning(east: RunningServer, west: RunningServer) -> None:
+def test_another_object_under_the_key_is_read_from_the_beginning() -> None:
     """Two codecs may have made different objects of one block: halves of them are never put together."""
     other = made_object(object_id(1), bytes(SIZE - 500))
-    assert east.store.put_from(object_id(1), object_bytes(1, SIZE))
-    assert west.store.put_from(object_id(1), other)
-    with cut_once(east) as proxy, opened(tier_on(proxy, west, tries_max=2)) as tier:
-        assert read_all(tier, 1, SIZE + 1) in {object_bytes(1, SIZE), other}
+    with running_server() as east, running_server() as west:
+        assert east.store.put_from(object_id(1), object_bytes(1, SIZE))
+        assert west.store.put_from(object_id(1), other)
+        with cut_once(east) as proxy, opened(tier_on(proxy, west, tries_max=2)) as tier:
+            assert read_all(tier, 1, SIZE + 1) in {object_bytes(1, SIZE), other}
 
 
-def test_other_region_without_the_object_is_a_miss(east: RunningServer, west: RunningServer) -> None:
-    assert east.store.put_from(object_id(1), object_bytes(1, SIZE))
-    with cut_once(east) as proxy, opened(tier_on(proxy, west, tries_max=1)) as tier:
-        assert read_all(tier, 1, SIZE + 1) is None
+def test_other_region_without_the_object_is_a_miss() -> None:
+    with running_server() as east, running_server() as west:
+        assert east.store.put_from(object_id(1), object_bytes(1, SIZE))
+        with cut_once(east) as proxy, opened(tier_on(proxy, west, tries_max=1)) as tier:
+            assert read_all(tier, 1, SIZE + 1) is None
 
 
 @pytest.mark.real_time
-def test_silent_server_is_left_for_the_other_one_in_time(west: RunningServer) -> None:
-    assert west.store.put_from(object_id(1), object_bytes(1))
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+def test_silent_server_is_left_for_the_other_one_in_time() -> None:
+    with running_server() as west, socket.create_server(("127.0.0.1", 0)) as silent:
+        assert west.store.put_from(object_id(1), object_bytes(1))
         place = Place(ListenAddress(*silent.getsockname()))
         with opened(tier_on(place, west, tries_max=1, operation_s_max=4.0)) as tier:
             started_s = time.monotonic()

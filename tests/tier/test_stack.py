@@ -316,8 +316,7 @@ def test_tier_that_is_written_last_is_one_of_several(is_foreign: bool) -> None:
 
 def test_evicted_objects_go_to_the_slower_tier_alone(local_url: str, clock: ManualClock) -> None:
     local = open_tier(local_url, Limits(memory_bytes_max=400_000, disk_bytes_max=400_000), clock, nothing_pinned)
-    remote = MemoryTier(10 << 20, clock, nothing_pinned)
-    remote.name = "remote"
+    remote = NamedMemory("remote", 10 << 20)
     with opened(TierStack([local, remote], demote_to=[remote])) as stack:
         put_all(stack, range(20), 50_000)
         assert stack.demoter.wait(10)
