@@ -9,8 +9,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from tests.suites import block_meta
+from tests.suites import bits_of, block_meta, smooth_bits
 from tests.suites.codec_suite import decoded_by
 
 from kvtide import _native
@@ -28,16 +27,8 @@ def meta_of(dtype: KVDtype, layers: int = 2, tokens: int = 64) -> BlockMeta:
     return block_meta(BlockLayout(layers, tokens, 2, 16, dtype))
 
 
-def bits_of(values: NDArray[np.float32], dtype: KVDtype) -> BlockBits:
-    if dtype is KVDtype.FLOAT16:
-        return values.astype(np.float16).view(np.uint16)
-    words = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return words if dtype is KVDtype.FLOAT32 else (words >> 16).astype(np.uint16)
-
-
 def normal_bits(dtype: KVDtype, tokens: int = 64) -> BlockBits:
-    shape = meta_of(dtype, tokens=tokens).layout.shape
-    return bits_of(np.random.default_rng(1).normal(size=shape).astype(np.float32), dtype)
+    return smooth_bits(meta_of(dtype, tokens=tokens).layout, 1)
 
 
 def check_round_trip(meta: BlockMeta, bits: BlockBits) -> list[Section]:

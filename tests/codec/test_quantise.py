@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.suites import block_meta, layouts, smooth_bits
+from tests.suites import bits_of, block_meta, layouts, smooth_bits
 from tests.suites.codec_suite import decoded_by
 
 from kvtide import _native
-from kvtide.block import BlockLayout, KVDtype
+from kvtide.block import BlockBits, BlockLayout, KVDtype, values_of
 from kvtide.codec import CodecRegistry, Profile
 from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
 from kvtide.codec.published.cachegen import GROUP_TOKENS, ProfileFitter, delta_layers
 from kvtide.codec.published.integers import (
-    CODERS,
     CodedIntegers,
     Distribution,
     IntegerRuns,
@@ -34,115 +33,97 @@ from kvtide.wire import pack_object, parse_object
 
 GROUP = 10
 Floats = NDArray[np.float32]
+element_types = st.sampled_from(KVDtype)
 
 
-def as_elements(values: Floats, code: int) -> tuple[NDArray[np.uint8], Floats]:
-    """The values as bytes of an element type, and what they are worth once they are."""
-    if code == 1:
-        return values.reshape(-1).view(np.uint8), values
-    if code == 2:
-        half = values.astype(np.float16)
-        return half.reshape(-1).view(np.uint8), half.astype(np.float32)
-    words = (values.view(np.uint32) >> 16).astype(np.uint16)
-    return words.reshape(-1).view(np.uint8), (words.astype(np.uint32) << 16).view(np.float32)
+def normal_bits(seed: int, shape: tuple[int, int], dtype: KVDtype, spread: float = 1.0) -> BlockBits:
+    return bits_of((np.random.default_rng(seed).normal(size=shape) * spread).astype(np.float32), dtype)
 
 
-def from_elements(data: NDArray[np.uint8], code: int, shape: tuple[int, ...]) -> Floats:
-    if code == 3:
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    return data.view(np.float32 if code == 1 else np.float16).astype(np.float32).reshape(shape)
-
-
-def scale_up(largest: Any) -> tuple[Any, Any]:
-    bits = ((largest.view(np.uint32).astype(np.uint64) + 0xFFFF) >> 16).astype(np.uint16)
-    return bits, (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def twin_cachegen(values: Floats, step: np.float32) -> tuple[Any, Any, Any]:
+def twin_quantised(values: Floats, step: float, group: int = GROUP, half: int = 127) -> tuple[Any, Any, Any]:
+    """Anchors, scales rounded up to bfloat16, and deltas of (tokens, channels)."""
     tokens = len(values)
-    anchors_at = np.arange(0, tokens, GROUP)
-    bits, scales = scale_up(np.abs(values[anchors_at]).max(axis=1))
+    largest = np.abs(values[::group]).max(axis=1)
+    bits = ((largest.view(np.uint32).astype(np.uint64) + 0xFFFF) >> 16).astype(np.uint16)
+    scales = values_of(bits, KVDtype.BFLOAT16)
     with np.errstate(divide="ignore", invalid="ignore"):
-        factor = np.float32(127) / scales
+        factor = np.float32(half) / scales
     factor = np.where(np.isfinite(factor), factor, np.float32(0)).astype(np.float32)
-    anchors = np.rint(np.clip(values[anchors_at] * factor[:, None], -127, 127)).astype(np.int16)
-    decoded = anchors.astype(np.float32) * (scales / np.float32(127))[:, None]
-    deltas = (values - np.repeat(decoded, GROUP, axis=0)[:tokens]) * (np.float32(1) / step)
-    rest = np.arange(tokens) % GROUP != 0
+    anchors = np.rint(np.clip(values[::group] * factor[:, None], -half, half)).astype(np.int16)
+    decoded = anchors.astype(np.float32) * (scales / np.float32(half))[:, None]
+    deltas = (values - np.repeat(decoded, group, axis=0)[:tokens]) * (np.float32(1) / np.float32(step))
+    rest = np.arange(tokens) % group != 0
     return anchors.T, bits, np.rint(np.clip(deltas[rest], -32767, 32767)).astype(np.int16).T
 
 
-def quantised(values: Floats, code: int, step: float) -> tuple[Any, Any, Any]:
-    tokens, channels = values.shape
-    groups = -(-tokens // GROUP)
+def quantised(bits: BlockBits, dtype: KVDtype, step: float, group: int = GROUP, half: int = 127) -> Any:
+    """The same by the kernel; None if a value is not finite."""
+    tokens, channels = bits.shape
+    groups = -(-tokens // group)
     anchors, scales = np.empty((channels, groups), np.int16), np.empty(groups, np.uint16)
-    deltas = np.empty((channels, tokens - groups), np.int16)
-    data, _ = as_elements(values, code)
-    assert _native.quantise_groups(data, code, GROUP, 127, step, anchors, scales, deltas)
-    return anchors, scales, deltas
+    found = anchors, scales, np.empty((channels, tokens - groups), np.int16)
+    is_finite = _native.quantise_groups(bits.reshape(-1).view(np.uint8), dtype.code, group, half, step, *found)
+    return found if is_finite else None
+
+
+def restored(found: Any, bits: BlockBits, dtype: KVDtype, step: float, group: int = GROUP, half: int = 127) -> Floats:
+    out = np.empty_like(bits)
+    _native.restore_groups(*found, group, half, step, dtype.code, out.reshape(-1).view(np.uint8))
+    return values_of(out, dtype)
+
+
+def check_twin(found: Any, truth: Any) -> None:
+    for native, twin in zip(found, truth, strict=True):
+        assert np.array_equal(native, twin)
 
 
 @given(
     seed=st.integers(0, 2**32),
     tokens=st.integers(1, 45),
     channels=st.integers(1, 20),
-    code=st.integers(1, 3),
+    dtype=element_types,
     spread=st.sampled_from([1e-20, 1e-4, 1.0, 300.0]),
 )
 @settings(max_examples=150, deadline=None)
-def test_cachegen_is_its_twin(seed: int, tokens: int, channels: int, code: int, spread: float) -> None:
-    values = (np.random.default_rng(seed).normal(size=(tokens, channels)) * spread).astype(np.float32)
-    _, exact = as_elements(values, code)
-    step = np.float32(max(0.1 * spread, 1e-30))
-    for native, twin in zip(quantised(values, code, float(step)), twin_cachegen(exact, step), strict=True):
-        assert np.array_equal(native, twin)
+def test_cachegen_is_its_twin(seed: int, tokens: int, channels: int, dtype: KVDtype, spread: float) -> None:
+    bits, step = normal_bits(seed, (tokens, channels), dtype, spread), float(np.float32(max(0.1 * spread, 1e-30)))
+    check_twin(quantised(bits, dtype, step), twin_quantised(values_of(bits, dtype), step))
 
 
-@given(seed=st.integers(0, 2**32), tokens=st.integers(2, 45), code=st.integers(1, 3))
+@given(seed=st.integers(0, 2**32), tokens=st.integers(2, 45), dtype=element_types)
 @settings(max_examples=60, deadline=None)
-def test_cachegen_is_off_by_half_a_step_at_most(seed: int, tokens: int, code: int) -> None:
-    values = np.random.default_rng(seed).normal(size=(tokens, 8)).astype(np.float32)
-    data, exact = as_elements(values, code)
-    out = np.empty_like(data)
-    _native.restore_groups(*quantised(values, code, 0.25), GROUP, 127, 0.25, code, out)
-    error = np.abs(from_elements(out, code, values.shape) - exact)
+def test_cachegen_is_off_by_half_a_step_at_most(seed: int, tokens: int, dtype: KVDtype) -> None:
+    bits = normal_bits(seed, (tokens, 8), dtype)
+    exact = values_of(bits, dtype)
+    error = np.abs(restored(quantised(bits, dtype, 0.25), bits, dtype, 0.25) - exact)
     is_anchor = np.arange(tokens) % GROUP == 0
     # Beside the step: the rounding of the output's own type.
-    rounding = {1: 1e-6, 2: 2e-3, 3: 2e-2}[code]
+    rounding = {KVDtype.FLOAT32: 1e-6, KVDtype.FLOAT16: 2e-3, KVDtype.BFLOAT16: 2e-2}[dtype]
     assert error[~is_anchor].max(initial=0) <= 0.125 + rounding
     anchor_step = np.abs(exact[is_anchor]).max(axis=1) * 1.01 / 127
     assert (error[is_anchor].max(axis=1) <= anchor_step / 2 + rounding).all()
 
 
-@given(seed=st.integers(0, 2**32), tokens=st.integers(1, 30), code=st.integers(1, 3), half=st.sampled_from([7, 15, 63]))
+@given(seed=st.integers(0, 2**32), tokens=st.integers(1, 30), dtype=element_types, half=st.sampled_from([7, 15, 63]))
 @settings(max_examples=100, deadline=None)
-def test_chunkwise_is_its_twin_and_in_its_bound(seed: int, tokens: int, code: int, half: int) -> None:
-    values = np.random.default_rng(seed).normal(size=(tokens, 6)).astype(np.float32)
-    values[0] = 0
-    data, exact = as_elements(values, code)
-    symbols, scales, out = np.empty((6, tokens), np.int16), np.empty(tokens, np.uint16), np.empty_like(data)
-    none = np.empty((6, 0), np.int16)
-    assert _native.quantise_groups(data, code, 1, half, 1.0, symbols, scales, none)
-    bits, scale = scale_up(np.abs(exact).max(axis=1))
-    with np.errstate(divide="ignore"):
-        factor = np.where(scale > 0, np.float32(half) / scale, np.float32(0)).astype(np.float32)
-    assert np.array_equal(scales, bits)
-    assert np.array_equal(symbols, np.rint(np.clip(exact * factor[:, None], -half, half)).astype(np.int16).T)
-    _native.restore_groups(symbols, scales, none, 1, half, 1.0, code, out)
-    restored = from_elements(out, code, values.shape)
-    assert not restored[0].any()
-    assert (np.abs(restored - exact).max(axis=1) <= scale / half / 2 + 2e-2).all()
+def test_chunkwise_is_its_twin_and_in_its_bound(seed: int, tokens: int, dtype: KVDtype, half: int) -> None:
+    bits = normal_bits(seed, (tokens, 6), dtype)
+    bits[0] = 0
+    exact, found = values_of(bits, dtype), quantised(bits, dtype, 1.0, 1, half)
+    check_twin(found, twin_quantised(exact, 1.0, 1, half))
+    back = restored(found, bits, dtype, 1.0, 1, half)
+    assert not back[0].any()
+    scale = values_of(found[1], KVDtype.BFLOAT16)
+    assert (np.abs(back - exact).max(axis=1) <= scale / half / 2 + 2e-2).all()
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("code", [1, 2, 3])
+@pytest.mark.parametrize("dtype", KVDtype)
 @pytest.mark.parametrize("token", [0, 7])
-def test_values_that_are_not_finite_are_refused(bad: float, code: int, token: int) -> None:
+def test_values_that_are_not_finite_are_refused(bad: float, dtype: KVDtype, token: int) -> None:
     values = np.ones((12, 4), dtype=np.float32)
     values[token, 2] = bad
-    data, _ = as_elements(values, code)
-    anchors, scales, deltas = np.empty((4, 2), np.int16), np.empty(2, np.uint16), np.empty((4, 10), np.int16)
-    assert not _native.quantise_groups(data, code, GROUP, 127, 0.1, anchors, scales, deltas)
+    assert quantised(bits_of(values, dtype), dtype, 0.1) is None
 
 
 def test_float16_is_rounded_as_numpy_rounds_it_up_to_its_largest_value() -> None:
@@ -151,7 +132,7 @@ def test_float16_is_rounded_as_numpy_rounds_it_up_to_its_largest_value() -> None
     out = np.empty(2 * scales.size, np.uint8)
     symbols, none = np.full((1, scales.size), 15, np.int16), np.empty((1, 0), np.int16)
     _native.restore_groups(symbols, scales, none, 1, 15, 1.0, 2, out)
-    values = (scales.astype(np.uint32) << 16).view(np.float32)
+    values = values_of(scales, KVDtype.BFLOAT16)
     with np.errstate(over="ignore", under="ignore"):
         expected = np.minimum(np.float32(15) * (values / np.float32(15)), np.float32(65504)).astype(np.float16)
     assert np.array_equal(out.view(np.float16), expected)
@@ -177,20 +158,11 @@ def test_float16_is_rounded_as_numpy_rounds_it_up_to_its_largest_value() -> None
     ],
 )
 def test_sizes_that_do_not_fit_are_value_errors(arguments: dict[str, Any], message: str) -> None:
-    given_: dict[str, Any] = {"code": 1, "group": 10, "half": 127, "step": 0.1, "tokens": 12}
-    given_ |= {"anchors": (4, 2), "deltas": (4, 10)}
-    given_ |= arguments
+    sizes: dict[str, Any] = {"tokens": 12, "code": 1, "group": 10, "half": 127, "step": 0.1}
+    tokens, *how, anchors, deltas = (sizes | {"anchors": (4, 2), "deltas": (4, 10)} | arguments).values()
+    made = np.zeros(anchors, np.int16), np.zeros(anchors[1], np.uint16), np.zeros(deltas, np.int16)
     with pytest.raises(ValueError, match=message):
-        _native.quantise_groups(
-            np.zeros(given_["tokens"] * 4 * 4, np.uint8),
-            given_["code"],
-            given_["group"],
-            given_["half"],
-            given_["step"],
-            np.zeros(given_["anchors"], np.int16),
-            np.zeros(given_["anchors"][1], np.uint16),
-            np.zeros(given_["deltas"], np.int16),
-        )
+        _native.quantise_groups(np.zeros(tokens * 4 * 4, np.uint8), *how, *made)
 
 
 LAYOUT = BlockLayout(layers=3, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
@@ -231,21 +203,16 @@ def test_profile_survives_its_own_bytes_and_its_digest_names_it(kind: str) -> No
     assert fitted(kind).digest == profile.digest
 
 
-def test_profile_of_another_kind_or_shape_is_not_chosen() -> None:
+def test_profile_of_another_kind_or_shape_is_not_chosen_and_encodes_nothing() -> None:
     registry = CodecRegistry([fitted("cachegen")])
     assert registry.make("cachegen", LAYOUT).profile is not None
     assert registry.make("chunkwise", LAYOUT).profile is None
     other = BlockLayout(layers=4, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
     assert registry.make("cachegen", other).profile is None
-    codec = CachegenCodec(2, 0, fitted("cachegen"))
     with pytest.raises(UnencodableBlock, match="made up"):
-        codec.encode(block_meta(other), smooth_bits(other, 1))
-
-
-def test_profile_of_another_kind_gives_a_refusal_not_garbage() -> None:
-    codec = ChunkwiseCodec(2, 0, fitted("cachegen"))
+        CachegenCodec(2, 0, fitted("cachegen")).encode(block_meta(other), smooth_bits(other, 1))
     with pytest.raises(CorruptPayload, match="no distributions"):
-        codec.encode(block_meta(LAYOUT), smooth_bits(LAYOUT, 1))
+        ChunkwiseCodec(2, 0, fitted("cachegen")).encode(block_meta(LAYOUT), smooth_bits(LAYOUT, 1))
 
 
 @given(position=st.integers(0, 10**7), bit=st.integers(0, 7))
@@ -400,15 +367,6 @@ def test_size_is_near_the_entropy(spread: float, bits: float) -> None:
     entropy = float(-(counts * np.log2(counts)).sum())
     assert entropy < bits
     assert 8 * len(data) / values.size < 1.03 * entropy + 0.07
-
-
-@pytest.mark.parametrize("coder", range(len(CODERS)))
-def test_distribution_survives_its_own_bytes(coder: int) -> None:
-    values = numbers(3, 20.0)
-    distribution = distribution_of(values, coder)
-    again = Distribution.parse(coder, memoryview(distribution.to_bytes()), RUNS.distributions)
-    assert np.array_equal(again.shifts, distribution.shifts)
-    assert again.tables.to_bytes() == distribution.tables.to_bytes()
 
 
 def test_every_truncation_and_extension_is_refused() -> None:

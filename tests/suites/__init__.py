@@ -1,15 +1,16 @@
 """Public test helpers: conformance suites that every codec and tier must pass, and builders of blocks."""
 
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.keys import block_keys, namespace_digest
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-__all__ = ["block_bits", "block_meta", "chain", "layouts", "namespace", "smooth_bits"]
+__all__ = ["bits_of", "block_bits", "block_meta", "chain", "layouts", "namespace", "smooth_bits"]
 
 
 def namespace(model: str = "model", salt: bytes = b"") -> Namespace:
@@ -48,11 +49,14 @@ def block_bits(layout: BlockLayout, seed: int) -> BlockBits:
     return cast(BlockBits, np.frombuffer(raw, dtype=layout.bits_dtype).reshape(layout.shape).copy())
 
 
+def bits_of(values: NDArray[np.float32], dtype: KVDtype) -> BlockBits:
+    """Return the bit patterns of values; those of bfloat16 are cut off, not rounded."""
+    if dtype is KVDtype.FLOAT16:
+        return values.astype(np.float16).view(np.uint16)
+    words = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    return words if dtype is KVDtype.FLOAT32 else (words >> 16).astype(np.uint16)
+
+
 def smooth_bits(layout: BlockLayout, seed: int) -> BlockBits:
     """Return bit patterns of normally distributed values, as a model's cache has them."""
-    values: Any = np.random.default_rng(seed).normal(size=layout.shape).astype(np.float32)
-    if layout.dtype is KVDtype.FLOAT16:
-        return cast(BlockBits, values.astype(np.float16).view(np.uint16))
-    if layout.dtype is KVDtype.BFLOAT16:
-        return cast(BlockBits, (values.view(np.uint32) >> 16).astype(np.uint16))
-    return cast(BlockBits, values.view(np.uint32))
+    return bits_of(np.random.default_rng(seed).normal(size=layout.shape).astype(np.float32), layout.dtype)
