@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.codec.rope_models import Keys, cached_keys, config_of, random_model, run
+from tests.codec.rope_models import cached_keys, config_of, random_model, run
 from tests.codec.tide_twin import as_bits, turned
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvtide.block import KVDtype
+from kvtide.block import KVDtype, values_of
 from kvtide.codec.rotary import Frequencies, Pairs, Rotary
 from kvtide.engines.transformers import contexts
 from kvtide.engines.transformers.contexts import FAMILIES, UNROTATED_FAMILIES
@@ -138,14 +138,6 @@ def test_tables_of_part_of_the_positions_are_part_of_the_tables() -> None:
         rotary_of(config_of("gemma3_text")).tables(0, 1, layer=2)
 
 
-TORCH = {KVDtype.FLOAT32: torch.float32, KVDtype.FLOAT16: torch.float16, KVDtype.BFLOAT16: torch.bfloat16}
-
-
-def as_floats(bits: Any, dtype: KVDtype) -> Keys:
-    floats: Keys = torch.from_numpy(bits.view(f"i{dtype.item_bytes}")).view(TORCH[dtype]).float().numpy()
-    return floats
-
-
 @given(
     seed=st.integers(0, 2**32),
     dtype=st.sampled_from(KVDtype),
@@ -167,10 +159,10 @@ def test_native_kernel_is_its_twin(
     bits = as_bits((rng.normal(size=shape) * spread).astype(np.float32), dtype)
     back, forth = rotary.inverse_tables(seed % 5000, tokens), rotary.tables(seed % 5000, tokens)
     loaded = rotary.load(bits, dtype, back)
-    assert np.array_equal(loaded, turned(as_floats(bits, dtype), rotary, back))
+    assert np.array_equal(loaded, turned(values_of(bits, dtype), rotary, back))
     out = as_bits(turned(loaded, rotary, forth), dtype)
     ulp = {KVDtype.FLOAT32: 1e-6, KVDtype.FLOAT16: 1e-3, KVDtype.BFLOAT16: 8e-3}[dtype]
-    assert np.allclose(as_floats(out, dtype), as_floats(bits, dtype), rtol=ulp, atol=2e-6 * spread)
+    assert np.allclose(values_of(out, dtype), values_of(bits, dtype), rtol=ulp, atol=2e-6 * spread)
 
 
 def test_every_float16_is_loaded_as_numpy_loads_it() -> None:
@@ -184,8 +176,7 @@ def test_every_float16_is_loaded_as_numpy_loads_it() -> None:
 
 def test_keys_of_another_shape_are_value_errors() -> None:
     rotary = rotary_of(config_of("llama"))
-    tables, keys = rotary.tables(0, 4), np.zeros((4, 2, 16), dtype=np.float32)
-    bits = keys.view(np.uint32)
+    tables, bits = rotary.tables(0, 4), np.zeros((4, 2, 16), np.uint32)
     for array in (bits[:, :, :14], np.zeros((4, 2, 8), np.uint32)):
         with pytest.raises(ValueError, match="in the head"):
             rotary.load(array, KVDtype.FLOAT32, tables)

@@ -1,6 +1,7 @@
 """The tide codec: sections, profiles, golden bytes; levels along a trellis; the law of what is lost."""
 
 import struct
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -286,9 +287,8 @@ def test_damaged_section_is_refused_or_decoded_never_crashes(data: st.DataObject
         out = decoded([s if i != position else Section(s.id, bytes(damaged)) for i, s in enumerate(SECTIONS)])
     except CorruptPayload:
         return
-    untouched = [
-        i for i in range(LAYOUT.layers) if not SECTIONS[position].id.layer_start <= i < SECTIONS[position].id.layer_stop
-    ]
+    start, stop = SECTIONS[position].id.layer_start, SECTIONS[position].id.layer_stop
+    untouched = [*range(start), *range(stop, LAYOUT.layers)]
     assert np.array_equal(out[untouched], EXPECTED[3][untouched])
 
 
@@ -302,21 +302,17 @@ def test_quality_goes_through_the_curve() -> None:
     for quality in (0.0, -1.0, 2.0, float("nan")):
         with pytest.raises(ValueError, match="KL"):
             units_of_quality(curve, quality)
+    # Steps are those that sections can say.
+    flat = np.array([[0, 1, 1e-3], [1e6, 1, 1.001e-3]], np.float32)
+    assert [units_of_quality(flat, quality) for quality in (1e-5, 1.0)] == [-480, 480]
     with pytest.raises(CorruptPayload, match="rise"):
         units_of_quality(curve[::-1].copy(), 1e-3)
 
 
 GAIN, _ = TideCodec(fitted(LAYOUT), 1e-2, 1).gain_and_excess(META, BITS)
-OWN = TideCodec(
-    fitted(LAYOUT).with_arrays(
-        {
-            "own_gains": np.array([[-30, GAIN, 2], [30, GAIN, 2]], np.float32),
-            "own_deviation": np.array([0.3], np.float32),
-        }
-    ),
-    1e-2,
-    1,
-)
+OWN_GAINS = np.array([[-30, GAIN, 2], [30, GAIN, 2]], np.float32)
+OWN_LOSS = {"own_gains": OWN_GAINS, "own_deviation": np.array([0.3], np.float32)}
+OWN = TideCodec(fitted(LAYOUT).with_arrays(OWN_LOSS), 1e-2, 1)
 
 
 def louder(factor: float) -> BlockBits:
@@ -486,11 +482,6 @@ def test_forged_profile_is_refused(profile: Profile | None, changes: dict[str, A
         TideCodec(forged(profile, **changes))
 
 
-def test_steps_are_those_that_sections_can_say() -> None:
-    curve = np.array([[0, 1, 1e-3], [1e6, 1, 1.001e-3]], np.float32)
-    assert [units_of_quality(curve, quality) for quality in (1e-5, 1.0)] == [-480, 480]
-
-
 def test_threads_that_come_at_once_share_the_rows_of_one() -> None:
     rows, both = place_groups(TideModel(fitted(LAYOUT)), 0, 0), Barrier(2)
 
@@ -638,25 +629,25 @@ def test_rounded_levels_are_those_of_a_profile_that_knows_no_trellis() -> None:
         decoded(TRELLIS.encode(META, BITS), plain)
 
 
-@pytest.mark.parametrize("change", ["one more", "one less", "a byte more", "a byte less", "of a rounded section"])
-def test_what_states_share_out_must_add_up(change: str) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda before, counts: before + bytes([counts[0] + 1]) + counts[1:],
+        lambda before, counts: before + bytes([counts[0] - 1]) + counts[1:],
+        lambda before, counts: before + counts + bytes(1),
+        lambda before, counts: before + counts[:-1],
+        lambda before, counts: before[:3] + bytes(1) + before[4:] + counts,
+    ],
+    ids=["one more", "one less", "a byte more", "a byte less", "of a rounded section"],
+)
+def test_what_states_share_out_must_add_up(changed: Callable[[bytes, bytes], bytes]) -> None:
     codec = TRELLIS.with_steps(Steps(-20, 1, is_trellis=True))
     sections = codec.encode(META, BITS)
     last = [each.id for each in sections].index(SectionId(SectionKind.DATA, 1, 0, LAYERS))
-    data = bytes(sections[last].data)
-    counts = split_refinement(memoryview(data)).state_counts
-    before, _, after = data.partition(counts)
+    counts = split_refinement(memoryview(sections[last].data)).state_counts
     assert counts
-    changed = {
-        "one more": bytes([counts[0] + 1]) + counts[1:],
-        "one less": bytes([counts[0] - 1]) + counts[1:],
-        "a byte more": counts + bytes(1),
-        "a byte less": counts[:-1],
-        "of a rounded section": counts,
-    }
-    if change == "of a rounded section":
-        before = before[:3] + bytes(1) + before[4:]
-    sections[last] = Section(sections[last].id, before + changed[change] + after)
+    before, _, after = bytes(sections[last].data).partition(counts)
+    sections[last] = Section(sections[last].id, changed(before, counts) + after)
     with pytest.raises(CorruptPayload):
         decoded(sections, codec)
 

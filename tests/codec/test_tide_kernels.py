@@ -356,11 +356,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 def test_projections_that_would_read_elsewhere_are_refused() -> None:
-    block, ones, angles = (
-        block_of(np.zeros((2, 4, 8), np.float32)),
-        np.ones(16, np.float32),
-        np.ones((1, 4, 1), np.float32),
-    )
+    block, ones = block_of(np.zeros((2, 4, 8), np.float32)), np.ones(16, np.float32)
+    angles = np.ones((1, 4, 1), np.float32)
     out, apart, coded = np.zeros((4, 16), np.int16), np.zeros(4, np.uint8), np.ones(16, np.uint8)
     rest: tuple[Any, Any, Any, Any] = (ones, ones, NO_PANELS, (0, 16))
     with pytest.raises(ValueError, match="pairs"):
