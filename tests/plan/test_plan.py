@@ -1,6 +1,5 @@
 """Plans: contexts, progress, chunks, speeds as they are measured, and whether to load or to compute."""
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable
@@ -41,6 +40,19 @@ CHUNKS = (Chunk(0, 1000, (100, 50), (0.4, 0.1)), Chunk(1000, 4000, (300, 150), (
 REQUEST = Request(CHUNKS, True, SPEED, 2.0)
 
 
+def context(
+    chunks: int,
+    sizes: tuple[int, ...],
+    kl: tuple[float, ...],
+    deadline_s: float,
+    kl_goal: float = 0.0,
+    is_layered: bool = True,
+    tokens: int = 1000,
+) -> Request:
+    cut = tuple(Chunk(tokens * i, tokens * i + tokens, sizes, kl) for i in range(chunks))
+    return Request(cut, is_layered, SPEED, deadline_s, kl_goal)
+
+
 def loaded(*here: int, now_s: float = 0.0, computed: tuple[int, ...] = ()) -> Progress:
     return Progress(now_s, here, here, frozenset(computed), frozenset(computed))
 
@@ -59,7 +71,7 @@ def test_engine_starts_at_the_deadline_with_what_is_there() -> None:
 
 
 def test_engine_starts_early_when_the_goal_is_reached() -> None:
-    eager = dataclasses.replace(REQUEST, kl_goal=0.2)
+    eager = replace(REQUEST, kl_goal=0.2)
     assert not is_ready(eager, loaded(1, 1))
     assert is_ready(eager, loaded(1, 2))
     assert is_ready(REQUEST, loaded(0, 0, computed=(0, 1)))
@@ -106,7 +118,7 @@ def test_reach_undoes_seconds(rate: float, double_at: float, start: int, tokens:
 
 
 # 600 bytes of bases, 4 s of recomputing.
-EVEN = Request(tuple(Chunk(1000 * i, 1000 * i + 1000, (150,), (0.1,)) for i in range(4)), True, SPEED, 0.0)
+EVEN = context(4, (150,), (0.1,), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -220,25 +232,25 @@ def test_deadline_is_what_computing_would_take_within_bounds() -> None:
     assert judge.deadline_s(1) == DEADLINE_S_MIN
 
 
+TEN = replace(context(10, (1000,), (0.0,), 0.0, tokens=100), prefill=PrefillSpeed(500))
+
+
 def test_what_one_process_learnt_is_where_the_next_begins() -> None:
-    judge, chunks = Judge(), tuple(Chunk(start, start + 100, (1000,), (0.0,)) for start in range(0, 1000, 100))
+    judge = Judge()
     judge.link.estimator.add(10_000, 0.0, 1.0)
     judge.link.latency_s = 0.02
     judge.note_prefill(0, 1000, 2.0)
     judge.note_decode("tide-1", 1000, 0.5)
     later = Judge()
     later.restore(msgspec.json.decode(msgspec.json.encode(judge.record()), type=JudgeRecord))
-    request = Request(chunks, True, PrefillSpeed(500.0), 0.0)
-    assert later.decide(request, "tide-1") == judge.decide(request, "tide-1")
+    assert later.decide(TEN, "tide-1") == judge.decide(TEN, "tide-1")
     assert (later.deadline_s(1000), later.latency_s()) == (pytest.approx(2.0), 0.02)
     later.note_prefill(0, 1000, 4.0)
     assert later.deadline_s(1000) == pytest.approx(4.0), "what this process measured counts"
 
 
 def test_decoding_counts_where_it_is_slower_than_the_link() -> None:
-    chunks = tuple(Chunk(start, start + 100, (1000,), (0.0,)) for start in range(0, 1000, 100))
-    request = Request(chunks, True, PrefillSpeed(500.0), 0.0)
-    quick, slow = decide(request, 1e6), decide(request, 1e6, decode_token_s=0.01)
+    quick, slow = decide(TEN, 1e6), decide(TEN, 1e6, decode_token_s=0.01)
     assert (quick.why, slow.why) == (Why.LINK_FASTER, Why.LINK_SLOWER)
     assert slow.load_s == pytest.approx(quick.load_s + 10.0)
 
@@ -253,11 +265,7 @@ NAN, INF = math.nan, math.inf
         (PrefillSpeed, [(0, 1), (-1, 1), (INF, 1), (1, 0), (NAN, 1), (1, NAN)], "must be positive"),
         (cut, [(0, 1), (1, 0)], "at least one token"),
         (cut_for_meeting, [(1000, 200, SPEED, 1.0, 100)], "1 to 100 tokens"),
-        (
-            PrefillMeter().note,
-            [(0, 0, 1.0), (5, 3, 1.0), (-1, 3, 1.0), (0, 5, 0.0), (0, 5, NAN)],
-            "takes time",
-        ),
+        (PrefillMeter().note, [(0, 0, 1.0), (5, 3, 1.0), (-1, 3, 1.0), (0, 5, 0.0), (0, 5, NAN)], "takes time"),
         (JudgeRecord, [(-1.0,), (1.0, NAN), (1.0, 1.0, INF)], "finite and not negative"),
     ],
 )
@@ -303,7 +311,7 @@ def is_layered(policy: StreamPolicy) -> bool:
 @every_policy
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_every_plan_is_sound_and_planning_ends(policy: StreamPolicy, data: st.DataObject) -> None:
+def test_every_plan_is_sound_and_the_same_again_and_planning_ends(policy: StreamPolicy, data: st.DataObject) -> None:
     request = data.draw(requests(is_layered(policy)))
     progress = Progress.start(request)
     flying: deque[Fetch] = deque()
@@ -311,6 +319,7 @@ def test_every_plan_is_sound_and_planning_ends(policy: StreamPolicy, data: st.Da
     # Each step is asked for once, each chunk computed once, and time passes once by itself.
     for _ in range(2 * len(request.chunks) * (request.steps + 1) + 8):
         plan = policy.plan(request, progress)
+        assert policy.plan(request, progress) == plan
         check(policy, request, progress, plan)
         if not plan.fetches and not plan.computes and not flying and not given:
             break
@@ -361,28 +370,6 @@ def test_asks_for_nothing_that_is_here_already(policy: StreamPolicy, data: st.Da
     here = tuple(data.draw(st.integers(0, request.steps)) for _ in request.chunks)
     progress = Progress(data.draw(st.floats(0, 6)), here, here, is_layered=request.is_layered)
     check(policy, request, progress, policy.plan(request, progress))
-
-
-@every_policy
-@settings(max_examples=50, deadline=None)
-@given(data=st.data())
-def test_same_state_gives_same_plan(policy: StreamPolicy, data: st.DataObject) -> None:
-    request = data.draw(requests(is_layered(policy)))
-    first, again = (policy.plan(request, Progress.start(request)) for _ in range(2))
-    assert first == again
-    assert first.fetches or first.computes
-
-
-def context(
-    chunks: int,
-    sizes: tuple[int, ...],
-    kl: tuple[float, ...],
-    deadline_s: float,
-    kl_goal: float = 0.0,
-    is_layered: bool = True,
-) -> Request:
-    cut = tuple(Chunk(1000 * i, 1000 * i + 1000, sizes, kl) for i in range(chunks))
-    return Request(cut, is_layered, SPEED, deadline_s, kl_goal)
 
 
 def asked(request: Request, policy: StreamPolicy, plans: int, start: Progress | None = None) -> list[Fetch]:
@@ -473,29 +460,26 @@ def test_two_ended_loads_from_the_end_what_the_engine_does_not_reach() -> None:
 
 
 def test_two_ended_has_short_chunks_computed_in_one_pass() -> None:
-    chunks = tuple(Chunk(100 * i, 100 * i + 100, (10,), (0.1,)) for i in range(8))
-    request = Request(chunks, True, SPEED, 0.0)
+    request = context(8, (10,), (0.1,), 0.0, tokens=100)
     # No more than 256 tokens, half of what nobody has begun with, what ends by the deadline.
     assert TwoEnded().plan(request, Progress.start(request)).computes == (0, 1)
     met = Progress(0.0, (0,) * 8, (0, 0, 0, 1, 1, 1, 1, 1))
     assert TwoEnded().plan(request, met).computes == (0,)
     # With a reserve: a pass that the deadline cuts off is lost.
-    assert TwoEnded().plan(Request(chunks, True, SPEED, 0.26), met).computes == (0, 1)
-    assert TwoEnded().plan(Request(chunks, True, SPEED, 0.24), met).computes == (0,)
+    assert TwoEnded().plan(replace(request, deadline_s=0.26), met).computes == (0, 1)
+    assert TwoEnded().plan(replace(request, deadline_s=0.24), met).computes == (0,)
 
 
 @pytest.mark.parametrize("goal", [0.0, 0.2])
 def test_two_ended_begins_no_pass_that_the_deadline_cuts_off(goal: float) -> None:
     # 0.1 s a chunk: half of what nobody has begun with is more than ends in time, whether a goal may come first or not.
-    chunks = tuple(Chunk(100 * i, 100 * i + 100, (10, 10), (0.3, 0.1)) for i in range(8))
-    start = Progress.start(Request(chunks, True, SPEED, 0.13, goal))
-    assert TwoEnded().plan(Request(chunks, True, SPEED, 0.13, goal), start).computes == (0,)
-    assert TwoEnded().plan(Request(chunks, True, SPEED, 0.26, goal), start).computes == (0, 1)
+    for deadline_s, computes in ((0.13, (0,)), (0.26, (0, 1))):
+        request = context(8, (10, 10), (0.3, 0.1), deadline_s, goal, tokens=100)
+        assert TwoEnded().plan(request, Progress.start(request)).computes == computes
 
 
 def test_two_ended_computes_whole_passes_while_nothing_comes_and_leaves_the_last_one() -> None:
-    chunks = tuple(Chunk(50 * i, 50 * i + 50, (10,), (0.1,)) for i in range(12))
-    request = Request(chunks, True, SPEED, 0.0)
+    request = context(12, (10,), (0.1,), 0.0, tokens=50)
 
     def planned(computed: int, coming_s: float | None) -> Plan:
         done = frozenset(range(computed))
@@ -518,8 +502,7 @@ def test_what_is_asked_for_is_expected_at_its_pace() -> None:
 
 
 def test_pass_is_neighbours_of_so_many_tokens() -> None:
-    chunks = tuple(Chunk(100 * i, 100 * i + 100, (10,), (0.1,)) for i in range(8))
-    request = Request(chunks, True, SPEED, 0.0)
+    request = context(8, (10,), (0.1,), 0.0, tokens=100)
     assert leading_pass(request, [2, 3, 4, 5]) == (2, 3)
     assert leading_pass(request, [2, 4]) == (2,)
     assert leading_pass(request, []) == ()
