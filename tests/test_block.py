@@ -20,22 +20,21 @@ def test_layout_counts_bytes() -> None:
     assert layout.raw_bytes == 2 * layout.layer_bytes
 
 
-@pytest.mark.parametrize("field", ["layers", "tokens", "kv_heads", "head_dim"])
-@pytest.mark.parametrize("value", [0, -1, 1 << 40, 1.5, "4"])
-def test_dimension_out_of_bounds_is_refused(field: str, value: Any) -> None:
-    sizes: dict[str, Any] = {"layers": 1, "tokens": 1, "kv_heads": 1, "head_dim": 1, field: value}
-    with pytest.raises(ValueError, match=field):
-        BlockLayout(**sizes, dtype=KVDtype.FLOAT32)
+DIMENSIONS = ("layers", "tokens", "kv_heads", "head_dim")
 
 
-def test_layout_of_too_many_bytes_is_refused() -> None:
-    with pytest.raises(ValueError, match="raw bytes"):
-        BlockLayout(layers=4096, tokens=65536, kv_heads=4096, head_dim=8192, dtype=KVDtype.FLOAT32)
-
-
-def test_dtype_must_be_a_kv_dtype() -> None:
-    with pytest.raises(ValueError, match="KVDtype"):
-        BlockLayout(1, 1, 1, 1, "float32")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({field: value}, field) for field in DIMENSIONS for value in (0, -1, 1 << 40, 1.5, "4")),
+        ({"layers": 4096, "tokens": 65536, "kv_heads": 4096, "head_dim": 8192}, "raw bytes"),
+        ({"dtype": "float32"}, "KVDtype"),
+    ],
+)
+def test_layout_out_of_bounds_is_refused(changes: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {**dict.fromkeys(DIMENSIONS, 1), "dtype": KVDtype.FLOAT32, **changes}
+    with pytest.raises(ValueError, match=message):
+        BlockLayout(**fields)
 
 
 @pytest.mark.parametrize("dtype", list(KVDtype))

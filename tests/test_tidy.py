@@ -72,11 +72,7 @@ LAZY = "def late():\n    from kvtide.{} import X\n\n    return X\n"
             1,
         ),
         # What a class of ours inherits has its docstring there.
-        (
-            {"keys": METHOD.format("Silent"), "block": METHOD.format("Policy(EvictionPolicy)")},
-            "has no docstring",
-            1,
-        ),
+        ({"keys": METHOD.format("Silent"), "block": METHOD.format("Policy(EvictionPolicy)")}, "has no docstring", 1),
         (
             {here: LAZY.format(there) for here, there in (("keys", "block"), ("block", "types"), ("types", "keys"))},
             "imports itself by way of others",

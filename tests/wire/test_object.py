@@ -98,15 +98,9 @@ def test_none_too_many_or_repeated_sections_are_value_errors() -> None:
             pack_object(META, "raw-1", sections)
 
 
-def test_long_model_label_is_cut_between_characters() -> None:
-    layout_meta = block_meta(LAYOUT)
-    meta = type(layout_meta)(layout_meta.id, layout_meta.parent, 0, LAYOUT, "é" * 40)
-    assert parse_object(pack_object(meta, "raw-1", SECTIONS)).meta.model == "é" * 24
-
-
-def test_model_in_a_folder_whose_name_is_no_text_is_stored() -> None:
-    meta = replace(META, model="caf\udce9/model")
-    assert parse_object(pack_object(meta, "raw-1", SECTIONS)).meta.model == "caf?/model"
+@pytest.mark.parametrize(("model", "stored"), [("é" * 40, "é" * 24), ("caf\udce9/model", "caf?/model")])
+def test_model_label_is_cut_between_characters_and_made_text(model: str, stored: str) -> None:
+    assert parse_object(pack_object(replace(META, model=model), "raw-1", SECTIONS)).meta.model == stored
 
 
 def test_room_with_anything_in_it_becomes_the_same_object() -> None:
