@@ -1,7 +1,6 @@
 """The published codecs: native quantisers against their twins, profiles, integers, sections of cachegen."""
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -371,11 +370,9 @@ def test_size_is_near_the_entropy(spread: float, bits: float) -> None:
 
 def test_every_truncation_and_extension_is_refused() -> None:
     data = encode_integers(values := numbers(1, 40.0), RUNS, distribution_of(values, 0), False)
-    for length in range(len(data)):
+    for wrong in (*(data[:length] for length in range(len(data))), data + b"\0"):
         with pytest.raises(CorruptPayload):
-            decode_integers(memoryview(data[:length]), RUNS, None)
-    with pytest.raises(CorruptPayload):
-        decode_integers(memoryview(data + b"\0"), RUNS, None)
+            decode_integers(memoryview(wrong), RUNS, None)
 
 
 @given(data=st.binary(max_size=300))
@@ -395,16 +392,10 @@ def test_shared_distributions_that_are_not_here_are_missed() -> None:
 
 # CacheGen's anchors and deltas apart: which tokens are exact with which sections.
 
-ODD_LAYOUT = BlockLayout(layers=3, tokens=27, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
 CODECS = [CachegenCodec(), CachegenCodec(level=1, coder=1)]
-
-
-def encoded(codec: CachegenCodec, layout: BlockLayout, seed: int) -> list[Section]:
-    return codec.encode(block_meta(layout), smooth_bits(layout, seed))
-
-
-def decoded(codec: CachegenCodec, layout: BlockLayout, sections: list[Section]) -> Any:
-    return decoded_by(codec, block_meta(layout), sections)
+ODD_LAYOUT = BlockLayout(layers=3, tokens=27, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
+ODD_META, ODD_BITS = block_meta(ODD_LAYOUT), smooth_bits(ODD_LAYOUT, 1)
+ODD_SECTIONS = CODECS[0].encode(ODD_META, ODD_BITS)
 
 
 @given(layout=layouts(), seed=st.integers(0, 2**32), codec=st.sampled_from(CODECS), data=st.data())
@@ -412,10 +403,11 @@ def decoded(codec: CachegenCodec, layout: BlockLayout, sections: list[Section]) 
 def test_positions_that_are_here_are_exact_and_the_others_take_their_anchor(
     layout: BlockLayout, seed: int, codec: CachegenCodec, data: st.DataObject
 ) -> None:
-    sections = encoded(codec, layout, seed)
+    meta = block_meta(layout)
+    sections = codec.encode(meta, smooth_bits(layout, seed))
     here = data.draw(st.sets(st.integers(1, GROUP_TOKENS - 1)))
     some = [section for section in sections if section.id.refinement in here | {0}]
-    whole, part = decoded(codec, layout, sections), decoded(codec, layout, some)
+    whole, part = decoded_by(codec, meta, sections), decoded_by(codec, meta, some)
     for token in range(layout.tokens):
         position = token % GROUP_TOKENS
         source = token if position in here else token - position
@@ -423,7 +415,7 @@ def test_positions_that_are_here_are_exact_and_the_others_take_their_anchor(
 
 
 def test_anchors_come_first_and_each_position_has_its_refinement() -> None:
-    ids = [section.id for section in encoded(CODECS[0], ODD_LAYOUT, 1)]
+    ids = [section.id for section in ODD_SECTIONS]
     assert [section.kind for section in ids[:3]] == [SectionKind.ANCHOR] * 3
     assert [section.refinement for section in ids[3:]] == list(range(1, GROUP_TOKENS))
     assert {(id_.kind, id_.layer_start, id_.layer_stop) for id_ in ids[3:]} == {(SectionKind.DELTA, 0, 3)}
@@ -439,20 +431,18 @@ def test_small_layers_share_sections(kv_heads: int, head_dim: int, tokens: int, 
     assert [layer for layers_ in ranges for layer in layers_] == list(range(layers))
 
 
-def sections_amiss() -> Iterator[tuple[list[Section], str]]:
-    sections = encoded(CODECS[0], ODD_LAYOUT, 1)
-    for missing in range(3):
-        yield sections[:missing] + sections[missing + 1 :], "anchors of 3 layers"
-    for change in ({"layer_stop": 2}, {"refinement": 10}, {"kind": SectionKind.DATA}):
-        yield [*sections[:-1], Section(sections[-1].id._replace(**change), sections[-1].data)], "sections of deltas"
-    for other in (CachegenCodec(level=2), CachegenCodec(level=3, coder=1)):
-        yield [sections[0], encoded(other, ODD_LAYOUT, 1)[1], *sections[2:]], "do not agree"
-
-
 def test_sections_that_are_missing_or_do_not_agree_are_refused() -> None:
-    for sections, message in sections_amiss():
+    first, _, *others = ODD_SECTIONS
+    *most, last = ODD_SECTIONS
+    changes: list[dict[str, Any]] = [{"layer_stop": 2}, {"refinement": 10}, {"kind": SectionKind.DATA}]
+    strangers = [CachegenCodec(level=2), CachegenCodec(level=3, coder=1)]
+    for sections, message in (
+        *((ODD_SECTIONS[:at] + ODD_SECTIONS[at + 1 :], "anchors of 3 layers") for at in range(3)),
+        *(([*most, Section(last.id._replace(**change), last.data)], "sections of deltas") for change in changes),
+        *(([first, each.encode(ODD_META, ODD_BITS)[1], *others], "do not agree") for each in strangers),
+    ):
         with pytest.raises(CorruptPayload, match=message):
-            decoded(CODECS[0], ODD_LAYOUT, sections)
+            decoded_by(CODECS[0], ODD_META, sections)
 
 
 @pytest.mark.parametrize(
@@ -460,9 +450,8 @@ def test_sections_that_are_missing_or_do_not_agree_are_refused() -> None:
     [(0, 9, "level 9"), (1, 2, "coder 2"), (2, 1, "level 3"), (7, 0xFF, "steps"), (14, 0xFF, "bytes of dist")],
 )
 def test_each_wrong_field_of_an_anchor_section_is_refused(offset: int, value: int, message: str) -> None:
-    sections = encoded(CODECS[0], ODD_LAYOUT, 1)
-    damaged = bytearray(sections[0].data)
+    first, *others = ODD_SECTIONS
+    damaged = bytearray(first.data)
     damaged[offset] = value
-    sections[0] = Section(sections[0].id, damaged)
     with pytest.raises(CorruptPayload, match=message):
-        decoded(CODECS[0], ODD_LAYOUT, sections)
+        decoded_by(CODECS[0], ODD_META, [Section(first.id, damaged), *others])
