@@ -17,14 +17,8 @@ _LATENT: dict[str, Any] = {
     # With more, attention over the latent dimensions is so sharp that rounding to bfloat16 decides tokens.
     "initializer_range": 0.07,
     **{"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
-    **{"num_key_value_heads": 4, "moe_intermediate_size": 64, "n_routed_experts": 4, "n_group": 1},
-    **{
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.0,
-    },
+    **{"num_key_value_heads": 4, "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0},
 }
 _MAMBA2: dict[str, Any] = {
     **{"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64, "mamba_d_conv": 4},

@@ -11,13 +11,13 @@ from kvtide.cli.explain import MatchVerdict, explain_prompt
 from kvtide.cli.store import read_header, read_object
 from kvtide.codec import CodecRegistry
 from kvtide.codec.published import CachegenCodec
-from kvtide.codec.published.cachegen import ProfileFitter
 from kvtide.errors import CorruptPayload
 from kvtide.outcomes import DECISIONS_TEXT_MAX, Choice, Decided, DecisionCounter, Why, decisions_text, parse_decisions
 from kvtide.server.auth import stored_namespace
 from kvtide.store.cache import Cache
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire import pack_object
+from tests.codec.test_quantise import fitted
 from tests.store.test_cache import fill, metas_of
 from tests.stores import stored_records
 from tests.suites import namespace, smooth_bits
@@ -69,14 +69,10 @@ def test_corrupt_block_is_named_and_left(stored: Cache, tmp_path: Path) -> None:
 
 
 def test_profile_that_is_not_here_is_named(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    fitter = ProfileFitter("cachegen", "made-up", layout)
-    blocks = [smooth_bits(layout, 1)]
-    fitter.scale(blocks)
-    fitter.add(blocks[0])
-    profile = fitter.profile(texts=1)
+    profile, bits = fitted("cachegen", layout), smooth_bits(layout, 1)
     tier = open_cache(tmp_path).tiers
     meta, codec = metas_of(layout, 1)[0], CachegenCodec(profile=profile)
-    tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, blocks[0]), profile.digest))
+    tier.put_from(meta.id, pack_object(meta, codec.codec_id, codec.encode(meta, bits), profile.digest))
     found = explain_prompt(tier, namespace(), PROMPT, 16, CodecRegistry())
     assert (found.hit_blocks, found.verdict) == (0, MatchVerdict.CODEC_ABSENT)
     assert found.needs.startswith(f"codec cachegen-2 with profile {profile.digest.hex()[:16]}, of model ")

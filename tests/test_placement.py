@@ -40,9 +40,7 @@ def test_map_of_one_epoch_is_the_same_everywhere() -> None:
 def test_one_key_and_many_find_the_same_servers() -> None:
     placement = Placement(pool(7))
     heads = np.array([int.from_bytes(key(number)[:8], "little") for number in range(500)], np.uint64)
-    assert [placement.owners(key(number)) for number in range(500)] == [
-        tuple(row) for row in placement.owners_of(heads)
-    ]
+    assert [placement.owners(key(number)) for number in range(500)] == list(map(tuple, placement.owners_of(heads)))
 
 
 def test_order_of_servers_does_not_matter() -> None:

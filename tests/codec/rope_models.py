@@ -11,30 +11,15 @@ Keys = NDArray[np.float32]
 TOKENS = 40
 
 _PLAIN = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
+    **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": 0},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
 }
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _GPTJ = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 32, "n_positions": 256, "rotary_dim": 8}
 _LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
+    **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
 }
 _LAYER_TYPES = ["sliding_attention", "full_attention"]
 _WINDOWS: dict[str, Any] = {"sliding_window": 128, "layer_types": _LAYER_TYPES}
@@ -55,18 +40,12 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4},
     "gemma4_text": {
         **(_WIDE | _WINDOWS),
-        "global_head_dim": 32,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
+        **{"global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     },
     "llama4_text": {
         **_EXPERTS,
-        "head_dim": 16,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 32,
-        "attention_chunk_size": 128,
-        "no_rope_layers": [1, 0],
+        **{"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 32},
+        **{"attention_chunk_size": 128, "no_rope_layers": [1, 0]},
     },
     "qwen3_next": _EXPERTS | _WIDE | _ATTENTION | {"shared_expert_intermediate_size": 16},
     "lfm2": {"block_multiple_of": 32, **_ATTENTION},
