@@ -41,11 +41,9 @@ def etcd_words(port: int, folder: Path, certificates: Path | None = None) -> lis
     peer = f"http://127.0.0.1:{free_ports(1)[0]}"
     place = ["--listen-client-urls", client, "--advertise-client-urls", client]
     peers = ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-    tls = (
-        [f"--cert-file={certificates / 'server.pem'}", f"--key-file={certificates / 'server.key'}"]
-        if certificates
-        else []
-    )
+    tls: list[str] = []
+    if certificates:
+        tls = [f"--cert-file={certificates / 'server.pem'}", f"--key-file={certificates / 'server.key'}"]
     return ["etcd", "--data-dir", str(folder / "etcd"), *place, *peers, *tls]
 
 

@@ -69,12 +69,8 @@ def test_keys_are_stable_across_processes_and_hash_seeds() -> None:
         "n = namespace_digest(b'model', KVDtype.BFLOAT16, 'layers=2', 4, b'tenant');"
         "print(n.hex(), *[k.hex() for k in block_keys(n, range(8), 4)])"
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("0", "1")
-    }
+    command = [sys.executable, "-c", code]
+    outputs = {subprocess.check_output(command, env={"PYTHONHASHSEED": seed}, text=True) for seed in ("0", "1")}
     here = [NAMESPACE.hex(), *[key.hex() for key in block_keys(NAMESPACE, range(8), 4)]]
     assert outputs == {" ".join(here) + "\n"}
 

@@ -44,9 +44,7 @@ def test_one_key_and_many_find_the_same_servers() -> None:
 
 
 def test_order_of_servers_does_not_matter() -> None:
-    forward = PoolMap(1, tuple(server(number) for number in range(5)))
-    backward = PoolMap(1, tuple(server(number) for number in reversed(range(5))))
-    one, other = Placement(forward), Placement(backward)
+    one, other = Placement(pool(5)), Placement(PoolMap(1, pool(5).servers[::-1]))
     for number in range(100):
         assert list(one.owners(key(number))) == [4 - position for position in other.owners(key(number))]
 

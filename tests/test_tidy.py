@@ -116,10 +116,6 @@ def defined(path: Path) -> set[str]:
     return set(names(ast.parse(path.read_text(encoding="utf-8")), ""))
 
 
-def cells(row: str) -> list[str]:
-    return [cell.strip() for cell in row.strip("|\n").split("|")]
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings_that_exist(document: Path) -> None:
     assert list(dead_links(document)) == []
@@ -153,9 +149,9 @@ def test_reading_route_is_at_most_8000_lines_and_says_how_many() -> None:
 def test_rooms_of_the_map_exist_and_have_short_cells() -> None:
     rows = re.findall(r"^\| (?:\d|–) \|.*$", text_of("ARCHITECTURE.md"), re.MULTILINE)
     assert rows
-    for _, rooms, what in map(cells, rows):
+    for _, rooms, what in (row.strip("|").split("|") for row in rows):
         assert len(what.split()) <= CELL_WORDS_MAX, what
-        for room in rooms.strip("`").split():
+        for room in rooms.strip("` ").split():
             places = [SOURCE / room, SOURCE / f"{room}.py", ROOT / room]
             assert any(place.exists() for place in places), room
 

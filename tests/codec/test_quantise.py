@@ -328,8 +328,7 @@ def distribution_of(values: Integers, coder: int, is_open: bool = False) -> Dist
 
 def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | None) -> Integers:
     coded = CodedIntegers.parse(data, runs.streams)
-    found: Integers = decode_alike([coded], runs, coded.distribution(runs, shared))[0]
-    return found
+    return decode_alike([coded], runs, coded.distribution(runs, shared))[0]
 
 
 @given(
@@ -343,9 +342,8 @@ def decode_integers(data: memoryview, runs: IntegerRuns, shared: Distribution | 
 def test_any_numbers_survive(seed: int, spread: float, coder: int, is_shared: bool, symbols: int) -> None:
     runs = IntegerRuns(2, 3, symbols)
     values = numbers(seed, spread, runs)
-    distribution = (
-        distribution_of(numbers(seed + 1, 5.0), coder, is_open=True) if is_shared else distribution_of(values, coder)
-    )
+    source = numbers(seed + 1, 5.0) if is_shared else values
+    distribution = distribution_of(source, coder, is_open=is_shared)
     data = encode_integers(values, runs, distribution, is_shared)
     assert np.array_equal(decode_integers(memoryview(data), runs, distribution if is_shared else None), values)
 

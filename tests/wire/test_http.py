@@ -77,9 +77,8 @@ def test_answer_to_many_ranges_holds_them_or_is_refused(edges: list[int], data: 
     with contextlib.suppress(RequestRefused):
         parts = parse_ranges(ranges_header(asked), size)
         kind, leads = multipart("ab" * 16, size, parts)
-        whole = leads[0] + b"".join(
-            content[start:stop] + lead for (start, stop), lead in zip(parts, leads[1:], strict=True)
-        )
+        bodies = [content[start:stop] + lead for (start, stop), lead in zip(parts, leads[1:], strict=True)]
+        whole = leads[0] + b"".join(bodies)
         found = parse_parts(kind, memoryview(whole), asked)
         assert list(map(bytes, found)) == [content[start : min(stop, size)] for start, stop in asked]
         damaged = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
@@ -91,11 +90,10 @@ def test_answer_to_many_ranges_holds_them_or_is_refused(edges: list[int], data: 
 
 def test_targets_name_what_they_say() -> None:
     assert protocol.parse_target(OBJECT_PATH) == object_id(1)
-    space = f"/v1/{object_id(1).namespace.hex()}"
-    assert protocol.parse_target(f"{space}/exists") == protocol.ExistsRoute(object_id(1).namespace)
-    assert protocol.parse_target(f"{space}?limit=5&after={'00' * 32}") == protocol.ListRoute(
-        object_id(1).namespace, bytes(32), 5
-    )
+    namespace = object_id(1).namespace
+    space, after = f"/v1/{namespace.hex()}", "00" * 32
+    assert protocol.parse_target(f"{space}/exists") == protocol.ExistsRoute(namespace)
+    assert protocol.parse_target(f"{space}?limit=5&after={after}") == protocol.ListRoute(namespace, bytes(32), 5)
     assert protocol.parse_target("/metrics") == protocol.PageRoute("/metrics")
 
 

@@ -54,10 +54,6 @@ def run_of(codec_name: str) -> Run:
     return Run(codec, packed, objects, frames, names)
 
 
-def receivers_of(run: Run) -> list[Receiver]:
-    return [Receiver(stored) for stored in run.objects]
-
-
 def check_all(run: Run, receivers: list[Receiver], here: list[set[SectionId]]) -> None:
     """The receivers hand out what a set of names says, byte for byte, and miss the rest."""
     for receiver, names in zip(receivers, here, strict=True):
@@ -92,7 +88,7 @@ def sendings(seed: int, frames: int) -> list[Sent]:
 @settings(max_examples=300, deadline=None)
 def test_any_subset_and_order_is_right_or_refused(codec_name: str, seed: int) -> None:
     run = run_of(codec_name)
-    receivers = receivers_of(run)
+    receivers = [Receiver(stored) for stored in run.objects]
     here: list[set[SectionId]] = [set() for _ in range(BLOCKS)]
     for number, flipped in sendings(seed, len(run.frames)):
         frame, (block, name) = bytearray(run.frames[number]), run.names[number]
@@ -127,7 +123,7 @@ def test_any_prefix_in_any_chunks_is_right_or_refused(
     body_start, body_bits = stored.entries[0].offset, 8 * (len(data) - stored.entries[0].offset)
     if flipped is not None:
         data[body_start + flipped % body_bits // 8] ^= 1 << flipped % 8
-    receivers = receivers_of(run)
+    receivers = [Receiver(stored) for stored in run.objects]
     offset = stored.entries[start % len(stored.entries)].offset if start else 0
     first = offset
     said = ""
@@ -138,13 +134,10 @@ def test_any_prefix_in_any_chunks_is_right_or_refused(
             said += str(error)
         offset = min(len(data), offset + size)
     here = {entry.id for entry in stored.entries if first <= entry.offset and entry.offset + entry.size <= offset}
-    lost = {entry.id for entry in stored.entries if data[entry.offset :][: entry.size] != entry_data(run, entry.id)}
+    pairs = zip(stored.entries, stored.sections(), strict=True)
+    lost = {entry.id for entry, whole in pairs if data[entry.offset :][: entry.size] != whole.data}
     assert [name for name in stored.section_ids if str(name) in said] == [*here & lost]
     check_all(run, receivers, [here - lost, set()])
-
-
-def entry_data(run: Run, name: SectionId) -> bytes:
-    return next(bytes(section.data) for section in run.objects[0].sections() if section.id == name)
 
 
 def made_up(steps: list[tuple[SectionKind, int, int, int, bytes]], position: int = 0) -> StoredObject:
