@@ -52,9 +52,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": {f"mamba_{name}": value for name, value in _MAMBA.items()},
     "granitemoehybrid": {
         **_EXPERTS,
-        "shared_intermediate_size": 32,
-        "layer_types": ["attention"] * 2,
-        "position_embedding_type": "rope",
+        **{"shared_intermediate_size": 32, "layer_types": ["attention"] * 2, "position_embedding_type": "rope"},
     },
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
 }

@@ -26,6 +26,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 CODEC = PackedCodec(fitted(LAYOUT), 1e-2, 12)
 META, BITS = block_meta(LAYOUT, 0, 1), smooth_bits(LAYOUT, 77)
 SECTIONS = CODEC.encode(META, BITS)
+BACKWARDS = np.tile(np.arange(LAYOUT.tokens, dtype=np.uint16)[::-1], (LAYOUT.layers, 1))
 CHUNKS = [section for section in SECTIONS if section.id.refinement]
 BASES = SECTIONS[: len(SECTIONS) - len(CHUNKS)]
 
@@ -110,14 +111,13 @@ def test_golden_bytes_are_still_written_and_read() -> None:
     """Packed anew once, tokens from the last to the first: mapping lists are there, and chunks of unequal length."""
     profile = Profile.parse((GOLDEN / "tide.kvprofile").read_bytes())
     codec, stored = PackedCodec(profile, 1e-2, 12), (GOLDEN / "packed.kvt").read_bytes()
-    backwards = np.tile(np.arange(LAYOUT.tokens, dtype=np.uint16)[::-1], (LAYOUT.layers, 1))
-    sections = codec.repack(META, codec.encode(META, BITS), backwards)
+    sections = codec.repack(META, codec.encode(META, BITS), BACKWARDS)
     assert bytes(pack_object(META, codec.codec_id, sections, codec.profile)) == stored
     reader = CodecRegistry([profile]).get("packed-1", profile.digest)
     assert isinstance(reader, PackedCodec)
     assert np.array_equal(decoded_by(reader, META, parse_object(stored).sections()), BITS)
     base = reader.layout_of(META, parse_object(stored).sections())
-    assert (base.chunk_tokens, base.repacks) == (12, 1) and np.array_equal(base.orders, backwards)
+    assert (base.chunk_tokens, base.repacks) == (12, 1) and np.array_equal(base.orders, BACKWARDS)
 
 
 @given(st.integers(1, LAYOUT.kv_heads), st.integers(0, 1000), st.data())
@@ -168,8 +168,7 @@ def test_probe_keys_that_are_cut_or_of_no_head_are_refused() -> None:
 
 def test_golden_bytes_of_keys_apart_are_still_written_and_read() -> None:
     codec, stored = ImpressCodec(1, 12), (GOLDEN / "impress.kvt").read_bytes()
-    backwards = np.tile(np.arange(LAYOUT.tokens, dtype=np.uint16)[::-1], (LAYOUT.layers, 1))
-    assert bytes(pack_object(META, codec.codec_id, codec.ordered(backwards).encode(META, BITS))) == stored
+    assert bytes(pack_object(META, codec.codec_id, codec.ordered(BACKWARDS).encode(META, BITS))) == stored
     assert np.array_equal(decoded_by(codec, META, parse_object(stored).sections()), BITS)
 
 

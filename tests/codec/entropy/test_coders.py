@@ -49,13 +49,11 @@ def test_weights_make_the_same_tables(coder: type[EntropyTables]) -> None:
 @every_coder
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
 def test_escapes_take_their_places_in_order(coder: type[EntropyTables], dtype: type[np.unsignedinteger]) -> None:
-    rng = np.random.default_rng(5)
-    counts = counts_of([[100] * 30 + [1, 60]])
+    rng, tables = np.random.default_rng(5), coder.build(counts_of([[100] * 30 + [1, 60]]))
     symbols = rng.integers(0, 31, size=(3, 500), dtype=np.uint8)
     symbols[rng.random(symbols.shape) < 0.1] = ESCAPE
     elements = rng.integers(0, 256, size=int((symbols == ESCAPE).sum())).astype(dtype)
     escapes = Escapes(elements, (symbols == ESCAPE).sum(axis=1).astype(np.uint64))
-    tables = coder.build(counts)
     runs = Runs(np.zeros((3, 8), np.uint16), 64)
     values, out = IDENTITY[None].astype(dtype), np.empty(symbols.shape, dtype)
     tables.decode(tables.encode(symbols, runs), runs, values, out, escapes)
