@@ -90,7 +90,6 @@ def test_page_with_a_problem_is_found(tmp_path: Path, page: str, problem: str) -
 
 
 def test_links_to_pages_and_headings_are_no_problem(tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text(
-        '<h1 id="here"><a href="#here"><a href="index.html#here"><a href="https://x.y">'
-    )
+    page = '<h1 id="here"><a href="#here"><a href="index.html#here"><a href="https://x.y">'
+    (tmp_path / "index.html").write_text(page)
     assert list(site_pages.problems(tmp_path)) == []

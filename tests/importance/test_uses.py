@@ -15,17 +15,15 @@ from kvtide.types import BlockKey, Namespace, ObjectId
 KEY = BlockKey(bytes(range(32)))
 EMPTY = uses.UseRecord(KEY, 2, 3)
 ENTRIES = st.builds(
-    lambda version, time_s, weight, mean: uses.UseEntry(
-        version, time_s, weight, np.full((2, 3), mean, dtype=np.float16)
-    ),
+    uses.UseEntry,
     st.integers(1, 3),
     st.sampled_from([0.0, 1.0, 2.0]),
     st.sampled_from([1.0, 2.0]),
-    st.sampled_from([0.0, 1.5]),
+    st.sampled_from([0.0, 1.5]).map(lambda mean: np.full((2, 3), mean, dtype=np.float16)),
 )
 # Few writers and few values, so that all kinds of ties come up; more writers than a record keeps.
 RECORDS = st.dictionaries(st.integers(0, 11).map(lambda n: bytes([n]) * 8), ENTRIES, max_size=12).map(
-    lambda entries: uses.UseRecord(KEY, 2, 3).merged(uses.UseRecord(KEY, 2, 3, entries))
+    lambda entries: EMPTY.merged(uses.UseRecord(KEY, 2, 3, entries))
 )
 
 
