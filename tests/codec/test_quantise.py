@@ -66,8 +66,8 @@ def quantised(bits: BlockBits, dtype: KVDtype, step: float, group: int = GROUP, 
 
 
 def restored(found: Any, bits: BlockBits, dtype: KVDtype, step: float, group: int = GROUP, half: int = 127) -> Floats:
-    out = np.empty_like(bits)
-    _native.restore_groups(*found, group, half, step, dtype.code, out.reshape(-1).view(np.uint8))
+    out, (anchors, scales, deltas) = np.empty_like(bits), found
+    _native.restore_groups(anchors, scales, deltas, group, half, step, dtype.code, out.reshape(-1).view(np.uint8))
     return values_of(out, dtype)
 
 
@@ -158,10 +158,11 @@ def test_float16_is_rounded_as_numpy_rounds_it_up_to_its_largest_value() -> None
 )
 def test_sizes_that_do_not_fit_are_value_errors(arguments: dict[str, Any], message: str) -> None:
     sizes: dict[str, Any] = {"tokens": 12, "code": 1, "group": 10, "half": 127, "step": 0.1}
-    tokens, *how, anchors, deltas = (sizes | {"anchors": (4, 2), "deltas": (4, 10)} | arguments).values()
+    sizes |= {"anchors": (4, 2), "deltas": (4, 10), **arguments}
+    tokens, code, group, half, step, anchors, deltas = sizes.values()
     made = np.zeros(anchors, np.int16), np.zeros(anchors[1], np.uint16), np.zeros(deltas, np.int16)
     with pytest.raises(ValueError, match=message):
-        _native.quantise_groups(np.zeros(tokens * 4 * 4, np.uint8), *how, *made)
+        _native.quantise_groups(np.zeros(tokens * 4 * 4, np.uint8), code, group, half, step, *made)
 
 
 LAYOUT = BlockLayout(layers=3, tokens=32, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
