@@ -120,6 +120,14 @@ class ToyEngine:
         self.worker.store(orders)
         return orders
 
+    def carry_out(self, orders: StepCommands) -> int:
+        """Do what was planned, what it waits for first; return how many blocks are stored by then."""
+        self.worker.start(orders)
+        self.worker.wait_loads()
+        self.worker.store(orders)
+        assert self.worker.cache.flush(5)
+        return self.worker.cache.stats().blocks_stored
+
     def ask(
         self,
         request: str,
@@ -162,6 +170,14 @@ class ToyEngine:
                 self.has_failed = bool(outcome.failed)
                 return outcome.failed_pages
         raise AssertionError("the load never ended")
+
+    def begin(self, request: str, tokens: list[int], is_in_step: bool = True) -> tuple[int, list[int]]:
+        """Have the load of what there is begin; return its tokens and the request's pages."""
+        hit, pages = self.ask(request, tokens), self.pages(len(tokens))
+        assert hit
+        self.scheduler.allocated(request, pages, hit, is_in_step)
+        self.step(tokens=0)
+        return hit, pages
 
     def load(
         self, request: str, tokens: list[int], computed: int = 0, options: RequestOptions = NO_OPTIONS

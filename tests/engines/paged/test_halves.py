@@ -3,11 +3,12 @@
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -90,22 +91,21 @@ def test_memory_is_there_before_blocks_need_it(
 def test_memory_that_can_not_be_had_is_a_fault_of_the_cache_alone(
     open_cache: Callable[..., Cache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(memory: memoryview, is_wanted: Callable[[], bool]) -> None:
-        raise MemoryError("no more of it")
-
     unhandled: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", unhandled.append)
-    taking(open_cache(str(tmp_path)), monkeypatch, refused).close()
+    taking(open_cache(str(tmp_path)), monkeypatch, Mock(side_effect=MemoryError("no more of it"))).close()
     assert not unhandled
 
 
 def _loads(engine: ToyEngine, request: str, computed: int = 0) -> int:
-    """Load the prompt, check what came, and return how many blocks the store had to deliver."""
+    """Load the prompt, check that nothing else was written, and return how many blocks the store had to deliver."""
     before = engine.worker.cache.stats().blocks_loaded
     hit, pages, failed = engine.load(request, PROMPT, computed)
     assert (computed + hit, failed) == (3 * BLOCK, set())
     expected = np.concatenate([block_of(PROMPT, position) for position in range(3)], axis=2)
-    assert np.array_equal(held(engine, pages)[:, :, computed : 3 * BLOCK], expected[:, :, computed:])
+    restored = held(engine, pages)
+    assert not restored[:, :, :computed].any()
+    assert np.array_equal(restored[:, :, computed : 3 * BLOCK], expected[:, :, computed:])
     engine.finish(request)
     return engine.worker.cache.stats().blocks_loaded - before
 
@@ -199,11 +199,8 @@ def test_prefix_that_comes_no_further_is_computed_from_there(engines: Engines) -
     one, other = engines(), engines()
     one.compute("a", PROMPT[: 2 * BLOCK])
     brief = RequestOptions(follow_s=0.05)
-    found = [other.scheduler.match("b", b"", PROMPT, 0, brief)]
-    while found[-1] is None:
-        found.append(other.scheduler.match("b", b"", PROMPT, 0, brief))
-    assert found[-1] == 2 * BLOCK
-    assert None in found
+    assert other.scheduler.match("b", b"", PROMPT, 0, brief) is None
+    assert other.ask("b", PROMPT, options=brief) == 2 * BLOCK
 
 
 def test_what_has_come_is_used_though_the_store_falls_silent(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,20 +239,13 @@ def test_last_token_of_a_prompt_is_never_loaded(engines: Engines) -> None:
 
 
 def test_load_starts_behind_what_the_engine_has(second: ToyEngine) -> None:
-    hit, pages, failed = second.load("b", PROMPT, computed=BLOCK + PAGE_TOKENS)
-    assert (hit, failed) == (2 * BLOCK - PAGE_TOKENS, set())
-    restored = held(second, pages)
-    assert not restored[:, :, : BLOCK + PAGE_TOKENS].any()
-    assert np.array_equal(restored[:, :, 2 * BLOCK : 3 * BLOCK], block_of(PROMPT, 2))
+    assert _loads(second, "b", computed=BLOCK + PAGE_TOKENS) == 2
 
 
 def test_deleted_block_fails_its_pages_and_is_forgotten(second: ToyEngine) -> None:
-    blocks = list(second.scheduler.cache.tiers.objects())
-    assert len(blocks) == 3
-    second.ask("x", PROMPT)
-    refs = second.scheduler._sequences["x"].blocks(PROMPT)
-    second.finish("x")
-    second.worker.cache.tiers.delete(refs[1].ids[0], "removed")
+    assert len(list(second.scheduler.cache.tiers.objects())) == 3
+    (space,) = namespaces().of(b"")
+    assert second.worker.cache.tiers.delete(ObjectId(space, block_keys(space, PROMPT, BLOCK)[1]), "removed")
     hit, pages, failed = second.load("b", PROMPT)
     assert hit == 3 * BLOCK
     assert failed == set(pages[BLOCK // PAGE_TOKENS : 3 * BLOCK // PAGE_TOKENS])
@@ -268,13 +258,14 @@ OBJECT_BYTES = 4096
 
 
 @pytest.fixture
-def short(open_cache: Callable[..., Cache]) -> Iterator[ToyEngine]:
+def short(open_cache: Callable[..., Cache], stack: ExitStack) -> ToyEngine:
     """An engine whose memory has room for the prompt's blocks alone."""
-    engine = ToyEngine(partial(open_cache, memory_bytes_max=3 * OBJECT_BYTES), "memory://")
+    engine = stack.enter_context(
+        closing(ToyEngine(partial(open_cache, memory_bytes_max=3 * OBJECT_BYTES), "memory://"))
+    )
     engine.compute("a", PROMPT)
     assert [0 < each.size <= OBJECT_BYTES for each in engine.worker.cache.tiers.objects()] == 3 * [True]
-    yield engine
-    engine.close()
+    return engine
 
 
 OTHER = [token + 1000 for token in PROMPT]
@@ -312,10 +303,7 @@ def test_what_was_found_for_a_request_that_waits_does_not_leave_before_it_is_loa
 def test_load_in_which_anything_is_raised_is_a_miss_and_nobody_waits_for_it(
     second: ToyEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("a bug")
-
-    second.worker.cache.load = broken  # type: ignore[method-assign, assignment]
+    second.worker.cache.load = Mock(side_effect=ZeroDivisionError("a bug"))  # type: ignore[method-assign]
     hit, pages, failed = second.load("b", PROMPT)
     assert failed == set(pages[: hit // PAGE_TOKENS])
     assert second.worker.take_counts()["failed_loads"] == 1
@@ -360,11 +348,7 @@ def test_finished_request_ends_its_load_and_nothing_is_written_later(second: Toy
     gate, tiers = threading.Event(), second.worker.cache.tiers
     read = tiers.get_into
     tiers.get_into = lambda *arguments: (gate.wait(5), read(*arguments))[1]  # type: ignore[method-assign]
-    hit = second.ask("b", PROMPT)
-    pages = second.pages(len(PROMPT))
-    assert hit
-    second.scheduler.allocated("b", pages, hit)
-    second.step(tokens=0)
+    _, pages = second.begin("b", PROMPT, is_in_step=False)
     second.scheduler.finished("b")
     assert second.worker.ended(["b"], is_idle=False).requests == {"b"}
     gate.set()
@@ -405,12 +389,7 @@ def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(second: ToyE
     second.scheduler.allocated("b", pages, hit, is_in_step=True)
     longer = PROMPT + list(range(BLOCK))
     orders = second.scheduler.plan([ScheduledRequest("b", longer, len(longer), lambda: pages)], 10)
-    second.worker.start(orders)
-    second.worker.wait_loads()
-    second.worker.store(orders)
-    assert len(orders.stores) == 1
-    assert second.worker.cache.flush(5)
-    assert second.worker.cache.stats().blocks_stored == 0
+    assert (len(orders.stores), second.carry_out(orders)) == (1, 0)
     # A step that was planned before anybody heard of it computes on top of nothing as well.
     with_answer = [*longer, *range(BLOCK)]
     early = second.scheduler.plan(
@@ -418,10 +397,7 @@ def test_blocks_on_top_of_pages_that_were_not_filled_are_not_stored(second: ToyE
     )
     assert len(early.stores) == 1
     second.scheduler.heard(second.worker.report(orders.step))
-    second.worker.start(early)
-    second.worker.store(early)
-    assert second.worker.cache.flush(5)
-    assert second.worker.cache.stats().blocks_stored == 0
+    assert second.carry_out(early) == 0
     # The step that computes them after all stores what is missing: the lost blocks and those behind them.
     orders = second.step(ScheduledRequest("b", longer, len(longer), lambda: pages))
     assert [order.block.start for order in orders.stores] == list(range(0, len(longer) // BLOCK * BLOCK, BLOCK))
@@ -436,12 +412,8 @@ def test_nobody_stores_on_top_of_shared_pages_that_were_not_filled(second: ToyEn
     other = [*PROMPT[:hit], *range(BLOCK)]
     assert second.ask("c", other, computed=hit) == 0
     orders = second.scheduler.plan([ScheduledRequest("c", other, len(other), lambda: pages)], 10)
-    second.worker.start(orders)
-    second.worker.wait_loads()
-    second.worker.store(orders)
     assert [order.request for order in orders.stores] == ["c"]
-    assert second.worker.cache.flush(5)
-    assert second.worker.cache.stats().blocks_stored == 0
+    assert second.carry_out(orders) == 0
     second.worker.ended([], is_idle=False)
 
 
@@ -467,9 +439,7 @@ def test_load_that_was_given_up_does_not_end_the_next_one_of_its_request(second:
     read = tiers.get_into
     tiers.get_into = lambda *arguments: (gate.wait(5), read(*arguments))[1]  # type: ignore[method-assign]
     for _ in range(2):
-        hit, pages = second.ask("b", PROMPT), second.pages(len(PROMPT))
-        second.scheduler.allocated("b", pages, hit)
-        second.step(tokens=0)
+        _, pages = second.begin("b", PROMPT, is_in_step=False)
         if not gate.is_set():
             given_up = second.worker._loads["b"]
             second.finish("b")
@@ -485,10 +455,7 @@ def test_threads_that_can_not_be_had_are_misses(
     third, hit, pages = engines(), second.ask("b", PROMPT), second.pages(len(PROMPT))
     second.scheduler.allocated("b", pages, hit)
 
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     second.step(tokens=0)
     assert second.wait("b") == set(pages[: hit // PAGE_TOKENS])
     # A request that takes no copy of this machine asks in a thread.
@@ -496,11 +463,7 @@ def test_threads_that_can_not_be_had_are_misses(
 
 
 def test_layers_are_waited_for_one_by_one(second: ToyEngine) -> None:
-    hit = second.ask("b", PROMPT)
-    assert hit
-    pages = second.pages(len(PROMPT))
-    second.scheduler.allocated("b", pages, hit, is_in_step=True)
-    second.step(tokens=0)
+    _, pages = second.begin("b", PROMPT)
     for layer in range(LAYOUT.layers):
         second.worker.wait_layer(layer)
         assert np.array_equal(held(second, pages)[layer, :, :BLOCK], block_of(PROMPT, 0)[layer])
@@ -508,13 +471,13 @@ def test_layers_are_waited_for_one_by_one(second: ToyEngine) -> None:
 
 
 def test_first_layer_does_not_wait_for_the_others(
-    open_cache: Callable[..., Cache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_cache: Callable[..., Cache], tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "PIECE_BYTES", 1)
     # Coded layers of so few values would be larger than plain ones.
-    first, second = (ToyEngine(partial(open_cache, codec="raw"), str(tmp_path / "store")) for _ in range(2))
+    made = (ToyEngine(partial(open_cache, codec="raw"), str(tmp_path / "store")) for _ in range(2))
+    first, second = (stack.enter_context(closing(each)) for each in made)
     first.compute("a", PROMPT)
-    hit, pages = second.ask("b", PROMPT), second.pages(len(PROMPT))
     begin, release, scatter = threading.Event(), threading.Event(), second.pool.scatter
 
     def held_back(layers: Any, pages: Any, skip_pages: int, first: int) -> None:
@@ -522,8 +485,7 @@ def test_first_layer_does_not_wait_for_the_others(
         scatter(layers, pages, skip_pages, first)
 
     second.pool.scatter = held_back  # type: ignore[method-assign,assignment]
-    second.scheduler.allocated("b", pages, hit, is_in_step=True)
-    second.step(tokens=0)
+    _, pages = second.begin("b", PROMPT)
     waiting = threading.Thread(target=second.worker.wait_layer, args=(0,))
     waiting.start()
     # It waits already when the first layer comes.
@@ -535,9 +497,6 @@ def test_first_layer_does_not_wait_for_the_others(
     release.set()
     second.worker.wait_loads()
     assert np.array_equal(held(second, pages)[-1, :, :BLOCK], block_of(PROMPT, 0)[-1])
-    for engine in (first, second):
-        engine.scheduler.close()
-        engine.worker.close()
 
 
 def test_tokens_of_the_answer_are_stored_as_their_blocks_fill(engines: Engines) -> None:
@@ -624,10 +583,8 @@ def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Engines
     engine.scheduler._lookups._match_s_max = 0.5
     gate = threading.Event()
     engine.scheduler.cache.tiers.run_places = lambda object_ids: [0] * gate.wait(5)  # type: ignore[method-assign]
-    answers = [engine.scheduler.match("a", b"", PROMPT, 0)]
-    while answers[-1] is None:
-        answers.append(engine.scheduler.match("a", b"", PROMPT, 0))
-    assert (answers[0], answers[-1]) == (None, 0)
+    assert engine.scheduler.match("a", b"", PROMPT, 0) is None
+    assert engine.ask("a", PROMPT) == 0
     gate.set()
 
 

@@ -304,10 +304,8 @@ def test_unknown_order_is_refused() -> None:
 def test_device_pages_take_and_give_the_blocks_that_this_machine_s_do() -> None:
     # Strides, streams and devices are those of the proofs above.
     host, layers = host_pages(CellOrder.SPLIT)
-    device, bits = (
-        DevicePages.of_rows([torch.from_numpy(layer.view(np.int16)) for layer in layers], LAYOUT),
-        random_block(4),
-    )
+    device = DevicePages.of_rows([torch.from_numpy(layer.view(np.int16)) for layer in layers], LAYOUT)
+    bits = random_block(4)
     device.scatter(bits, [9, 1], 0)
     assert np.array_equal(host.capture([9, 1]).block(), bits)
     device.capture([9, 1]).restore([5], 1)

@@ -65,20 +65,28 @@ def tails(open_cache: Callable[..., Cache], tmp_path: Path, stack: ExitStack) ->
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "restored"),
-    [(22, 30, 22), (21, 30, 20), (22, 22, 20), (5, 9, 4), (24, 30, 24), (22, 23, 22), (17, 30, 16), (3, 3, 2)],
+    ("stored", "asked", "computed", "restored"),
+    [
+        *((22, TOKENS, 0, 22), (21, TOKENS, 0, 20), (24, TOKENS, 0, 24), (17, TOKENS, 0, 16)),
+        *((22, TOKENS[:22], 0, 20), (22, TOKENS[:23], 0, 22), (5, TOKENS[:9], 0, 4), (3, TOKENS[:3], 0, 2)),
+        # It ends where another prompt differs.
+        (22, [*TOKENS[:19], 900, *TOKENS[20:]], 0, 18),
+        # What the engine has by itself is not loaded again.
+        (23, TOKENS, 20, 22),
+    ],
 )
 def test_tail_of_a_prompt_is_restored_bit_for_bit_after_a_restart(
-    tails: Tails, stored: int, asked: int, restored: int
+    tails: Tails, stored: int, asked: list[int], computed: int, restored: int
 ) -> None:
-    tokens = list(range(100, 100 + asked))
     first = tails()
-    first.compute("a", tokens[:stored])
+    first.compute("a", TOKENS[:stored])
     first.worker.close()
     second = tails()
-    hit, pages, failed = second.load("b", tokens)
-    assert (hit, failed) == (restored, set())
-    assert np.array_equal(held(second, pages)[:, :, :restored], expected(tokens, restored))
+    hit, pages, failed = second.load("b", asked, computed)
+    assert (computed + hit, failed) == (restored, set())
+    rows = held(second, pages)
+    assert not rows[:, :, :computed].any()
+    assert np.array_equal(rows[:, :, computed:restored], expected(asked, restored)[:, :, computed:])
 
 
 def test_without_the_option_whole_blocks_alone_are_restored(tails: Tails) -> None:
@@ -105,23 +113,13 @@ def test_layers_of_pieces_come_with_those_of_the_blocks(tails: Tails, monkeypatc
     monkeypatch.setattr("kvtide.store.load.whole.PIECE_BYTES", 1)
     tails(codec="raw").compute("a", TOKENS[:22])
     second = tails(codec="raw")
-    hit, pages = second.ask("b", TOKENS), second.pages(len(TOKENS))
+    hit, pages = second.begin("b", TOKENS)
     assert hit == 22
-    second.scheduler.allocated("b", pages, hit, is_in_step=True)
-    second.step(tokens=0)
     for layer in range(LAYOUT.layers):
         second.worker.wait_layer(layer)
         assert np.array_equal(held(second, pages)[layer, :, :hit], expected(TOKENS, hit)[layer])
     second.worker.wait_loads()
     assert second.worker.ended([], is_idle=False).failed_pages == set()
-
-
-def test_tail_ends_where_another_prompt_differs(tails: Tails) -> None:
-    tails().compute("a", TOKENS[:22])
-    second = tails()
-    hit, pages, _ = second.load("b", [*TOKENS[:19], 900, *TOKENS[20:]])
-    assert hit == 18
-    assert np.array_equal(held(second, pages)[:, :, :18], expected(TOKENS, 18))
 
 
 def test_same_tail_behind_another_block_is_another_tail(tails: Tails) -> None:
@@ -135,15 +133,6 @@ def test_same_tail_behind_another_block_is_another_tail(tails: Tails) -> None:
         second.finish(name)
         assert (hit, failed) == (22, set())
         assert np.array_equal(held(second, pages)[:, :, :22], expected(tokens, 22))
-
-
-def test_what_the_engine_has_by_itself_is_not_loaded_again(tails: Tails) -> None:
-    tails().compute("a", TOKENS[:23])
-    second = tails()
-    hit, pages, failed = second.load("b", TOKENS, computed=20)
-    assert (hit, failed) == (2, set())
-    assert np.array_equal(held(second, pages)[:, :, 20:22], expected(TOKENS, 22)[:, :, 20:])
-    assert not held(second, pages)[:, :, :20].any()
 
 
 def test_lost_piece_has_its_page_computed_and_is_not_promised_again(tails: Tails) -> None:
