@@ -201,6 +201,17 @@ def tiny_model() -> Any:
     return model
 
 
+@pytest.fixture(scope="module")
+def gemma() -> Any:
+    """Gemma 3 270M, a real model with windows of 512 tokens, where its parts are installed."""
+    from kvtide_lab.subjects import GEMMA, subject
+
+    try:
+        return subject(GEMMA)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture
 def prompt() -> Any:
     """100 token ids, (1, 100)."""

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import gguf
 import pytest
@@ -24,10 +25,10 @@ from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind
 from kvtide.types import Namespace
 from kvtide.wire import parse_object
-from kvtide_lab.subjects import GEMMA, LoadedModel, gemma_file, subject
+from kvtide_lab.subjects import LoadedModel, gemma_file
 
 BLOCK = 64
-ANSWER = 4
+WANTED: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 FLUSH_S_MAX = 120.0
 # Of each kind of group; with --nightly thirty times as many.
 FAULTS = 35
@@ -52,15 +53,7 @@ def branched(prompt: torch.Tensor, at: int, tokens: int) -> torch.Tensor:
 
 
 def said(model: Any, prompt: torch.Tensor) -> Said:
-    output = model.generate(
-        prompt,
-        max_new_tokens=ANSWER,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    output = model.generate(prompt, **WANTED, return_dict_in_generate=True, output_logits=True)
     return Said(output.sequences[0].tolist(), torch.stack(output.logits))
 
 
@@ -195,9 +188,7 @@ def test_a_load_that_breaks_off_leaves_an_empty_cache(tmp_path: Path, monkeypatc
     prompt = prompt_of(300)
     filled("qwen3_next", tmp_path, prompt)
 
-    def broken(*arguments: Any) -> None:
-        raise MemoryError("no room for states")
-
+    broken = Mock(side_effect=MemoryError("no room for states"))
     with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK) as cached:
         with monkeypatch.context() as patch:
             patch.setattr("kvtide.engines.transformers.groups.StateRoom.fill", broken)
@@ -353,14 +344,6 @@ def test_faulty_reads_of_a_group_never_give_a_wrong_tensor(
             else:
                 assert not found or all(map(torch.equal, found, good))
     assert outcomes[True] and outcomes[False]
-
-
-@pytest.fixture(scope="module")
-def gemma() -> LoadedModel:
-    try:
-        return subject(GEMMA)
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 def test_its_four_parts_make_one_file(gemma: LoadedModel, tmp_path: Path) -> None:

@@ -109,16 +109,12 @@ _BART: dict[str, Any] = {
     **{"vocab_size": 256, "d_model": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     **{"decoder_start_token_id": 1, "is_encoder_decoder": True},
 }
+_DECODER = {"is_encoder_decoder": False, "is_decoder": True, "encoder_layers": 1}
+_T5 = {"vocab_size": 256, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
 _GPT2: dict[str, Any] = {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
 _IMAGES: dict[str, Any] = {
-    **{
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_global_layers": 1,
-        "attention_heads": 2,
-        "intermediate_size": 32,
-    },
-    **{"image_size": 28, "patch_size": 14, "max_num_tiles": 1, "vision_output_dim": 64},
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "image_size": 28},
+    **{"intermediate_size": 32, "patch_size": 14, "max_num_tiles": 1, "vision_output_dim": 64},
     **{"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]},
 }
 _TEXT: dict[str, Any] = {
@@ -127,44 +123,23 @@ _TEXT: dict[str, Any] = {
 }
 
 
-def bart() -> Any:
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART))
-
-
-def t5() -> Any:
-    config = transformers.T5Config(vocab_size=256, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def whisper() -> Any:
-    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**_BART))
-
-
-def rwkv() -> Any:
-    return transformers.RwkvForCausalLM(transformers.RwkvConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2))
-
-
-def decoder_of_another_depth() -> Any:
-    # Its cache is made for the encoder's layers; transformers alone fails too.
-    changes = {"is_encoder_decoder": False, "is_decoder": True, "encoder_layers": 1}
-    return transformers.BartForCausalLM(transformers.BartConfig(**{**_BART, **changes}))
-
-
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("family", "head", "sizes", "reason"),
     [
-        (bart, "depends on the encoder's input"),
-        (t5, "depends on the encoder's input"),
-        (whisper, "depends on the encoder's input"),
-        (rwkv, "has no usual one"),
-        (decoder_of_another_depth, "takes no usual cache"),
+        ("Bart", "ForConditionalGeneration", _BART, "depends on the encoder's input"),
+        ("T5", "ForConditionalGeneration", _T5, "depends on the encoder's input"),
+        ("Whisper", "ForConditionalGeneration", _BART, "depends on the encoder's input"),
+        ("Rwkv", "ForCausalLM", {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2}, "has no usual one"),
+        # Its cache is made for the encoder's layers; transformers alone fails too.
+        ("Bart", "ForCausalLM", {**_BART, **_DECODER}, "takes no usual cache"),
     ],
 )
 def test_what_keeps_more_than_a_prefix_or_nothing_is_refused(
-    make: Callable[[], Any], reason: str, tmp_path: Path
+    family: str, head: str, sizes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
+    config = getattr(transformers, f"{family}Config")(**sizes)
     with pytest.raises(UnsupportedModel, match=reason):
-        attach(make().eval(), tmp_path)
+        attach(getattr(transformers, f"{family}{head}")(config).eval(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,6 @@ from tests.vllm.conftest import PAGE_TOKENS
 
 from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide_lab.bench.engine_process import kvtide_transfer
-from kvtide_lab.subjects import GEMMA, subject
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -40,11 +39,9 @@ def test_pages_come_back_as_they_were(answers_of: Any, name: str, tmp_path: Path
     case = CASES[name]
     if "kv_cache_dtype" in case.options and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM's fp8 needs a processor with AVX-512")
-    model, transfer = (
-        checkpoint(case.family, tmp_path / "model"),
-        kvtide_transfer(str(tmp_path / "store"), codec="lossless"),
-    )
-    ((cold,), (warm,)) = answers_of(model, [transfer, transfer], [PROMPT], case.tokens, **case.options)
+    model = checkpoint(case.family, tmp_path / "model")
+    transfer = kvtide_transfer(str(tmp_path / "store"), codec="lossless")
+    ((cold,), (warm,)) = answers_of(model, [transfer] * 2, [PROMPT], case.tokens, **case.options)
     assert cold["ids"] == warm["ids"]
     assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, RESTORED)
 
@@ -136,17 +133,6 @@ def test_draft_s_layers_come_back_beside_the_model_s(answers_of: Any, tmp_path: 
     assert cold["ids"] == warm["ids"] == plain["ids"]
     # The draft's row of a block's last token goes by the token after it, so that the last block is left alone.
     assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, RESTORED - PAGE_TOKENS)
-
-
-# Gemma 3 270M, a real model with windows of 512 tokens.
-
-
-@pytest.fixture(scope="module")
-def gemma() -> Any:
-    try:
-        return subject(GEMMA)
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 def test_windows_of_a_real_model_come_back_exactly(gemma: Any, answers_of: Any, tmp_path: Path) -> None:

@@ -260,9 +260,8 @@ OBJECT_BYTES = 4096
 @pytest.fixture
 def short(open_cache: Callable[..., Cache], stack: ExitStack) -> ToyEngine:
     """An engine whose memory has room for the prompt's blocks alone."""
-    engine = stack.enter_context(
-        closing(ToyEngine(partial(open_cache, memory_bytes_max=3 * OBJECT_BYTES), "memory://"))
-    )
+    small = partial(open_cache, memory_bytes_max=3 * OBJECT_BYTES)
+    engine = stack.enter_context(closing(ToyEngine(small, "memory://")))
     engine.compute("a", PROMPT)
     assert [0 < each.size <= OBJECT_BYTES for each in engine.worker.cache.tiers.objects()] == 3 * [True]
     return engine
