@@ -1,6 +1,7 @@
 """`attach(importance=…)`: a prefix loaded in part, and attention that selects: exact with all, else like a mask."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.tide_profiles import fitted_on
+from tests.doors.user import PROMPT
 from tests.stores import open_memory
 from transformers import DynamicCache
 
@@ -35,8 +37,6 @@ from kvtide.wire import pack_object, parse_object
 from kvtide_lab.judge.importance_judge import ComparedPrefix, GroupHeads, KnownScores, Recency
 from kvtide_lab.judge.quality import block_metas, capture_blocks
 
-# As the fixture's.
-PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 
@@ -61,15 +61,6 @@ def fill(model: Any, store: Path, importance: float | None = 0.25) -> Path:
 @pytest.fixture
 def store(tiny_model: Any, tmp_path: Path) -> Path:
     return fill(tiny_model, tmp_path)
-
-
-def test_a_part_of_the_prefix_is_loaded(tiny_model: Any, store: Path) -> None:
-    with attached(tiny_model, store) as cached:
-        output = cached.generate(PROMPT, **GREEDY)
-        report = cached.last
-    assert report.hit_tokens == 96 and report.blocks_queued == 0  # 105 tokens are 6 blocks
-    assert 0 < report.selected.tokens_share <= 1
-    assert output.shape[1] == PROMPT.shape[1] + 6
 
 
 def test_a_first_prompt_says_in_which_order_its_blocks_are_stored(
@@ -141,7 +132,9 @@ def test_a_refused_selection_gives_the_exact_answer(tokens: int, tiny_model: Any
     """The guard refuses a prefix of 96 tokens, which is too short to tell; a last token alone is guarded too."""
     with attached(tiny_model, store) as cached:
         output = cached.generate(PROMPT[:, :tokens], **GREEDY)
-    assert cached.last.selected.is_fallback
+    # 105 tokens are 6 blocks.
+    assert (cached.last.hit_tokens, cached.last.blocks_queued) == (96, 0)
+    assert cached.last.selected.is_fallback and 0 < cached.last.selected.tokens_share <= 1
     assert torch.equal(output, tiny_model.generate(PROMPT[:, :tokens], **GREEDY))
 
 
@@ -211,13 +204,9 @@ class Prefix:
         return filled_cache(self.model, model_layout(self.model, 16), blocks)
 
     def said(self, blocks: list[Any], selection: SparsePrefix | None = None) -> torch.Tensor:
-        past = self.past(blocks)
-        suffix = torch.tensor([self.ids[PREFIX:]])
-        with torch.inference_mode():
-            if selection is None:
-                return self.model(suffix, past_key_values=past).logits
-            with selection.active(self.model):
-                return self.model(suffix, past_key_values=past).logits
+        past, suffix = self.past(blocks), torch.tensor([self.ids[PREFIX:]])
+        with torch.inference_mode(), nullcontext() if selection is None else selection.active(self.model):
+            return self.model(suffix, past_key_values=past).logits
 
     def probed(self, selection: SparsePrefix) -> torch.Tensor:
         """Ask what matters first; return what the model then says of the tokens that are left."""
@@ -241,15 +230,13 @@ def prefix(tiny_model: Any, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("rest", list(Rest))
 def test_with_all_tokens_it_is_the_plain_model(prefix: Prefix, rest: Rest) -> None:
-    load = prefix.load()
-    selection = SparsePrefix(load, SparseSettings(1.0, guard=None, rest=rest))
+    selection = SparsePrefix(prefix.load(), SparseSettings(1.0, guard=None, rest=rest))
     assert torch.equal(prefix.said(prefix.rough, selection), prefix.said(prefix.blocks))
     assert selection.report().tokens_share == 1.0
 
 
 def test_selected_tokens_are_exact_and_the_rest_is_rough(prefix: Prefix) -> None:
-    load = prefix.load()
-    selection = SparsePrefix(load, SparseSettings(0.25, guard=None))
+    selection = SparsePrefix(prefix.load(), SparseSettings(0.25, guard=None))
     got = prefix.said(prefix.rough, selection)
     exact, rough = prefix.said(prefix.blocks), prefix.said(prefix.rough)
     assert (got - exact).abs().mean() < (rough - exact).abs().mean()
@@ -259,9 +246,8 @@ def test_selected_tokens_are_exact_and_the_rest_is_rough(prefix: Prefix) -> None
 
 def test_dropped_tokens_are_as_if_masked(prefix: Prefix) -> None:
     """Recency and single tokens: what is attended to is known without asking the selection."""
-    load = prefix.load()
-    settings = SparseSettings(0.5, Recency(), None, Rest.DROP, by_chunks=False)
-    got = prefix.said(prefix.rough, ComparedPrefix(load, settings))
+    selection = ComparedPrefix(prefix.load(), SparseSettings(0.5, Recency(), None, Rest.DROP, by_chunks=False))
+    got = prefix.said(prefix.rough, selection)
     past, seen = DynamicCache(config=prefix.model.config), torch.ones(1, len(prefix.ids), dtype=torch.long)
     seen[:, 4 : PREFIX // 2] = 0
     with torch.inference_mode():
@@ -360,31 +346,28 @@ def test_tokens_that_could_not_be_had_are_not_attended_to(prefix: Prefix, guard:
 
 
 def test_what_the_guard_trusts_goes_on_with_what_was_asked(prefix: Prefix) -> None:
-    for suffix, left in ((1, 1), (4, 1)):
+    for suffix in (1, 4):
         ids = torch.tensor([prefix.ids[PREFIX : PREFIX + suffix]])
         selection, past = SparsePrefix(prefix.load(), SparseSettings(0.25, guard=Always())), prefix.past(prefix.rough)
         selection.probe(prefix.model, ids, past)
-        assert past.get_seq_length() == PREFIX + suffix - left
+        assert past.get_seq_length() == PREFIX + suffix - 1
         assert not selection.report().is_fallback and selection.report().tokens_share >= 0.25
 
 
 def test_better_keys_and_known_scores_can_choose(prefix: Prefix) -> None:
     keys = np.concatenate([bits[:, 0] for bits in prefix.blocks], axis=1)
     floats = keys.view(np.float32).transpose(0, 2, 1, 3)
-    load = prefix.load()
-    probed = ComparedPrefix(load, SparseSettings(0.25, AllHeads(), None), lambda layer: floats[layer])
+    probed = ComparedPrefix(prefix.load(), SparseSettings(0.25, AllHeads(), None), lambda layer: floats[layer])
     prefix.said(prefix.rough, probed)
     scores = np.stack([probed.importance[layer] for layer in sorted(probed.importance)])
-    load = prefix.load()
-    known = ComparedPrefix(load, SparseSettings(0.25, KnownScores(scores), None))
+    known = ComparedPrefix(prefix.load(), SparseSettings(0.25, KnownScores(scores), None))
     prefix.said(prefix.rough, known)
     assert known.report().tokens_share == probed.report().tokens_share
 
 
 def test_the_model_is_as_before_afterwards(prefix: Prefix) -> None:
-    usual = prefix.model.config._attn_implementation
-    load = prefix.load()
-    prefix.said(prefix.rough, SparsePrefix(load, SparseSettings(0.25)))
+    usual, selection = prefix.model.config._attn_implementation, SparsePrefix(prefix.load(), SparseSettings(0.25))
+    prefix.said(prefix.rough, selection)
     assert prefix.model.config._attn_implementation == usual
 
 
@@ -443,11 +426,8 @@ def test_a_layer_chooses_for_those_behind_it_the_first_ones_for_fewer(
     prefix: Prefix, lag: int, together: int, choosers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = prefix.load()
-    selection, start, chosen_by = (
-        SparsePrefix(load, SparseSettings(0.25, guard=None, lag=lag, together=together)),
-        load.start,
-        dict[int, int](),
-    )
+    selection = SparsePrefix(load, SparseSettings(0.25, guard=None, lag=lag, together=together))
+    start, chosen_by = load.start, dict[int, int]()
 
     def noted(wanted: Any) -> Any:
         chosen_by.update(dict.fromkeys(wanted, len(selection.importance) - 1))

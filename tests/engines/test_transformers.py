@@ -3,22 +3,24 @@
 import copy
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from tests.doors.user import PROMPT
 from tests.families import model_of_family
 from tests.server.worlds import invalidate, region_processes
 from tests.servers import ServerProcess, counted, running_server
 from tests.stores import flip_bytes
-from transformers import DynamicCache, GenerationConfig, TextStreamer, cache_utils
+from transformers import DynamicCache, GenerationConfig, cache_utils
 
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.groups import RestoredRoom
 from kvtide.errors import UnsupportedModel
 
-PROMPT = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -105,24 +107,13 @@ def test_sampling_with_a_seed_gives_the_same_answer_warm(tiny_model: Any, tmp_pa
 
 
 def test_streamer_and_stopping_criteria_of_the_caller_are_kept(tiny_model: Any, tmp_path: Path) -> None:
-    class Count(TextStreamer):  # type: ignore[misc]
-        calls = 0
-
-        def __init__(self) -> None:
-            pass
-
-        def put(self, value: Any) -> None:
-            self.calls += 1
-
-        def end(self) -> None:
-            pass
-
-    streamer = Count()
+    seen = list[torch.Tensor]()
+    streamer = SimpleNamespace(put=seen.append, end=lambda: None)
     output, _ = answer(
         tiny_model, tmp_path, PROMPT, streamer=streamer, stopping_criteria=[lambda ids, scores: ids.shape[1] >= 104]
     )
     assert output.shape[1] == 104
-    assert streamer.calls == 5
+    assert len(seen) == 5
 
 
 def test_unsupported_model_or_bad_settings_are_refused_before_any_work(tiny_model: Any, tmp_path: Path) -> None:
@@ -141,11 +132,7 @@ def test_failing_cache_never_fails_the_answer(tiny_model: Any, tmp_path: Path, m
     plain = tiny_model.generate(PROMPT, **GREEDY)
     answer(tiny_model, tmp_path, PROMPT)
     with attach(tiny_model, str(tmp_path), block_tokens=16) as cached:
-
-        def broken(*arguments: Any) -> Any:
-            raise RuntimeError("anything")
-
-        monkeypatch.setattr(cached.cache.tiers, "get_into", broken)
+        monkeypatch.setattr(cached.cache.tiers, "get_into", Mock(side_effect=RuntimeError("anything")))
         assert torch.equal(cached.generate(PROMPT, **GREEDY), plain)
         assert cached.last is not None and cached.last.hit_tokens == 0
 
