@@ -71,12 +71,18 @@ def loaded(folder: Path, dtype: str = "auto") -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def stored_by(cached: CachedModel) -> list[str]:
-    """Answer, and return the codec of each stored block."""
-    cached.generate(JUDGED, max_new_tokens=2, do_sample=False)
+def stored_by(cached: CachedModel, prompt: torch.Tensor = JUDGED) -> list[tuple[str, str, bytes | None]]:
+    """Answer; return the group's name, the codec and its profile of each part of the prompt that is stored."""
+    cached.generate(prompt, max_new_tokens=1, do_sample=False)
     assert cached.flush(60)
-    metas = cached.prefixes.metas(JUDGED[0].numpy())[0]
-    return [codec for codec, _ in codec_ids_of(cached.cache.tiers, metas)]
+    found = list[tuple[str, str, bytes | None]]()
+    for (group, *_), metas in zip(cached.identity.groups, cached.prefixes.metas(prompt[0, :-1].numpy()), strict=True):
+        found += [(group.name, *each) for each in codec_ids_of(cached.cache.tiers, metas)]
+    return found
+
+
+def codecs_of(cached: CachedModel, prompt: torch.Tensor = JUDGED) -> list[str]:
+    return [codec for _, codec, _ in stored_by(cached, prompt)]
 
 
 def restored_kl(cached: CachedModel, exact: CachedModel, input_ids: torch.Tensor, answer_ids: Sequence[int]) -> float:
@@ -113,20 +119,20 @@ def test_calibrating_into_the_store_is_all_that_tide_needs(calibrated: tuple[Pat
     model = loaded(folder)
     exact = attach(model, tmp_path / "exact", block_tokens=LONG_BLOCK)
     with attach(model, store, codec="tide", block_tokens=LONG_BLOCK) as cached, exact:
-        assert stored_by(cached) == ["tide-1"] * (JUDGED.shape[1] // LONG_BLOCK)
-        assert stored_by(exact) == ["lossless-2"] * (JUDGED.shape[1] // LONG_BLOCK)
+        assert codecs_of(cached) == ["tide-1"] * (JUDGED.shape[1] // LONG_BLOCK)
+        assert codecs_of(exact) == ["lossless-2"] * (JUDGED.shape[1] // LONG_BLOCK)
         said = list(TEXT[1000:1064])
         assert 0 < restored_kl(cached, exact, JUDGED, said) <= 5e-3
     # The same weights in another type.
     with attach(loaded(folder, "bfloat16"), store, codec="tide", block_tokens=LONG_BLOCK) as cached:
-        assert set(stored_by(cached)) == {"tide-1"}
+        assert set(codecs_of(cached)) == {"tide-1"}
 
 
 def test_command_in_the_log_makes_the_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, store = loaded(saved("Llama", tmp_path / "model")), str(tmp_path / "store")
     options: dict[str, Any] = {"codec": "tide-light", "block_tokens": LONG_BLOCK, "fingerprint": b"\xffmine"}
     with caplog.at_level(logging.WARNING), attach(model, store, **options) as cached:
-        assert set(stored_by(cached)) == {"lossless-2"}
+        assert set(codecs_of(cached)) == {"lossless-2"}
         assert cached.cache.stats().blocks_without_profile == JUDGED.shape[1] // LONG_BLOCK
     (said,) = [each.message for each in caplog.records if each.name.startswith("kvtide")]
     command = shlex.split(said.partition(": ")[2])
@@ -136,13 +142,9 @@ def test_command_in_the_log_makes_the_profile(tmp_path: Path, caplog: pytest.Log
         stored_by(cached)
         assert cached.last is not None and cached.last.hit_tokens > 0
     with attach(model, f"{store}-other", **options) as cached:
-        assert set(stored_by(cached)) == {"lossless-2"}
-    tail = torch.cat([JUDGED.flip(1), JUDGED], dim=1)
+        assert set(codecs_of(cached)) == {"lossless-2"}
     with attach(model, store, **options) as cached:
-        cached.generate(tail, max_new_tokens=2, do_sample=False)
-        assert cached.flush(60)
-        metas = cached.prefixes.metas(tail[0].numpy())[0]
-        assert {codec for codec, _ in codec_ids_of(cached.cache.tiers, metas)} == {"tide-1"}
+        assert set(codecs_of(cached, torch.cat([JUDGED.flip(1), JUDGED], dim=1))) == {"tide-1"}
 
 
 @pytest.mark.parametrize("calibrated", ["Llama"], indirect=True)
@@ -158,14 +160,11 @@ def test_profile_of_one_tenant_is_no_others(calibrated: tuple[Path, Path], tmp_p
     file.write_bytes(Profile.make(own.kind, own.model, layout, (own.texts, own.tokens), lying).to_bytes())
     kvtide("profile", "put", file, "--model", folder, "--store", store)
     with attach(model, store, tenant_salt=b"mine", **options) as cached:
-        assert set(stored_by(cached)) == {"lossless-2"}
+        assert set(codecs_of(cached)) == {"lossless-2"}
     file.write_bytes(own.to_bytes())
     kvtide("profile", "put", file, "--model", folder, "--store", store, "--tenant-salt", "mine")
     with attach(model, store, tenant_salt=b"mine", **options) as cached:
-        cached.generate(JUDGED.flip(1), max_new_tokens=2, do_sample=False)
-        assert cached.flush(60)
-        metas = cached.prefixes.metas(JUDGED.flip(1)[0].numpy())[0]
-        assert set(codec_ids_of(cached.cache.tiers, metas)) == {("tide-1", own.digest)}
+        assert {part[1:] for part in stored_by(cached, JUDGED.flip(1))} == {("tide-1", own.digest)}
 
 
 def test_command_names_fingerprints_and_no_passwords() -> None:
@@ -249,16 +248,6 @@ def again(profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
     return tuple(each.with_arrays({"calibration": np.arange(32, dtype=np.uint8)}) for each in profiles)
 
 
-def codecs_by_group(cached: CachedModel, prompt: torch.Tensor) -> Counter[tuple[str, str]]:
-    """Answer, and return how many parts of each group's kind are stored by each codec."""
-    cached.generate(prompt, max_new_tokens=1, do_sample=False)
-    assert cached.flush(60)
-    found = Counter[tuple[str, str]]()
-    for (group, *_), metas in zip(cached.identity.groups, cached.prefixes.metas(prompt[0, :-1].numpy()), strict=True):
-        found.update((group.name, codec) for codec, _ in codec_ids_of(cached.cache.tiers, metas))
-    return found
-
-
 def test_matrix_of_support_is_what_is_tested_here() -> None:
     assert CASES.keys() == set(families("transformers", TIDE))
 
@@ -274,8 +263,8 @@ def test_every_group_of_rows_is_tide_s_and_the_model_says_what_was_asked_for(fam
     with attach(model, tmp_path / "tide", **options) as cached, exact:
         for seed in (100, 101):
             prompt = torch.tensor([ids_of(PROMPT_TOKENS, seed)])
-            parts += codecs_by_group(cached, prompt)
-            codecs_by_group(exact, prompt)
+            parts.update((name, codec) for name, codec, _ in stored_by(cached, prompt))
+            stored_by(exact, prompt)
             kls.append(restored_kl(cached, exact, prompt, ids_of(JUDGED_TOKENS, 100 + seed)))
         rows = {group.name for group, *_ in cached.identity.groups if group.layout.tokens == BLOCK}
         states = {group.name for group, *_ in cached.identity.groups} - rows
@@ -304,13 +293,13 @@ def test_calibrating_into_the_store_is_all_that_groups_need(tmp_path: Path, monk
     prompt = torch.tensor([ids_of(PROMPT_TOKENS, 100)])
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with attach(model, store, codec="tide", block_tokens=BLOCK) as cached:
-        parts, groups = codecs_by_group(cached, prompt), cached.identity.groups
-        assert {name for name, codec in parts if codec == "tide-1"} == {each.group.name for each in groups}
+        parts, groups = stored_by(cached, prompt), cached.identity.groups
+        assert {name for name, codec, _ in parts if codec == "tide-1"} == {each.group.name for each in groups}
     # The weights of another model don't take them.
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     with attach(model, store, codec="tide", block_tokens=BLOCK) as cached:
-        assert {codec for _, codec in codecs_by_group(cached, prompt)} == {"lossless-2"}
+        assert set(codecs_of(cached, prompt)) == {"lossless-2"}
 
 
 def gemma_at(store: Path) -> CachedModel:
@@ -360,7 +349,7 @@ def test_a_damaged_profile_of_one_group_leaves_all_lossless(tmp_path: Path, monk
     )
     prompt = torch.tensor([ids_of(3 * BLOCK, 1)])
     with gemma_at(tmp_path) as cached:
-        assert {codec for _, codec in codecs_by_group(cached, prompt)} == {"lossless-2"}
+        assert set(codecs_of(cached, prompt)) == {"lossless-2"}
 
 
 def test_profiles_that_are_not_all_of_one_calibration_are_refused() -> None:
