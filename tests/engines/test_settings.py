@@ -52,9 +52,8 @@ def test_bad_options_are_refused_with_their_name(options: dict[str, object], com
 
 
 def test_options_that_the_engine_s_device_does_not_take_are_refused() -> None:
-    layers, kernels = (
-        ConnectorSettings.parse({"store": "memory://", **each}) for each in ({"load": "layers"}, KERNELS)
-    )
+    layers = ConnectorSettings.parse({"store": "memory://", "load": "layers"})
+    kernels = ConnectorSettings.parse({"store": "memory://", **KERNELS})
     layers.check_device("cpu")
     kernels.check_device("cuda")
     with pytest.raises(ValueError, match="layers is for engines on a processor"):
@@ -126,12 +125,8 @@ def test_package_of_profiles_that_is_broken_is_left_out(
 def test_force_latest_holds_for_all_requests_or_one() -> None:
     one, every = (ConnectorSettings.parse({"store": "memory://", "force_latest": each}) for each in (False, True))
     asked = {"kvtide_force_latest": True}
-    assert [each.request_options(params).is_latest for each in (one, every) for params in ({}, asked)] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    found = [each.request_options(params).is_latest for each in (one, every) for params in ({}, asked)]
+    assert found == [False, True, True, True]
 
 
 def test_plugin_is_harmless_where_connectors_have_another_place(monkeypatch: pytest.MonkeyPatch) -> None:

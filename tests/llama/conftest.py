@@ -40,6 +40,12 @@ def ask(llm: Any, prompt: list[int], tokens: int = 12) -> Answer:
     return Answer(ids, np.array(logits))
 
 
+def ask_fresh(opened: Callable[..., Any], prompt: list[int], tokens: int = 12, **options: Any) -> Answer:
+    """Have a model that was just loaded answer by itself."""
+    with opened(**options) as llm:
+        return ask(llm, prompt, tokens)
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Write a tiny model, once for each kind."""

@@ -1,13 +1,14 @@
 """Answers from restored rows, compared with those of a fresh model in every bit of every logit."""
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
 import pytest
-from tests.llama.conftest import Answer, ask
+from tests.llama.conftest import Answer, ask, ask_fresh
 
 from kvtide.engines.llamacpp import attach
 
@@ -39,10 +40,7 @@ def test_restored_answers_are_those_of_a_fresh_model(
     options = dict(case)
     codec = options.pop("codec")
     lengths = [int(each) for each in np.random.default_rng(len(str(options))).choice(LENGTHS, 4, replace=False)]
-    plain = {}
-    for length in lengths:
-        with opened(**options) as llm:
-            plain[length] = ask(llm, tokens[:length])
+    plain = {length: ask_fresh(opened, tokens[:length], **options) for length in lengths}
     for is_second in (False, True):
         with opened(**options) as llm, attach(llm, tmp_path, codec=codec) as cached:
             for length in lengths:
@@ -103,17 +101,12 @@ def test_real_models_say_the_same_token_for_token(opened: Any, tmp_path: Path, f
 def test_chat_in_one_process_is_as_without_a_cache(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     said: list[list[list[int]]] = [[], []]
     for number in (0, 1):
-        with opened() as llm:
-            cached = attach(llm, tmp_path) if number else None
-            if cached is not None:
-                cached.__enter__()
+        with opened() as llm, attach(llm, tmp_path) if number else nullcontext():
             history: list[int] = []
             for turn in range(10):
                 history += tokens[60 * turn : 60 * turn + 50]
                 said[number].append(ask(llm, history, 30).ids)
                 history += said[number][-1]
-            if cached is not None:
-                cached.close()
     assert said[0] == said[1]
 
 
@@ -136,8 +129,7 @@ def test_prompts_do_not_take_rows_that_a_conversation_left(opened: Any, tokens: 
         assert cached.flush(10)
         # It began behind 50 tokens of the context: batches end elsewhere.
         assert cached.hit_tokens(tokens[:50] + tokens[500:900]) == 0
-    with opened() as llm:
-        plain = ask(llm, tokens[:50] + tokens[500:900])
+    plain = ask_fresh(opened, tokens[:50] + tokens[500:900])
     with opened() as llm, attach(llm, tmp_path):
         assert ask(llm, tokens[:50] + tokens[500:900]).is_same(plain)
 
@@ -150,14 +142,12 @@ def test_prompt_that_shares_its_first_tokens_with_the_context_is_stored(
         ask(llm, tokens[:50])
         said = ask(llm, prompt, 2)
         assert cached.flush(10) and cached.hit_tokens(prompt) == 384
-    with opened() as llm:
-        assert ask(llm, prompt, 2).is_same(said)
+    assert ask_fresh(opened, prompt, 2).is_same(said)
 
 
 def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens: list[int], tmp_path: Path) -> None:
-    options = {"model": "gemma3", "swa_full": False, "n_batch": 64}
-    with opened(**options) as llm:
-        plain = ask(llm, tokens[:200] + tokens[900:950])
+    options: dict[str, Any] = {"model": "gemma3", "swa_full": False, "n_batch": 64}
+    plain = ask_fresh(opened, tokens[:200] + tokens[900:950], **options)
     for _ in range(2):
         # Computed, and then restored.
         with opened(**options) as llm, attach(llm, tmp_path) as cached:

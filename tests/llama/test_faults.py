@@ -10,7 +10,7 @@ from typing import Any
 
 import llama_cpp
 import pytest
-from tests.llama.conftest import Answer, ask
+from tests.llama.conftest import Answer, ask, ask_fresh
 
 from kvtide.config import Limits
 from kvtide.engines.llamacpp import attach
@@ -40,11 +40,7 @@ FAULTS = {
 @pytest.fixture
 def plain(opened: Any, tokens: list[int]) -> dict[int, Answer]:
     """What the model says by itself."""
-    found = {}
-    for length in LENGTHS:
-        with opened() as llm:
-            found[length] = ask(llm, tokens[:length])
-    return found
+    return {length: ask_fresh(opened, tokens[:length]) for length in LENGTHS}
 
 
 def damage(store: Path, rng: random.Random) -> str:

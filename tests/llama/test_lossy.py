@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.llama.conftest import ask
+from tests.llama.conftest import ask, ask_fresh
 
 from kvtide.block import BlockLayout
 from kvtide.cli.profile import llama_losses, with_noise
@@ -41,8 +41,7 @@ def test_lossy_blocks_are_apart_and_quantised_rows_refuse_them(opened: Any, toke
 def test_tide_without_a_profile_is_lossless_and_names_the_command(
     opened: Any, models: Any, tokens: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with opened() as llm:
-        plain = ask(llm, tokens[:400])
+    plain = ask_fresh(opened, tokens[:400])
     for _ in range(2):
         with opened() as llm, attach(llm, tmp_path, codec="tide:5e-3") as cached:
             assert cached.served.weights == gguf_fingerprint(models())

@@ -7,7 +7,7 @@ from typing import Any
 
 import llama_cpp
 import pytest
-from tests.llama.conftest import ask
+from tests.llama.conftest import ask, ask_fresh
 from tests.llama.tiny import write_adapter, write_mamba
 from tests.servers import server_process
 
@@ -58,8 +58,7 @@ def test_adapters_and_their_scales_have_rows_of_their_own(opened: Any, tokens: l
     first, second = (write_adapter(tmp_path / f"{seed}.gguf", seed) for seed in (1, 2))
     for change in ({}, {"lora_path": first}, {"lora_path": first, "lora_scale": 0.5}, {"lora_path": second}):
         options: dict[str, Any] = {name: str(each) if name == "lora_path" else each for name, each in change.items()}
-        with opened(**options) as llm:
-            plain = ask(llm, tokens[:400])
+        plain = ask_fresh(opened, tokens[:400], **options)
         assert [hits(opened, tmp_path / "store", tokens[:400], **options) for _ in range(2)] == [0, 384]
         with opened(**options) as llm, attach(llm, tmp_path / "store"):
             assert ask(llm, tokens[:400]).is_same(plain)

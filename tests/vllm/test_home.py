@@ -163,11 +163,7 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(
-    python: Path,
-    model: Path,
-    tokens: list[int],
-    agents: list[AgentSession],
-    tmp_path_factory: pytest.TempPathFactory,
+    python: Path, model: Path, tokens: list[int], agents: list[AgentSession], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     """Serve, kill the store's server under the engine, start it again, and serve by another engine."""
     folder, ids, answers = tmp_path_factory.mktemp("served"), tokens[:PROMPT_TOKENS], list[list[Any]]()

@@ -39,12 +39,11 @@ from kvtide.types import Namespace
 
 PER_HEAD = KVQuantMode.INT8_PER_TOKEN_HEAD
 SETTINGS = ConnectorSettings.parse({"store": "memory://", "fingerprint": "f"})
+SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
 
 def _spec(**changes: Any) -> Any:
-    return FullAttentionSpec(
-        **{"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32, **changes}
-    )
+    return FullAttentionSpec(**{**SIZES, **changes})
 
 
 def _config(**changes: Any) -> Any:
@@ -94,8 +93,7 @@ def test_shards_and_salts_have_namespaces_of_their_own() -> None:
 
 
 def _window(**changes: Any) -> Any:
-    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32, "sliding_window": 128}
-    return SlidingWindowSpec(**{**sizes, **changes})
+    return SlidingWindowSpec(**{**SIZES, "sliding_window": 128, **changes})
 
 
 def test_windows_and_full_attention_are_one_block_of_all_layers() -> None:
@@ -251,10 +249,8 @@ def _on_gpu(
     monkeypatch.setattr(vllm_pages, "get_layers_from_vllm_config", lambda *args: {"a": attention})
     names = [f"layer.{number}" for number in range(len(layers))]
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names[at :: len(specs)]) for at, spec in enumerate(specs)]
-    config, settings = (
-        _config(device="cuda"),
-        ConnectorSettings.parse({"store": "memory://", "fingerprint": "f", **options}),
-    )
+    config = _config(device="cuda")
+    settings = ConnectorSettings.parse({"store": "memory://", "fingerprint": "f", **options})
     served = _served(config, SimpleNamespace(kv_cache_groups=groups), settings)
     return page_pools(served, dict(zip(names, layers, strict=True)), config, settings, [LosslessCodec()], SystemClock())
 
@@ -357,11 +353,8 @@ def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytes
     options = {"store": "memory://", "codec": "cachegen:2"}
     connector: Any = object.__new__(module.KVTideConnector)
     connector._settings, connector._codec = ConnectorSettings.parse(options), "cachegen"
-    connector._model, connector._vllm_config, connector._clock = (
-        SimpleNamespace(label="", slots=None, tail_tokens=0),
-        None,
-        None,
-    )
+    connector._model = SimpleNamespace(label="", slots=None, tail_tokens=0)
+    connector._vllm_config = connector._clock = None
     connector._registry, connector._counts = None, Counter()
     pool: Any = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
     monkeypatch.setattr(module, "page_pools", lambda *args: vllm_pages.EnginePages(pool, None, {}))

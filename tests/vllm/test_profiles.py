@@ -64,12 +64,8 @@ def divergence(exact: Any, found: Any) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_profile_in_the_store_is_all_that_vllm_needs(family: str, tmp_path: Path, nursery: Any) -> None:
-    model, store, asked, case = (
-        checkpoint(family, tmp_path / "model"),
-        str(tmp_path / "store"),
-        prompts(5),
-        CASES[family],
-    )
+    model, store = checkpoint(family, tmp_path / "model"), str(tmp_path / "store")
+    asked, case = prompts(5), CASES[family]
     transfer, blocks = kvtide_transfer(store, codec=f"tide:{QUALITY}"), (PROMPT_TOKENS - 1) // case.block_tokens
     _, before = answered(model, transfer, asked[:1], nursery, case)
     assert before["blocks_without_profile"] == blocks
@@ -93,8 +89,7 @@ def test_profile_in_the_store_is_all_that_vllm_needs(family: str, tmp_path: Path
     assert 0 < np.mean(kls) <= OVER_MAX * QUALITY
     if family == "gemma2":
         # Streamed, the roughest form of each block is all that there is time for.
-        soon, _ = answered(
-            model, {**transfer, EXTRA: {**transfer[EXTRA], "start_within_s": 0.0}}, asked[1:2], nursery, case
-        )
+        streaming = {**transfer, EXTRA: {**transfer[EXTRA], "start_within_s": 0.0}}
+        soon, _ = answered(model, streaming, asked[1:2], nursery, case)
         assert soon[0]["cached_tokens"] == blocks * case.block_tokens
         assert divergence(exact[0], soon[0]) > 2 * divergence(exact[0], found[0])
