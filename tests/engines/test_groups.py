@@ -12,6 +12,7 @@ import gguf
 import pytest
 import torch
 from tests.families import EXACT, LOSSY, REFUSED, SUPPORT, TIDE, families, model_of_family
+from tests.store.test_profiles import codec_ids_of
 from tokenizers.processors import TemplateProcessing
 
 from kvtide.cli.explain import Explanation, MatchVerdict, explain_prompt
@@ -24,7 +25,6 @@ from kvtide.engines.transformers.smollm2 import _begin_texts
 from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind
 from kvtide.types import Namespace
-from kvtide.wire import parse_object
 from kvtide_lab.subjects import LoadedModel, gemma_file
 
 BLOCK = 64
@@ -200,22 +200,16 @@ def test_states_stay_exact_beside_a_lossy_codec(tmp_path: Path) -> None:
     prompt = prompt_of(300)
     filled("qwen3_next", tmp_path, prompt, codec="cachegen")
     with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK, codec="cachegen") as cached:
-        codecs = Counter[tuple[int, str]]()
-        for info in cached.cache.tiers.objects():
-            data = bytearray(info.size)
-            assert cached.cache.tiers.get_into(info.id, memoryview(data)) == info.size
-            stored = parse_object(data, info.id)
-            codecs[stored.meta.layout.tokens, stored.codec_id] += 1
+        groups = zip(cached.identity.groups, cached.prefixes.metas(prompt[0].numpy()), strict=True)
+        stored = [(each.group.kind, codec_ids_of(cached.cache.tiers, metas)) for each, metas in groups]
+        expected = {(GroupKind.KV, "cachegen-2"), (GroupKind.STATE, "lossless-2")}
+        assert {(kind, codec) for kind, found in stored for codec, _ in found} == expected
         said(cached, prompt)
         assert cached.last is not None and cached.last.hit_tokens == 256
         ask = functools.partial(explained_groups, cached, prompt)
         assert ask(quality=1.0).hit_tokens == 256
         coarse = ask(quality=1e-6)
         assert (coarse.hit_tokens, coarse.verdict) == (0, MatchVerdict.COARSE)
-    states = {codec for (tokens, codec) in codecs if tokens == 1}
-    rows = {codec for (tokens, codec) in codecs if tokens == BLOCK}
-    assert len(states) == 1 and len(rows) == 1
-    assert states != rows
 
 
 def test_states_alone_leave_no_hook_and_answer_as_the_model_does_with_what_a_call_says(tmp_path: Path) -> None:

@@ -95,8 +95,7 @@ class Stored:
         return engine, streamed.report, access
 
     def answer(self, engine: StreamedPrefill) -> torch.Tensor:
-        prompt = torch.tensor([self.ids])
-        return self.model.generate(prompt, past_key_values=engine.past, **GREEDY)
+        return self.model.generate(torch.tensor([self.ids]), past_key_values=engine.past, **GREEDY)
 
     def plain_answer(self) -> torch.Tensor:
         return self.model.generate(torch.tensor([self.ids]), **GREEDY)

@@ -100,13 +100,14 @@ def test_real_models_say_the_same_token_for_token(opened: Any, tmp_path: Path, f
 
 def test_chat_in_one_process_is_as_without_a_cache(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     said: list[list[list[int]]] = [[], []]
-    for number in (0, 1):
-        with opened() as llm, attach(llm, tmp_path) if number else nullcontext():
+    caches: list[Any] = [nullcontext, lambda llm: attach(llm, tmp_path)]
+    for ids, cache_of in zip(said, caches, strict=True):
+        with opened() as llm, cache_of(llm):
             history: list[int] = []
             for turn in range(10):
                 history += tokens[60 * turn : 60 * turn + 50]
-                said[number].append(ask(llm, history, 30).ids)
-                history += said[number][-1]
+                ids.append(ask(llm, history, 30).ids)
+                history += ids[-1]
     assert said[0] == said[1]
 
 
@@ -159,9 +160,8 @@ def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens:
 def test_full_and_forgetting_windows_share_nothing(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     # Rows of layers without windows once had one name: a sum goes by the order of the windows' cells.
     for swa_full in (True, False):
-        options = {"model": "gemma3", "swa_full": swa_full, "n_batch": 64}
-        with opened(**options) as llm:
-            plain = ask(llm, tokens[:820])
+        options: dict[str, Any] = {"model": "gemma3", "swa_full": swa_full, "n_batch": 64}
+        plain = ask_fresh(opened, tokens[:820], **options)
         for _ in range(2):
             with opened(**options) as llm, attach(llm, tmp_path) as cached:
                 assert ask(llm, tokens[:820]).is_same(plain)

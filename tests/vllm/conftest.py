@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess
+from kvtide_lab.bench.engine_process import EngineNursery, EngineProcess, kvtide_transfer
 
 # Five pages and a little: computing it takes two seconds.
 PROMPT_TOKENS = 660
@@ -126,8 +126,6 @@ def plain(engine: Any, tokens: list[int], soak_prompts: list[list[int]]) -> dict
 @pytest.fixture(scope="session")
 def filled_store(engine: Any, tokens: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that an engine has left behind after answering the long prompt."""
-    from kvtide_lab.bench.engine_process import kvtide_transfer
-
     store = tmp_path_factory.mktemp("filled") / "store"
     with engine(kvtide_transfer(str(store), codec="lossless")) as process:
         process.ask(tokens[:PROMPT_TOKENS], 2)

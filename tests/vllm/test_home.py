@@ -80,14 +80,8 @@ def serving(python: Path, model: Path, store: str, log: Path, more: Sequence[str
     transfer = {"kv_connector": "KVTideConnector", "kv_role": "kv_both"}
     transfer["kv_connector_extra_config"] = {"store": store, "codec": "lossless"}  # type: ignore[assignment]
     flags = {
-        "--model": model,
-        "--served-model-name": "m",
-        "--dtype": "float32",
-        "--max-model-len": 4096,
-        "--max-num-seqs": 8,
-        "--port": port,
-        "--host": "127.0.0.1",
-        "--kv-transfer-config": json.dumps(transfer),
+        **{"--model": model, "--served-model-name": "m", "--dtype": "float32", "--max-model-len": 4096},
+        **{"--max-num-seqs": 8, "--port": port, "--host": "127.0.0.1", "--kv-transfer-config": json.dumps(transfer)},
     }
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *more]
     command += [str(word) for flag in flags.items() for word in flag]

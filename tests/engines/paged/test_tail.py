@@ -136,8 +136,7 @@ def test_same_tail_behind_another_block_is_another_tail(tails: Tails) -> None:
 
 
 def test_lost_piece_has_its_page_computed_and_is_not_promised_again(tails: Tails) -> None:
-    first = tails()
-    first.compute("a", TOKENS[:22])
+    tails().compute("a", TOKENS[:22])
     second = tails()
     second.ask("b", TOKENS)
     lost = second.scheduler._sequences["b"].offered[1]

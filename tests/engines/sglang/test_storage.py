@@ -77,15 +77,21 @@ def _indices(*pages: int) -> torch.Tensor:
     return torch.cat([torch.arange(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS) for page in pages])
 
 
-def test_pages_come_back_in_another_process_pool(backends: Callable[..., Any]) -> None:
+@pytest.fixture
+def stored(backends: Callable[..., Any]) -> torch.Tensor:
+    """Pages that another process has stored as a and b."""
     first = backends()
     pages = _filled(first)
     assert first.batch_set_v1(["a", "b"], _indices(5, 2)) == [True, True]
     first.close()
+    return pages[[5, 2]]
+
+
+def test_pages_come_back_in_another_process_pool(backends: Callable[..., Any], stored: torch.Tensor) -> None:
     second = backends()
     assert second.batch_exists(["a", "b", "c"]) == 2
     assert second.batch_get_v1(["a", "b"], _indices(1, 7)) == [True, True]
-    assert torch.equal(second.mem_pool_host.pages[[1, 7]], pages[[5, 2]])
+    assert torch.equal(second.mem_pool_host.pages[[1, 7]], stored)
 
 
 def test_missing_page_ends_the_run_and_leaves_the_pool_alone(backends: Callable[..., Any]) -> None:
@@ -110,11 +116,8 @@ def test_single_pages_by_tensor(backends: Callable[..., Any]) -> None:
     assert backend.exists("a") and not backend.exists("z")
 
 
+@pytest.mark.usefixtures("stored")
 def test_shards_do_not_share_pages(backends: Callable[..., Any]) -> None:
-    first = backends(rank=0)
-    _filled(first)
-    first.batch_set_v1(["a"], _indices(0))
-    first.close()
     assert not backends(rank=1).exists("a")
 
 
@@ -138,11 +141,8 @@ def test_bad_calls_and_options_are_refused(backends: Callable[..., Any]) -> None
             call()
 
 
+@pytest.mark.usefixtures("stored")
 def test_pages_that_come_slower_than_they_are_computed_are_left_alone(backends: Callable[..., Any]) -> None:
-    first = backends()
-    _filled(first)
-    first.batch_set_v1(["a", "b"], _indices(5, 2))
-    first.close()
     for tokens_per_s, pages in ((1e9, 0), (1e-3, 2), (0.0, 2)):
         backend = backends(prefill_tokens_per_s=tokens_per_s)
         cache = backend.store.cache
