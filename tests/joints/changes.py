@@ -17,19 +17,10 @@ def make_model(seed: int = 7) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        eos_token_id=None,
-        # Without padding `generate` hides no token that looks like it.
-        pad_token_id=None,
-    )
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 1024}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    # Without padding `generate` hides no token that looks like it.
+    config = LlamaConfig(**shape, **heads, initializer_range=0.2, eos_token_id=None, pad_token_id=None)
     return LlamaForCausalLM(config).eval()
 
 
@@ -55,11 +46,11 @@ def _writing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
 
 
-def _scaled(tensor: torch.Tensor) -> Iterator[None]:
-    with _writing(tensor):
+def _scaled(tensor: torch.Tensor, writing: Callable[..., AbstractContextManager[Any]] = _writing) -> Iterator[None]:
+    with writing(tensor):
         tensor.mul_(TIMES)
     yield
-    with _writing(tensor):
+    with writing(tensor):
         tensor.mul_(1 / TIMES)
 
 
@@ -72,11 +63,7 @@ def _buffer(model: Any) -> Iterator[None]:
 
 
 def _in_inference_mode(model: Any) -> Iterator[None]:
-    with torch.inference_mode():
-        _weight(model).mul_(TIMES)
-    yield
-    with torch.inference_mode():
-        _weight(model).mul_(1 / TIMES)
+    yield from _scaled(_weight(model), lambda tensor: torch.inference_mode())
 
 
 def _by_data(model: Any) -> Iterator[None]:
@@ -103,26 +90,20 @@ def _scaling(model: Any) -> Iterator[None]:
     attention.scaling /= TIMES
 
 
-def _hook(model: Any) -> Iterator[None]:
-    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + 0.5)
-    yield
-    handle.remove()
+def _hook(model: Any) -> AbstractContextManager[Any]:
+    return model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + 0.5)
 
 
-def _before_hook(model: Any) -> Iterator[None]:
+def _before_hook(model: Any) -> AbstractContextManager[Any]:
     norm = model.model.layers[1].input_layernorm
-    handle = norm.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.5, *inputs[1:]))
-    yield
-    handle.remove()
+    return norm.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.5, *inputs[1:]))
 
 
-def _hook_on_all(model: Any) -> Iterator[None]:
+def _hook_on_all(model: Any) -> AbstractContextManager[Any]:
     layer = model.model.layers[0]
-    handle = torch.nn.modules.module.register_module_forward_hook(
+    return torch.nn.modules.module.register_module_forward_hook(
         lambda module, inputs, output: output * 1.5 if module is layer else None
     )
-    yield
-    handle.remove()
 
 
 def _forward(model: Any) -> Iterator[None]:
@@ -156,9 +137,9 @@ CHANGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
     "by a numpy view": contextmanager(_by_numpy),
     "of a buffer": contextmanager(_buffer),
     "of the attention's scaling": contextmanager(_scaling),
-    "by a hook": contextmanager(_hook),
-    "by a hook before": contextmanager(_before_hook),
-    "by a hook on all modules": contextmanager(_hook_on_all),
+    "by a hook": _hook,
+    "by a hook before": _before_hook,
+    "by a hook on all modules": _hook_on_all,
     "of a forward method": contextmanager(_forward),
     "by load_state_dict": contextmanager(_load),
     "of a module": contextmanager(_module),

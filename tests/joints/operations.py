@@ -284,20 +284,8 @@ def odd_arguments(world: World) -> None:
 OPERATIONS: dict[str, Callable[[World], None]] = {
     each.__name__: each
     for each in (
-        ask,
-        talk,
-        go_on,
-        flush,
-        change_back,
-        reopen,
-        after_close,
-        before_open,
-        restart,
-        fork,
-        no_threads,
-        two_threads,
-        close_meanwhile,
-        odd_arguments,
+        *(ask, talk, go_on, flush, change_back, reopen, after_close, before_open, restart, fork),
+        *(no_threads, two_threads, close_meanwhile, odd_arguments),
     )
 }
 OPERATIONS |= {f"damage {kind}": partial(damage, kind=kind) for kind in DAMAGES}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.store.test_cache import Collector, fill, ids, metas_of
 from tests.stores import disk_bytes, nothing_pinned, open_disk, stored_records
+from tests.suites import namespace
 from tests.suites.tier_suite import object_bytes, object_id, put_all, read_all
 
 from kvtide.block import BlockLayout, BlockMeta, KVDtype
@@ -109,8 +110,8 @@ def test_one_unreadable_segment_costs_that_segment(code: int, tmp_path: Path) ->
     filled(tmp_path)
     tier = open_disk(tmp_path, DISK_BYTES, BadSegment(segment_name(3), code))
     assert found(tier, range(6)) == [0, 1, 3, 4, 5]
-    for number in range(10, 200):
-        assert tier.put_from(object_id(number), object_bytes(number, 60_000)), "eviction passes it over"
+    # Eviction passes it over.
+    put_all(tier, range(10, 200), 60_000)
     assert found(tier, range(199, 200)) == [199]
     assert disk_bytes(tmp_path) <= DISK_BYTES + 3 * ALIGN_BYTES
     tier.close()
@@ -236,20 +237,15 @@ def test_prompt_longer_than_the_disk_keeps_its_beginning(bytes_max: int, tmp_pat
         fill(cache, metas)
         held = [cache.tiers.contains(meta.id) for meta in metas]
         run = len(list(takewhile(bool, held)))
-        assert run == sum(held) >= (bytes_max - 4 * ALIGN_BYTES) // (7 * ALIGN_BYTES), (
-            "a leading run, and no block behind it"
-        )
+        room = (bytes_max - 4 * ALIGN_BYTES) // (7 * ALIGN_BYTES)
+        assert run == sum(held) >= room, "a leading run, and no block behind it"
     assert not any(cache.tiers.contains(meta.id) for meta in other), "older prompts went first"
     assert open_cache(tmp_path, "raw", memory_bytes_max=1, disk_bytes_max=bytes_max).match(ids(metas)) == run
 
 
 def test_other_prompt_takes_the_place_of_one_that_was_refused_its_end(tmp_path: Path, open_cache: OpenCache) -> None:
     cache = open_cache(tmp_path, "raw", memory_bytes_max=1, disk_bytes_max=100_000)
-    first, second = metas_of(BIG, 8), metas_of(BIG, 8, object_id(1).namespace)
-    second = [
-        replace(meta, id=object_id(number), parent=object_id(number - 1).key if number else meta.parent)
-        for number, meta in enumerate(second)
-    ]
+    first, second = metas_of(BIG, 8), metas_of(BIG, 8, namespace("another"))
     fill(cache, first)
     fill(cache, second)
     assert cache.tiers.contains(second[0].id) and not cache.tiers.contains(first[0].id)

@@ -20,9 +20,10 @@ from tests.engines.paged.pools import PROMPT, ToyEngine
 from tests.joints.changes import CHANGES, USES, make_model, use_cache
 from tests.joints.conftest import HoldBack, attached, in_part, no_threads
 from tests.joints.operations import in_child
-from tests.store.test_cache import metas_of
+from tests.joints.truth import prefill
+from tests.store.test_cache import fill, metas_of
 from tests.suites import smooth_bits
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from kvtide.block import BlockLayout
 from kvtide.engines.transformers.importance import Ways
@@ -36,9 +37,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 @pytest.fixture
 def store(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> Path:
-    with attached(tiny_model, tmp_path) as cached:
-        cached.generate(prompt, **GREEDY)
-        assert cached.flush(10)
+    answer(tiny_model, tmp_path, prompt)
     return tmp_path
 
 
@@ -81,9 +80,7 @@ def test_closing_beside_loads_makes_them_misses(
     layout: BlockLayout, open_cache: Callable[..., Cache], tmp_path: Path
 ) -> None:
     metas = metas_of(layout, 8)
-    writer = open_cache(tmp_path, "raw")
-    writer.store([PendingBlock(meta, lambda: lambda: smooth_bits(layout, 1)) for meta in metas])
-    assert writer.flush(10)
+    fill(open_cache(tmp_path, "raw"), metas)
 
     def load_until_closed(cache: Cache) -> None:
         while cache.load(metas, Whole(lambda position, bits: None)).reason is not MissReason.CLOSED:
@@ -106,8 +103,7 @@ def test_a_forked_child_misses_at_once_and_writes_nothing(
     metas = metas_of(layout, 4)
     cache = open_cache(tmp_path, "raw", load_s_max=300, close_s_max=300)
     pending = [PendingBlock(meta, lambda: lambda: smooth_bits(layout, 1)) for meta in metas]
-    cache.store(pending[:2])
-    assert cache.flush(10)
+    fill(cache, metas[:2])
     before = sorted((path, path.stat().st_size) for path in tmp_path.rglob("*"))
 
     def child() -> None:
@@ -124,9 +120,8 @@ def test_a_forked_child_misses_at_once_and_writes_nothing(
 
 
 def run(script: str, store: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script, str(store)], capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-c", script, str(store)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 ENDS = """
@@ -166,8 +161,7 @@ def test_a_child_of_multiprocessing_ends_at_once(
     layout: BlockLayout, open_cache: Callable[..., Cache], tmp_path: Path
 ) -> None:
     cache = open_cache(tmp_path, "raw")
-    cache.store([PendingBlock(metas_of(layout, 1)[0], lambda: lambda: smooth_bits(layout, 1))])
-    assert cache.flush(10)
+    fill(cache, metas_of(layout, 1))
     with pytest.warns(DeprecationWarning) if sys.version_info >= (3, 12) else nullcontext():
         child = multiprocessing.get_context("fork").Process(target=cache.close)
         child.start()
@@ -185,9 +179,8 @@ def test_outputs_of_every_token_have_a_part_for_every_token(
     try:
         arguments = {**GREEDY, "return_dict_in_generate": True}
         if is_in_config:
-            arguments["generation_config"] = tiny_model.generation_config.from_dict(
-                {**tiny_model.generation_config.to_dict(), name: True}
-            )
+            settings = {**tiny_model.generation_config.to_dict(), name: True}
+            arguments["generation_config"] = tiny_model.generation_config.from_dict(settings)
         else:
             arguments[name] = True
         with attached(tiny_model, store) as cached:
@@ -213,7 +206,6 @@ def test_calls_are_those_of_the_plain_model(tiny_model: Any, prompt: torch.Tenso
             unset: dict[str, Any] = dict.fromkeys(names)
             assert torch.equal(cached.generate(prompt, **GREEDY, **unset), plain)
             assert cached.last is not None and cached.last.hit_tokens == 96
-        assert cached.last is not None and cached.last.hit_tokens == 96
         embedded = {"inputs_embeds": tiny_model.model.embed_tokens(prompt), **GREEDY}
         assert torch.equal(cached.generate(**embedded), tiny_model.generate(**embedded))
 
@@ -359,9 +351,7 @@ def test_use_of_the_returned_cache_changes_nothing_that_was_queued(
         gate = held_back(cached.cache)
         use_cache(use, tiny_model, cached.generate(prompt, **WITH_CACHE).past_key_values, prompt, back=60)
         gate.set()
-    plain = DynamicCache(config=tiny_model.config)
-    with torch.inference_mode():
-        tiny_model(prompt, past_key_values=plain)
+    plain = prefill(tiny_model, prompt)
     with attached(tiny_model, tmp_path) as again:
         restored = again.restored(prompt)
         assert restored.get_seq_length() == 96
@@ -392,14 +382,10 @@ def test_loadings_that_differ_in_buffers_alone_share_nothing(
     cast = copy.deepcopy(tiny_model).to(torch.bfloat16)
     loaded = copy.deepcopy(cast)
     loaded.model.rotary_emb.inv_freq = tiny_model.model.rotary_emb.inv_freq.clone()
-    with attached(cast, tmp_path) as first:
-        first.generate(prompt, **GREEDY)
-        assert first.flush(10)
-    with attached(loaded, tmp_path) as second:
-        assert second.hit_tokens(prompt) == 0
-    with attached(copy.deepcopy(loaded), tmp_path) as third:
-        third.generate(prompt, **GREEDY)
-        assert third.last is not None and third.last.hit_tokens == 0
+    answer(cast, tmp_path, prompt)
+    with attached(loaded, tmp_path) as cached:
+        assert cached.hit_tokens(prompt) == 0
+    assert answer(copy.deepcopy(loaded), tmp_path, prompt).hit_tokens == 0
 
 
 @pytest.mark.parametrize("kind", CHANGES)

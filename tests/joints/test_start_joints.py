@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.joints.conftest import no_threads
+from tests.lanes import ROOT
 from tests.store.test_cache import fill, metas_of
 from tests.stores import nothing_pinned, open_memory
 from tests.suites.tier_suite import object_bytes, object_id, read_all
@@ -145,9 +146,8 @@ with cache_for(sys.argv[1], RawCodec()) as cache:
 
 
 def test_engine_short_of_memory_starts_without_the_memory_tier(tmp_path: Path) -> None:
-    root = Path(__file__).parent.parent.parent
     command = [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
     assert run.stdout == "['disk'] 3\n", run.stderr
     assert run.stderr.count("(memory tier)") == 1
 
@@ -218,7 +218,6 @@ def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) 
 
 # Random interleavings of all that users do with caches, against the plain model (see `driver`).
 
-ROOT = Path(__file__).parent.parent.parent
 SECONDS, SECONDS_NIGHTLY = 15, 600
 SEED = 20261122
 # To start and to end beside the time of the run; a hung step ends the driver before.
