@@ -53,10 +53,9 @@ class Node:
             self.folder.mkdir(exist_ok=True)
             command = [sys.executable, "-m", "kvtide.cli", "serve", "--listen", self.address, *self._words]
             command = self._host.command(*command) if self._host else command
+            tied = ["setpriv", "--pdeathsig", "KILL", *command]
             with (self.folder / "log").open("ab") as log:
-                self._process = subprocess.Popen(
-                    ["setpriv", "--pdeathsig", "KILL", *command], stdout=log, stderr=subprocess.STDOUT
-                )
+                self._process = subprocess.Popen(tied, stdout=log, stderr=subprocess.STDOUT)
 
     def wait(self) -> None:
         def is_up() -> bool:
@@ -122,9 +121,8 @@ def asked(where: int | str, method: str, what: int | str, body: bytes | None = N
     address = f"{HERE}:{where}" if isinstance(where, int) else where
     connection = HTTPConnection(address, timeout=ANSWER_S_MAX)
     try:
-        connection.request(
-            method, path, body, {f"Kvtide-{key.replace('_', '-')}": value for key, value in headers.items()}
-        )
+        sent = {f"Kvtide-{key.replace('_', '-')}": value for key, value in headers.items()}
+        connection.request(method, path, body, sent)
         answer = connection.getresponse()
         return Answered(answer.status, answer.read(), time.monotonic() - started_s)
     except TimeoutError as error:
@@ -231,12 +229,14 @@ class Host:
         _run("tc", "qdisc", "replace", "dev", self.link, *words)
         _run(*self.command("tc", "qdisc", "replace", "dev", "eth0", *words))
 
-    def cut(self, *hooks: str) -> None:
-        """Drop what comes in (`input`), goes out (`output`), or both."""
+    def cut(self, *hooks: str, to_port: int | None = None) -> None:
+        """Drop what comes in (`input`), goes out (`output`), or both: all of it, or what is for one port."""
+        what = ["tcp", "dport", str(to_port)] if to_port else []
         _run(*self.command("nft", "add", "table", "inet", "cut"))
         for hook in hooks:
-            chain = f"{{ type filter hook {hook} priority 0; policy drop; }}"
+            chain = f"{{ type filter hook {hook} priority 0; }}"
             _run(*self.command("nft", "add", "chain", "inet", "cut", hook, chain))
+            _run(*self.command("nft", "add", "rule", "inet", "cut", hook, *what, "drop"))
 
     def heal(self) -> None:
         """Undo every cut."""

@@ -51,34 +51,27 @@ FLIPS = 2000
 LAYOUT = BlockLayout(layers=2, tokens=32, kv_heads=2, head_dim=32, dtype=KVDtype.FLOAT32)
 
 
-def kill_a_writer(store: Path, bytes_max: int, first: int, rng: random.Random) -> dict[int, tuple[int, bool]]:
-    """Let a writer run for a random time, kill it, and return by number the size of what it had committed.
-
-    And whether it was never to be removed.
-    """
-    with writing(append_objects, store, bytes_max, first, rng.randrange(1 << 30)) as (writer, hears):
-        time.sleep(rng.uniform(0.0, 0.1))
-        writer.kill()
-        return dict(heard(hears))
-
-
 @pytest.mark.parametrize("bytes_max", [1 << 34, 16 << 20], ids=["roomy", "evicting"])
 def test_killed_writer_loses_nothing_that_it_committed(
     bytes_max: int, tmp_path: Path, tally: Tally, fault_factor: int
 ) -> None:
-    rng, committed = random.Random(SEED), dict[int, tuple[int, bool]]()
+    # By number: the size, and whether it was never to be removed.
+    rng, committed, store = random.Random(SEED), dict[int, tuple[int, bool]](), tmp_path / "store"
     for kill in range(KILLS // 2 * fault_factor):
         if kill % 10 == 0:
-            shutil.rmtree(tmp_path / "store", ignore_errors=True)
+            shutil.rmtree(store, ignore_errors=True)
             committed = {}
-        committed |= kill_a_writer(tmp_path / "store", bytes_max, kill * 10_000, rng)
-        tier = open_disk(tmp_path / "store", bytes_max, UnsyncedFiles())
+        with writing(append_objects, store, bytes_max, kill * 10_000, rng.randrange(1 << 30)) as (writer, hears):
+            time.sleep(rng.uniform(0.0, 0.1))
+            writer.kill()
+            committed |= dict(heard(hears))
+        tier = open_disk(store, bytes_max, UnsyncedFiles())
         found = {number: read_all(tier, number, 200_001) for number in committed}
         tier.close()
         contents = {number: object_bytes(number, size) for number, (size, _) in committed.items()}
         kept = [number for number, (_, stays) in committed.items() if stays and bytes_max > 1 << 30]
         tally.judge("kill", found, contents, kept, f"seed {SEED}, kill {kill}")
-        assert disk_bytes(tmp_path / "store") <= bytes_max + (1 << 20)
+        assert disk_bytes(store) <= bytes_max + (1 << 20)
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@ class Regions:
     def __init__(self, hosts: list[Host], folder: Path, stack: ExitStack) -> None:
         self.hosts = hosts
         self.port = free_ports(1)[0]
+        self.centre = Place(ListenAddress("127.0.0.1", self.port))
+        self.places = [Place(ListenAddress(host.address, PORT)) for host in hosts]
         regions = [word for host in hosts for word in ("--region", f"http://{host.address}:{PORT}")]
         serve = ("--open-to-all", "--tier", "memory://")
         found = [Node(self.port, folder / "centre", *serve, "--listen", f"0.0.0.0:{self.port}", *regions)]
@@ -39,25 +41,8 @@ class Regions:
             place = ("--central", f"http://{host.gateway}:{self.port}", "--manifest", str(own / "manifest"))
             found.append(Node(PORT, own, *serve, *place, host=host))
         stack.enter_context(nodes(found))
-        for number in range(len(hosts)):
-            self.latest(number, "GET", 10**9)
-
-    def ask(
-        self, region: int, method: str, what: int | str, body: bytes | None = None, **headers: str
-    ) -> tuple[HTTPResponse, bytes]:
-        return _ask(self.hosts[region].address, PORT, method, what, body, **headers)
-
-    def latest(self, region: int, method: str, what: int | str) -> tuple[HTTPResponse, bytes]:
-        """Ask for the latest until somebody can say: a busy machine may take longer than a region waits."""
-        asked = [self.ask(region, method, what, Force_Latest="1")]
-
-        def is_said() -> bool:
-            if asked[0][0].status == 503:
-                asked[0] = self.ask(region, method, what, Force_Latest="1")
-            return asked[0][0].status != 503
-
-        wait_until(is_said, f"the latest of {what}")
-        return asked[0]
+        for place in self.places:
+            latest(place, 10**9)
 
     def sent_bytes(self, region: int) -> int:
         """Return how many bytes a host's cable has taken from it so far."""
@@ -65,10 +50,17 @@ class Regions:
         return int(subprocess.run(words, check=True, capture_output=True).stdout)
 
 
-def _ask(
-    host: str, port: int, method: str, what: int | str, body: bytes | None = None, **headers: str
-) -> tuple[HTTPResponse, bytes]:
-    return ask(Place(ListenAddress(host, port)), method, what, body, **headers)
+def latest(place: Place, what: int | str) -> tuple[HTTPResponse, bytes]:
+    """Ask for the latest until somebody can say: a busy machine may take longer than a region waits."""
+    asked = [ask(place, "GET", what, Force_Latest="1")]
+
+    def is_said() -> bool:
+        if asked[0][0].status == 503:
+            asked[0] = ask(place, "GET", what, Force_Latest="1")
+        return asked[0][0].status != 503
+
+    wait_until(is_said, f"the latest of {what}")
+    return asked[0]
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +71,17 @@ def regions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regions]:
 
 
 def test_other_region_finds_the_latest_at_once(regions: Regions, tally: Tally) -> None:
+    one, two = regions.places
     started = regions.sent_bytes(0)
     for number in range(OBJECTS):
-        assert regions.ask(0, "PUT", number, object_bytes(number, OBJECT_BYTES))[0].status == 201
+        assert ask(one, "PUT", number, object_bytes(number, OBJECT_BYTES))[0].status == 201
     last = OBJECTS - 1
-    answer, content = regions.latest(1, "GET", last)
+    answer, content = latest(two, last)
     wrong = int(answer.status != 200 or content != object_bytes(last, OBJECT_BYTES))
-    centre = ("127.0.0.1", regions.port)
-    wait_until(lambda: all(_ask(*centre, "HEAD", n)[0].status == 200 for n in range(OBJECTS)), "the centre", 30)
+    wait_until(lambda: all(ask(regions.centre, "HEAD", n)[0].status == 200 for n in range(OBJECTS)), "the centre", 30)
     ratio = (regions.sent_bytes(0) - started) / (OBJECTS * OBJECT_BYTES)
     for number in range(OBJECTS):
-        wrong += regions.latest(1, "GET", number)[1] != object_bytes(number, OBJECT_BYTES)
+        wrong += latest(two, number)[1] != object_bytes(number, OBJECT_BYTES)
     tally.count("regions", wrong, 0)
     tally.note("regions: bytes on the cable per new byte", ratio)
     assert wrong == 0
@@ -97,50 +89,44 @@ def test_other_region_finds_the_latest_at_once(regions: Regions, tally: Tally) -
 
 
 def test_other_region_sees_the_latest_record_and_invalidation(regions: Regions, tally: Tally) -> None:
+    one, two = regions.places
     wrong = 0
     for value in (letter * 64 for letter in "abcdef"):
-        assert regions.ask(0, "PUT", CHAT, value.encode())[0].status == 200
-        wrong += regions.latest(1, "GET", CHAT)[1].strip().decode() != value
-    assert regions.ask(0, "PUT", 50, object_bytes(50, OBJECT_BYTES))[0].status == 201
-    assert regions.latest(1, "GET", 50)[0].status == 200
-    assert regions.ask(0, "PUT", GENERATION, b"1")[0].status == 200
-    wrong += regions.ask(0, "GET", 50)[0].status != 404
-    wrong += regions.latest(1, "GET", 50)[0].status != 404
-    wrong += regions.ask(1, "GET", 50)[0].status != 404
+        assert ask(one, "PUT", CHAT, value.encode())[0].status == 200
+        wrong += latest(two, CHAT)[1].strip().decode() != value
+    assert ask(one, "PUT", 50, object_bytes(50, OBJECT_BYTES))[0].status == 201
+    assert latest(two, 50)[0].status == 200
+    assert ask(one, "PUT", GENERATION, b"1")[0].status == 200
+    wrong += ask(one, "GET", 50)[0].status != 404
+    wrong += latest(two, 50)[0].status != 404
+    wrong += ask(two, "GET", 50)[0].status != 404
     tally.count("regions: records", wrong, 0)
     assert wrong == 0
 
 
 def test_region_without_its_centre_is_honest(regions: Regions, tally: Tally) -> None:
-    data = object_bytes(100, OBJECT_BYTES)
-    assert regions.ask(0, "PUT", 100, data)[0].status == 201
-    host = regions.hosts[0]
+    data, one, host = object_bytes(100, OBJECT_BYTES), regions.places[0], regions.hosts[0]
+    assert ask(one, "PUT", 100, data)[0].status == 201
     # Only the centre is out of reach: its port is where the region connects to.
-    rule = f"tcp dport {regions.port} drop"
-    subprocess.run(host.command("nft", "add", "table", "inet", "cut"), check=True)
-    subprocess.run(
-        host.command("nft", "add", "chain", "inet", "cut", "output", "{ type filter hook output priority 0; }"),
-        check=True,
-    )
-    subprocess.run(host.command("nft", "add", "rule", "inet", "cut", "output", *rule.split()), check=True)
+    host.cut("output", to_port=regions.port)
     try:
         cut_s = time.time()
-        assert _ask("127.0.0.1", regions.port, "PUT", GENERATION, b"2")[0].status == 200
+        assert ask(regions.centre, "PUT", GENERATION, b"2")[0].status == 200
         time.sleep(1)
-        answer, content = regions.ask(0, "GET", 100)
+        answer, content = ask(one, "GET", 100)
         assert (answer.status, content) == (200, data)
         assert float(answer.getheader("Kvtide-As-Of") or "inf") <= cut_s
-        forced, reason = regions.ask(0, "GET", 101, Force_Latest="1")
+        forced, reason = ask(one, "GET", 101, Force_Latest="1")
         assert forced.status == 503 and b"can't be had" in reason
-        assert regions.ask(0, "GET", 100, Force_Latest="1")[0].status == 503, "it may have been invalidated"
-        assert regions.ask(0, "GET", 100, Max_Staleness="0.5")[0].status == 503
-        written, reason = regions.ask(0, "PUT", CHAT, b"f" * 64)
+        assert ask(one, "GET", 100, Force_Latest="1")[0].status == 503, "it may have been invalidated"
+        assert ask(one, "GET", 100, Max_Staleness="0.5")[0].status == 503
+        written, reason = ask(one, "PUT", CHAT, b"f" * 64)
         assert written.status == 503 and b"can't be asked" in reason
     finally:
         host.heal()
-    wait_until(lambda: regions.ask(0, "GET", 101, Force_Latest="1")[0].status == 404, "the cable to heal", 30)
-    assert regions.ask(0, "GET", 100)[0].status == 404, "invalidated meanwhile"
-    assert float(regions.ask(0, "GET", 100)[0].getheader("Kvtide-As-Of") or 0) > cut_s
+    wait_until(lambda: ask(one, "GET", 101, Force_Latest="1")[0].status == 404, "the cable to heal", 30)
+    assert ask(one, "GET", 100)[0].status == 404, "invalidated meanwhile"
+    assert float(ask(one, "GET", 100)[0].getheader("Kvtide-As-Of") or 0) > cut_s
     tally.count("regions cut off", 0, 0)
 
 
@@ -223,16 +209,10 @@ def test_random_faults_of_the_centre_and_of_regions(
     story = Story(10_000)
     for seed, rng in seeds(1, SCHEDULES if fault_factor == 1 else SCHEDULES_NIGHTLY):
         for _ in range(STEPS):
-            fault = rng.choice(["freeze", "kill", "thaw", "start", "none", "none", "wipe"])
+            fault = rng.choice(["freeze", "kill", "mend", "mend", "none", "none", "wipe"])
             victim = rng.choice([centre, centre, *regions])
             if fault != "none" and (fault != "wipe" or victim is centre):
-                {
-                    "freeze": victim.freeze,
-                    "kill": victim.kill,
-                    "thaw": victim.mend,
-                    "start": victim.mend,
-                    "wipe": victim.wipe,
-                }[fault]()
+                getattr(victim, fault)()
             up = [region for region in regions if region.is_running]
             if not up:
                 continue

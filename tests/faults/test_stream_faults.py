@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chaos import ChaosProxy, Fault, Kind
+from tests.doors.user import answer
 from tests.engines.test_streaming import SlowPrefill, Stored
 from tests.faults.conftest import Tally
 from tests.faults.writers import use_server, writing
@@ -28,7 +29,6 @@ from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
-from kvtide.engines.transformers import attach
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.plan import LinkEstimate, PrefillSpeed
@@ -66,13 +66,9 @@ class Linked:
     ) -> None:
         self._addresses = [(server.address.host, server.address.port) for server in servers]
         for server in servers:
-            with closing(http_tier(server.url, CLOCK)) as tier:
-                tier.open()
+            with opened(http_tier(server.url, CLOCK)) as tier:
                 assert all(tier.put_from(object_id, data) for object_id, data in objects.items())
-        self.links = [
-            stack.enter_context(ShapedProxy(address, lambda seconds: bytes_per_s * seconds))
-            for address in self._addresses[:2]
-        ]
+        self.links = [stack.enter_context(ShapedProxy(each, bytes_per_s.__mul__)) for each in self._addresses[:2]]
         url = ",".join(f"127.0.0.1:{link.port}" for link in self.links)
         self.tiers = TierStack([http_tier(f"http://{url}", CLOCK, settings)])
         self.tiers.open()
@@ -145,9 +141,7 @@ def test_all_that_can_fail_fails_and_no_byte_comes_twice(tmp_path: Path, stack: 
     assert report.progress.here == (3,) * 6
     assert report.ready_s < 29
     assert report.received_bytes == unique
-    assert [receivers[block].sections() == stored.sections() for block, stored in enumerate(parsed(objects))] == [
-        True
-    ] * 6
+    assert [each.sections() for each in receivers] == [stored.sections() for stored in parsed(objects)]
     assert report.faults >= 3
     # What a broken connection lost on its way is asked for again: the kernel's buffers, not the range.
     twice = (servers.passed_bytes - unique) / unique
@@ -402,53 +396,34 @@ def test_stale_pooled_connection_is_no_fault(tmp_path: Path) -> None:
 
 # Stores that are read-only, full, missing or torn, and writers that are killed: always a miss, never an error.
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-
-
-@pytest.fixture
-def disk(small_disk: Callable[[str], Path]) -> Path:
-    return small_disk("size=512k")
-
-
-def generate(
-    model: Any, store: Path | str, prompt: torch.Tensor, damage: Callable[[], object] = lambda: None
-) -> tuple[Any, Any]:
-    """Generate on a store that is damaged after `attach`, which refuses one that is of no use from the start."""
-    attached = attach(model, str(store), block_tokens=16)
-    damage()
-    with attached as cached:
-        output = cached.generate(prompt, **GREEDY)
-        assert cached.cache.flush(10)
-        return output, cached
-
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.startswith("kvtide")]
 
 
 def test_read_only_store_is_read_and_never_written(
-    tiny_model: Any, prompt: torch.Tensor, disk: Path, caplog: pytest.LogCaptureFixture
+    tiny_model: Any, prompt: torch.Tensor, small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected, _ = generate(tiny_model, disk, prompt[:, :50])
+    disk = small_disk("size=512k")
+    expected = answer(tiny_model, disk, prompt[:, :50]).output
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    _, cached = generate(tiny_model, disk, prompt)
-    assert cached.last.hit_tokens == 48
-    again, _ = generate(tiny_model, disk, prompt[:, :50])
-    assert torch.equal(again, expected)
+    assert answer(tiny_model, disk, prompt).hit_tokens == 48
+    assert torch.equal(answer(tiny_model, disk, prompt[:, :50]).output, expected)
     assert len([message for message in messages(caplog) if "Read-only" in message]) == 1
 
 
 def test_full_disk_still_answers_and_reads_go_on(
-    tiny_model: Any, prompt: torch.Tensor, disk: Path, caplog: pytest.LogCaptureFixture
+    tiny_model: Any, prompt: torch.Tensor, small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    generate(tiny_model, disk, prompt[:, :50])
+    disk = small_disk("size=512k")
+    answer(tiny_model, disk, prompt[:, :50])
     ballast = os.open(disk / "ballast", os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="No space"):
         while True:
             os.write(ballast, bytes(4096))
     os.close(ballast)
-    output, cached = generate(tiny_model, disk, prompt)
-    assert cached.last.hit_tokens == 48
-    assert torch.equal(output, tiny_model.generate(prompt, **GREEDY))
+    found = answer(tiny_model, disk, prompt)
+    assert found.hit_tokens == 48
+    assert torch.equal(found.output, tiny_model.generate(prompt, max_new_tokens=4, do_sample=False))
     assert len([message for message in messages(caplog) if "No space" in message]) == 1
     assert list(disk.glob("*.part")) == []

@@ -1,7 +1,7 @@
 """A Valkey cluster under load: slots move, a primary is killed. Misses, wrong bytes never, then service again."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,22 +23,23 @@ pytestmark = pytest.mark.skipif(valkey_command() is None, reason="no valkey-serv
 NODE_TIMEOUT_S = 4.0
 OBJECTS = 40
 OBJECT_BYTES = 1 << 20
+Cluster = list[BenchService]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[list[BenchService]]:
+def cluster() -> Iterator[Cluster]:
     """One for all tests: each leaves the slots that the next one needs where they were, the last one kills."""
     with valkey_cluster(spare=1, node_timeout_s=NODE_TIMEOUT_S) as services:
         yield services
 
 
-def open_stack(services: Sequence[BenchService]) -> TierStack:
+@pytest.fixture
+def stack(cluster: Cluster) -> Iterator[TierStack]:
     from kvtide.tier.valkey.tier import ValkeyTier
 
-    stack = TierStack([ValkeyTier(f"valkey://127.0.0.1:{services[0].port}", SystemClock())])
-    stack.open()
-    put_all(stack, range(OBJECTS), OBJECT_BYTES)
-    return stack
+    with opened(TierStack([ValkeyTier(f"valkey://127.0.0.1:{cluster[0].port}", SystemClock())])) as found:
+        put_all(found, range(OBJECTS), OBJECT_BYTES)
+        yield found
 
 
 def move_slots(source: Any, target: Any, start: int, stop: int) -> None:
@@ -48,10 +49,8 @@ def move_slots(source: Any, target: Any, start: int, stop: int) -> None:
     wait_until(lambda: "success" in str(source.execute_command("CLUSTER", "GETSLOTMIGRATIONS")), "migration")
 
 
-def test_slots_that_move_under_load_give_no_wrong_bytes(cluster: list[BenchService], tally: Tally) -> None:
-    stack = open_stack(cluster)
-    spare = redis.Redis(port=cluster[6].port, protocol=2)
-    with Load(stack, OBJECTS, OBJECT_BYTES) as load:
+def test_slots_that_move_under_load_give_no_wrong_bytes(cluster: Cluster, stack: TierStack, tally: Tally) -> None:
+    with redis.Redis(port=cluster[6].port, protocol=2) as spare, Load(stack, OBJECTS, OBJECT_BYTES) as load:
         for position, service in enumerate(cluster[:3]):
             with redis.Redis(port=service.port, protocol=2) as source:
                 start = position * 16384 // 3
@@ -62,15 +61,12 @@ def test_slots_that_move_under_load_give_no_wrong_bytes(cluster: list[BenchServi
     assert (load.wrong, load.errors) == (0, [])
     assert moved > OBJECTS // 20
     assert all(read_all(stack, number, OBJECT_BYTES + 1) is not None for number in range(OBJECTS))
-    stack.close()
-    spare.close()
 
 
-def test_slots_that_move_key_by_key_are_followed_by_asking(cluster: list[BenchService], tally: Tally) -> None:
+def test_slots_that_move_key_by_key_are_followed_by_asking(cluster: Cluster, stack: TierStack, tally: Tally) -> None:
     """The migration of older servers: while it runs, one key of a slot is here and the next one there."""
     from redis.crc import key_slot
 
-    stack = open_stack(cluster)
     tier: Any = stack._places[0].tier
     # One that the test before has not moved, in the last three quarters of a primary's slots.
     slots = {number: key_slot(tier._key(object_id(number))) for number in range(OBJECTS)}
@@ -90,13 +86,11 @@ def test_slots_that_move_key_by_key_are_followed_by_asking(cluster: list[BenchSe
     assert read_all(stack, chosen, OBJECT_BYTES + 1) == object_bytes(chosen, OBJECT_BYTES)
     assert stack.tier_stats()[0].faults == 0
     tally.count("slot asked", 0, 0)
-    stack.close()
     for client in primaries:
         client.close()
 
 
-def test_killed_primary_is_replaced_in_time(cluster: list[BenchService], tally: Tally) -> None:
-    stack = open_stack(cluster)
+def test_killed_primary_is_replaced_in_time(cluster: Cluster, stack: TierStack, tally: Tally) -> None:
     with Load(stack, OBJECTS, OBJECT_BYTES) as load:
         time.sleep(0.5)
         misses = load.misses
@@ -106,7 +100,6 @@ def test_killed_primary_is_replaced_in_time(cluster: list[BenchService], tally: 
     tally.count("primary killed", load.wrong, 0)
     assert (load.wrong, load.errors) == (0, [])
     assert all(read_all(stack, number, OBJECT_BYTES + 1) is not None for number in range(OBJECTS))
-    stack.close()
 
 
 def test_replica_is_read_while_the_primary_is_gone_and_stores_nothing(tally: Tally) -> None:

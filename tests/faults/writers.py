@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from tests.servers import START_S_MAX
 from tests.store.load.test_sparse import CODEC, METAS
+from tests.stores import open_disk
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
 from kvtide.importance import packing_orders
-from kvtide.tier.disk import DiskTier
 from kvtide.tier.http import http_tier
 from kvtide.wire import pack_object, parse_object
 
@@ -54,8 +54,7 @@ def heard(hears: Connection) -> Iterator[Any]:
 def append_objects(store: Path, bytes_max: int, first: int, seed: int, says: Connection) -> None:
     """Append objects to a disk tier and remove a fifth; say number and size of what is committed, and if it stays."""
     rng = random.Random(seed)
-    tier = DiskTier(store, bytes_max, SystemClock(), lambda key: False)
-    tier.open()
+    tier = open_disk(store, bytes_max, clock=SystemClock())
     says.send("ready")
     for number in range(first, first + 10_000):
         size = rng.randrange(1, 200_000)
@@ -67,8 +66,7 @@ def append_objects(store: Path, bytes_max: int, first: int, seed: int, says: Con
 
 def pack_blocks(store: Path, bytes_max: int, seed: int, says: Connection) -> None:
     """Pack a store's blocks in orders by chance, one after the other."""
-    tier = DiskTier(store, bytes_max, SystemClock(), lambda key: False)
-    tier.open()
+    tier = open_disk(store, bytes_max, clock=SystemClock())
     rng, buffer = np.random.default_rng(seed), memoryview(bytearray(1 << 20))
     says.send("ready")
     for meta in itertools.cycle(METAS):
