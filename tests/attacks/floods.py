@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.client import HTTPResponse
 
@@ -31,8 +32,8 @@ def ask(
 
 
 @contextmanager
-def flood(server: RunningServer, request: bytes, connections: int = 1) -> Iterator[None]:
-    """Pipeline one request without pause, and read what comes, on each connection."""
+def flood(server: RunningServer, request: bytes) -> Iterator[None]:
+    """Pipeline one request without pause, and read what comes."""
     is_over = threading.Event()
     data = request * (65536 // len(request))
 
@@ -46,18 +47,12 @@ def flood(server: RunningServer, request: bytes, connections: int = 1) -> Iterat
         except OSError:
             return
 
-    socks = [server.connect() for _ in range(connections)]
-    threads = [threading.Thread(target=run, args=(action, sock)) for sock in socks for action in ("send", "recv")]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        for sock in socks:
+    with server.connect() as sock, ThreadPoolExecutor(2) as threads:
+        for action in ("send", "recv"):
+            threads.submit(run, action, sock)
+        try:
+            yield
+        finally:
+            is_over.set()
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join()
-        for sock in socks:
-            sock.close()

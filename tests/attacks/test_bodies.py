@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -238,22 +238,14 @@ def blocked(server: RunningServer, *verbs: str) -> Iterator[Blocked]:
         wait_until(lambda: not tier.waiting, "the calls to come back")
 
 
-@contextmanager
-def asking(count: int, action: Callable[[int], object]) -> Iterator[None]:
-    with ThreadPoolExecutor(count) as threads:
-        asked = [threads.submit(action, number) for number in range(count)]
-        yield
-        for each in asked:
-            each.result()
-
-
 @pytest.mark.parametrize("limits", [ServerLimits(), ServerLimits(io_threads=2)])
 def test_slow_reads_of_one_tenant_leave_threads_to_others(limits: ServerLimits) -> None:
     with running_server(grants=GRANTS, limits=limits) as server:
         assert ask(server, "PUT", OBJECT, body=object_bytes(1))[0].status == 201
         with blocked(server, "get") as tier:
             absent = [path_of(number) for number in range(10, 22)]
-            with asking(12, lambda number: ask(server, "GET", absent[number], "attacker")):
+            with ThreadPoolExecutor(12) as threads:
+                asked = threads.map(lambda path: ask(server, "GET", path, "attacker"), absent)
                 wait_until(lambda: tier.waiting >= max(1, limits.io_threads - 1), "the attacker's calls to hang")
                 if limits == ServerLimits():
                     assert ask(server, "PUT", OBJECT, "attacker", object_bytes(1))[0].status == 201, "a thread is left"
@@ -262,6 +254,7 @@ def test_slow_reads_of_one_tenant_leave_threads_to_others(limits: ServerLimits) 
                 assert ask(server, "PUT", path_of(2), body=object_bytes(2))[0].status == 201
                 assert tier.waiting
                 tier.go_on.set()
+            assert len(list(asked)) == 12
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,6 @@ from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.bench.services import wait_until
 
 
-def connect(server: RunningServer, address: str = "127.0.0.1") -> HTTPConnection:
-    """Connect as a client of another address would."""
-    return HTTPConnection(server.address.host, server.address.port, timeout=30, source_address=(address, 0))
-
-
 @pytest.mark.parametrize("policy", ["lottery", "vtc"])
 def test_small_object_passes_many_large_ones_of_another_address_on_an_open_server(policy: str) -> None:
     # Drawn by addresses the small one waits for a few, with one queue for all 20.
@@ -37,18 +32,16 @@ def test_small_object_passes_many_large_ones_of_another_address_on_an_open_serve
     finished: list[str] = []
 
     def read(server: RunningServer, number: int, address: str) -> None:
-        connection = connect(server, address)
+        """Read as a client of another address would."""
+        connection = HTTPConnection(server.address.host, server.address.port, timeout=30, source_address=(address, 0))
         connection.request("GET", path_of(number))
         assert len(connection.getresponse().read()) > 0
         finished.append(address)
         connection.close()
 
     with running_server(sending=sending, limits=limits) as server, ThreadPoolExecutor(21) as readers:
-        connection = connect(server)
         for number, size in ((1, 1 << 20), (2, 50_000), (3, 16 << 20)):
-            connection.request("PUT", path_of(number), object_bytes(number, size))
-            assert connection.getresponse().read() == b""
-        connection.close()
+            put(server, number, size)
         with stalled(server, head("GET", path_of(3)), lambda: counted(server, "kvtide_unsent_bytes")):
             for number, address in [(1, "127.0.0.2")] * 20 + [(2, "127.0.0.3")]:
                 readers.submit(read, server, number, address)
@@ -140,10 +133,9 @@ def test_listing_goes_in_slices_and_no_further_than_somebody_waits_for_it(path: 
 def test_listing_over_several_slices_is_whole_and_in_order() -> None:
     ids = [ObjectId(stored_namespace("victim", object_id(1).namespace), object_id(n).key) for n in range(2000)]
     others = [ObjectId(Namespace(bytes(32)), object_id(n).key) for n in range(2000)]
+    mixed = [ObjectInfo(each, 7, 0.0) for pair in zip(ids, others, strict=True) for each in pair]
     with running_server(grants=GRANTS) as server:
-        server.store.objects = lambda: iter(  # type: ignore[method-assign]
-            [ObjectInfo(each, 7, 0.0) for pair in zip(ids, others, strict=True) for each in pair]
-        )
+        server.store.objects = lambda: iter(mixed)  # type: ignore[method-assign]
         first = json.loads(ask(server, "GET", SPACE)[1])["objects"]
         rest = json.loads(ask(server, "GET", f"{SPACE}?after={first[-1]['key']}")[1])["objects"]
     assert [each["key"] for each in first + rest] == sorted(each.key.hex() for each in ids)

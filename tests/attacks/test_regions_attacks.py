@@ -13,7 +13,6 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.processes import frozen
 from tests.server.worlds import CHAT, GENERATION, SPACE, World, ask, bearer, granted, put, token_of
 from tests.servers import RunningServer, ServerProcess, answering, running_server, server_process
-from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import SystemClock
@@ -22,7 +21,6 @@ from kvtide.server.auth import Scope
 from kvtide.server.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
 from kvtide.server.regions import LATEST_S_MAX
 from kvtide.tier.http.records import raise_to, records_clients
-from kvtide.tier.http.tier import http_tier
 from kvtide.types import BlockKey, Name, NamedId, Namespace
 from kvtide.wire.protocol import RecordKind, RecordName
 from kvtide_lab.bench.services import wait_until
@@ -114,6 +112,17 @@ def timed(act: Callable[[], _Result]) -> tuple[float, _Result]:
     return time.monotonic() - started_s, result
 
 
+def asked_beside_a_put(server: RunningServer, count: int, **headers: str) -> list[tuple[float, int]]:
+    """Ask for objects that nobody has and store one meanwhile; return how long each GET took, and its status."""
+    with ThreadPoolExecutor(count + 1) as pool:
+        gets = [lambda n=n: ask(server, "GET", n, **headers)[0].status for n in range(100, 100 + count)]
+        asked = [pool.submit(timed, get) for get in gets]
+        stored_s, status = pool.submit(timed, lambda: ask(server, "PUT", 2, object_bytes(2))[0].status).result()
+    assert status == 201
+    assert stored_s < SILENT_S_MAX, f"a PUT waited {stored_s:.1f} s"
+    return [each.result() for each in asked]
+
+
 @pytest.fixture
 def halves(tmp_path: Path) -> Iterator[tuple[RunningServer, ServerProcess]]:
     """A region in this process whose centre is one of its own, which can be frozen."""
@@ -129,13 +138,9 @@ def test_a_frozen_centre_holds_nobody_up_for_long(halves: tuple[RunningServer, S
     region, centre = halves
     put(region, 1)
     with frozen(centre.process.pid):
-        with ThreadPoolExecutor(13) as pool:
-            absent = [pool.submit(timed, lambda n=n: ask(region, "GET", n)[0].status) for n in range(100, 112)]
-            stored_s, status = pool.submit(timed, lambda: ask(region, "PUT", 2, object_bytes(2))[0].status).result()
-        assert status == 201
-        assert stored_s < SILENT_S_MAX, f"a PUT waited {stored_s:.1f} s"
-        assert {each.result()[1] for each in absent} == {404}
-        assert max(each.result()[0] for each in absent) < 2 * SILENT_S_MAX
+        absent = asked_beside_a_put(region, 12)
+        assert {status for _, status in absent} == {404}
+        assert max(took_s for took_s, _ in absent) < 2 * SILENT_S_MAX
         # From now on the centre is left alone.
         assert ask(region, "GET", 1)[1] == object_bytes(1)
         took_s, (answer, reason) = timed(lambda: ask(region, "GET", 1, Force_Latest="1"))
@@ -151,20 +156,12 @@ def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
         server_process("--tier", "memory://") as other,
         running_server(regions=(silent.url, other.url)) as centre,
     ):
-        with opened(http_tier(other.url, SystemClock())) as tier:
-            assert tier.put_from(object_id(7), object_bytes(7))
+        put(other, 7)
         recovery = centre.region.recovery
         wait_until(lambda: recovery is not None and recovery.is_over, "the centre to have asked its regions")
         with frozen(silent.process.pid):
-            with ThreadPoolExecutor(17) as pool:
-                asked = [
-                    pool.submit(timed, lambda n=n: ask(centre, "GET", n, Force_Latest="1")[0].status)
-                    for n in range(100, 116)
-                ]
-                stored_s, status = pool.submit(timed, lambda: ask(centre, "PUT", 2, object_bytes(2))[0].status).result()
-            assert status == 201
-            assert stored_s < SILENT_S_MAX, f"the centre's PUT waited {stored_s:.1f} s"
-            assert {each.result()[1] for each in asked} == {503}, "nobody knows"
+            asked = asked_beside_a_put(centre, 16, Force_Latest="1")
+            assert {status for _, status in asked} == {503}, "nobody knows"
             took_s, (answer, content) = timed(lambda: ask(centre, "GET", 7, Force_Latest="1"))
             assert (answer.status, content) == (200, object_bytes(7)), "another region has it"
             assert took_s < SILENT_S_MAX
@@ -173,8 +170,7 @@ def test_one_frozen_region_does_not_stall_the_centre(tmp_path: Path) -> None:
 def test_a_centre_that_trickles_is_given_up(tmp_path: Path) -> None:
     """One byte a second: never silent, never done."""
     with server_process("--tier", "memory://") as centre:
-        with opened(http_tier(centre.url, SystemClock())) as tier:
-            assert tier.put_from(object_id(1), object_bytes(1, 50_000))
+        put(centre, 1, 50_000)
         slow = Fault(Kind.TRICKLE, True, 0)
         with (
             ChaosProxy(centre.address, lambda: slow) as proxy,
