@@ -67,9 +67,8 @@ def test_log_says_of_each_call_whether_it_worked_and_what_was_gained(
                 cached.generate(PROMPT, max_new_tokens=1, num_beams=beams)
     lines = [each.getMessage() for each in caplog.records if each.levelno == logging.INFO]
     assert lines[0] == "0 of 100 tokens restored; 6 blocks to be stored"
-    assert re.fullmatch(
-        r"96 of 100 tokens restored from disk in 0.\d+ s, about 9\d\d.\d+ s saved; 0 blocks .*", lines[2]
-    )
+    gained = r"96 of 100 tokens restored from disk in 0.\d+ s, about 9\d\d.\d+ s saved; 0 blocks .*"
+    assert re.fullmatch(gained, lines[2])
     assert lines[1] == lines[3] == "0 of 100 tokens restored: beam_search keeps a cache of its own shape"
 
 
@@ -120,7 +119,7 @@ def test_tide_takes_the_loss_that_is_accepted(tiny_model: Any, tmp_path: Path) -
 
 
 class Real(NamedTuple):
-    """SmolLM2-135M, 270 tokens of text, and options of `attach` for short blocks without hashing all weights."""
+    """SmolLM2-135M, 270 tokens of text, and options of `attach`: profiles, short blocks, no hashing of all weights."""
 
     model: Any
     prompt: torch.Tensor
@@ -132,7 +131,8 @@ def real() -> Real:
     folder = converted_folder()
     text = "\n".join(topics[name] for name in sorted(topics)[:12])
     prompt = load_tokenizer(folder)(text, return_tensors="pt").input_ids[:, :270]
-    return Real(load_model(folder), prompt, {"fingerprint": b"real", "block_tokens": 64})
+    options = {"fingerprint": b"real", "block_tokens": 64, "profiles": installed_profiles()}
+    return Real(load_model(folder), prompt, options)
 
 
 @door("installed profiles of tide-light, tide-deep")
@@ -140,9 +140,7 @@ def real() -> Real:
 def test_the_real_model_has_profiles(real: Real, tmp_path: Path) -> None:
     shares = []
     for name in ("tide-light:5e-3", "tide-deep:5e-3"):
-        with attach(
-            real.model, str(tmp_path / name), codec=name, profiles=installed_profiles(), **real.options
-        ) as cached:
+        with attach(real.model, str(tmp_path / name), codec=name, **real.options) as cached:
             cached.generate(real.prompt[:, :66], max_new_tokens=1)
             assert cached.flush(60)
             stats = cached.cache.stats()
@@ -154,9 +152,7 @@ def test_the_real_model_has_profiles(real: Real, tmp_path: Path) -> None:
 @pytest.mark.real_model
 def test_importance_reads_less_than_the_whole(real: Real, tmp_path: Path) -> None:
     for is_warm in (False, True):
-        with attach(
-            real.model, str(tmp_path), importance=0.25, profiles=installed_profiles(), **real.options
-        ) as cached:
+        with attach(real.model, str(tmp_path), importance=0.25, **real.options) as cached:
             cached.generate(real.prompt, max_new_tokens=2)
             assert cached.flush(60) and cached.last.hit_tokens == is_warm * 256
             selected = cached.last.selected

@@ -66,9 +66,8 @@ def test_rm_removes_by_digits_and_all(store: Path) -> None:
 
 def explained(store: Path, tokens: Path, *words: Any) -> Any:
     space = stored_records(store)[0].header.id.namespace.hex()
-    return kvtide(
-        "explain", "--tokens", tokens, "--namespace", space, "--block-tokens", BLOCK, "--store", store, *words
-    )
+    where = ("--tokens", tokens, "--namespace", space, "--block-tokens", BLOCK, "--store", store)
+    return kvtide("explain", *where, *words)
 
 
 @door("why a prompt missed")

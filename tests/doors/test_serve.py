@@ -16,11 +16,12 @@ import pytest
 from tests.doors.register import door
 from tests.doors.user import BLOCK, PROMPT, Regions, grant, serving, status
 from tests.processes import frozen
-from tests.server.worlds import ask, bearer, metric, path_of, put, stalled, token_of
+from tests.server.worlds import Place, ask, bearer, metric, path_of, put, stalled, token_of
 from tests.servers import ServerProcess
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.engines.transformers import attach
+from kvtide.server.settings import ListenAddress
 from kvtide_lab.bench.services import free_ports, wait_until
 
 OPEN = 'tiers = ["memory://"]\n'
@@ -240,11 +241,8 @@ def test_hangup_reads_the_file_again(tmp_path: Path) -> None:
 def test_health_tells_what_is_there(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with serving(tmp_path, "", "--health", f"127.0.0.1:{port}"):
-        connection = HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/readyz")
-        answer = connection.getresponse()
-        assert (answer.status, json.loads(answer.read())["parts"]) == (200, {"tier memory": True})
-        connection.close()
+        answer, body = ask(Place(ListenAddress("127.0.0.1", port)), "GET", "/readyz")
+    assert (answer.status, json.loads(body)["parts"]) == (200, {"tier memory": True})
 
 
 def lines(path: Path, count: int) -> list[Any]:

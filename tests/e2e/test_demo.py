@@ -49,12 +49,8 @@ def test_own_profile_judges_own_text(tmp_path: Path) -> None:
     codecs = ("--codec", "raw", "--codec", "lossless", "--codec", "chunkwise")
     options = ("--quick", "--profile", profile, "--text", judge)
     rows = said(lab.app, "bench", "codec-quality", *codecs, *options)["rows"]
-    assert {(row["codec"], row["profile"]) for row in rows} == {
-        ("raw", "none"),
-        ("lossless", "none"),
-        ("chunkwise", "payload"),
-        ("chunkwise", "shared"),
-    }
+    judged = {(row["codec"], row["profile"]) for row in rows}
+    assert judged == {("raw", "none"), ("lossless", "none"), ("chunkwise", "payload"), ("chunkwise", "shared")}
     by_name = {row["codec"]: row for row in rows if row["level"] == 0}
     assert by_name["raw"]["kl"] == by_name["lossless"]["kl"] == 0.0
     assert by_name["raw"]["greedy_match"] == 8

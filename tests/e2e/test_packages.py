@@ -46,9 +46,8 @@ def test_native_module_runs_on_a_processor_without_avx() -> None:
 def test_only_files_named_after_an_instruction_set_are_compiled_for_one() -> None:
     text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
     assert "march" not in text
-    for files, flags in re.findall(
-        r"set_source_files_properties\((.*?)PROPERTIES\s+COMPILE_OPTIONS(.*?)\)", text, re.DOTALL
-    ):
+    options = r"set_source_files_properties\((.*?)PROPERTIES\s+COMPILE_OPTIONS(.*?)\)"
+    for files, flags in re.findall(options, text, re.DOTALL):
         if "-mavx" in flags or "avx512_flags" in flags:
             assert all("avx" in file or "amx" in file for file in files.split()), files
 
@@ -117,13 +116,10 @@ def test_two_engines_at_once_are_both_right_and_leave_no_torn_object(tiny_model:
     ]
     for engine in engines:
         assert engine.stdout is not None and engine.stdout.readline() == "ready\n"
-    results = []
     for engine in engines:
         engine.stdin.write("go\n")
         engine.stdin.flush()
-    for engine in engines:
-        output, _ = engine.communicate(timeout=120)
-        results.append(json.loads(output))
+    results = [json.loads(engine.communicate(timeout=120)[0]) for engine in engines]
     expected = [tiny_model.generate(p[None], max_new_tokens=8, do_sample=False)[0].tolist() for p in prompts]
     for result in results:
         assert result["answers"] == expected

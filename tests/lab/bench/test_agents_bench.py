@@ -55,11 +55,7 @@ def test_made_up_turns_go_on_from_those_before() -> None:
 
 
 def test_working_set_has_what_prompts_share_once() -> None:
-    turns = [
-        agents.AgentTurn([1] * 256, 1),
-        agents.AgentTurn([1] * 256 + [2] * 10, 1),
-        agents.AgentTurn([3] + [1] * 255, 1),
-    ]
+    turns = [agents.AgentTurn(ids, 1) for ids in ([1] * 256, [1] * 256 + [2] * 10, [3] + [1] * 255)]
     assert agents.working_set_pages([agents.AgentSession("a", "coder", turns)], 128) == 5
 
 
@@ -135,13 +131,8 @@ def test_rows_say_how_kvtide_stands_to_every_contender(monkeypatch: pytest.Monke
     assert result.is_first_or_tied
     assert (result.answers_changed_exact, result.failed_requests) == (0, 0)
     assert [row.answers_changed for row in result.rows if row.engine == "native"] == [2] * 5
-    assert {(row.row, row.phase) for row in result.rows} == {
-        ("1 at once", agents.BEFORE),
-        ("1 at once", agents.AFTER),
-        ("2 at once", agents.BEFORE),
-        ("2 at once", agents.AFTER),
-        (agents.NO_REUSE, agents.BEFORE),
-    }
+    loops = {(f"{count} at once", phase) for count in (1, 2) for phase in (agents.BEFORE, agents.AFTER)}
+    assert {(row.row, row.phase) for row in result.rows} == loops | {(agents.NO_REUSE, agents.BEFORE)}
 
 
 def test_run_goes_on_where_it_was_and_names_peers_that_do_not_run(

@@ -122,12 +122,10 @@ def test_exact_bytes_are_judged_once_and_as_perfect(subject: quality.Subject, mo
 
 
 @pytest.mark.usefixtures("any_block_fits")
-def test_tide_is_judged_text_by_text(tiny_model: Any, tmp_path: Path) -> None:
-    subject = subject_with(tiny_model, seed=1)
+def test_tide_is_judged_text_by_text(subject: quality.Subject, tiny_model: Any) -> None:
     profile = fitted_on(tiny_model, subject.layout, torch.tensor([subject.ids[0]]))
-    result = quality.run(
-        subject, [profile], ["tide-layer"], quality.partial_of(subject, [profile], None), lambda *_: None
-    )
+    results = quality.partial_of(subject, [profile], None)
+    result = quality.run(subject, [profile], ["tide-layer"], results, lambda *_: None)
     assert [(row.codec, row.text) for row in result.by_text] == [("tide-layer", "a"), ("tide-layer", "b")]
     last = dict(quality.TIDE_QUALITIES)
     whole = [row.kl / row.quality for row in result.rows if row.quality and row.refinements == last[row.quality]]

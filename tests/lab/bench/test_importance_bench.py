@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from tests.codec.tide_profiles import fitted, fitted_on
 from tests.families import tiny_llama
 
@@ -60,9 +61,8 @@ def test_needles_lie_at_their_depths_and_are_asked_for(random_model: Any) -> Non
     judge = ImportanceJudge(random_model, registry, SystemClock(), 1e9, KVDtype.FLOAT32, 32)
     texts = [Text("one", "prose", TEXT), Text("two", "python", TEXT[::-1]), Text("three", "c header", "short")]
     rows = needle_rows(judge, texts, 512, 4, 0.25, tokenize, lambda *_: None)
-    assert [(row.kind, row.depth, row.needles) for row in rows] == [
-        (kind, depth, 1) for kind in ("prose", "code") for depth in DEPTHS
-    ]
+    asked = [(kind, depth, 1) for kind in ("prose", "code") for depth in DEPTHS]
+    assert [(row.kind, row.depth, row.needles) for row in rows] == asked
     assert all(row.found_both <= min(row.found_whole, row.found_part) <= 1 for row in rows)
     ((ids, questions),) = _tasks(texts[:1], 2000, tokenize, random.Random(0))
     text, places = "".join(map(chr, ids)), []
@@ -85,14 +85,11 @@ def test_a_table_can_be_asked_for_alone(random_model: Any) -> None:
 
 
 def test_the_engine_takes_a_part_and_the_whole_and_then_the_faster(random_model: Any) -> None:
-    import torch
-
     ids = torch.randint(0, 1000, (512,), generator=torch.Generator().manual_seed(1)).tolist()
     layout = model_layout(random_model, 256)
     profile = fitted_on(random_model, layout, torch.tensor([ids]))
     uses = [[number, 7, 9] for number in range(1 + USES)]
     found = engine_rows(random_model, [profile], ids, uses, [3, 4, 5], 0.25, 1, SystemClock())
-    assert [(row.place, row.use) for row in found] == [
-        (place, use) for place in RATES for use in ("first", "after five")
-    ]
+    asked = [(place, use) for place in RATES for use in ("first", "after five")]
+    assert [(row.place, row.use) for row in found] == asked
     assert all(row.front_share > 0 and row.decided in {"part", "whole"} for row in found)

@@ -46,14 +46,12 @@ def test_round_measures_both_sides_and_leaves_nothing(fio: str | None, tmp_path:
 
 
 def test_every_policy_is_measured_at_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "BLOCKS_SMALL", 500)
-    monkeypatch.setattr(index, "BLOCKS_LARGE", 2000)
-    monkeypatch.setattr(index, "MEASURED_BLOCKS_QUICK", 2000)
-    monkeypatch.setattr(index, "KEY_TOKENS", 1600)
+    sizes = {"BLOCKS_SMALL": 500, "BLOCKS_LARGE": 2000, "MEASURED_BLOCKS_QUICK": 2000, "KEY_TOKENS": 1600}
+    for name, value in sizes.items():
+        monkeypatch.setattr(index, name, value)
     result = index.run(quick=True)
-    assert [(row.policy, row.resident_blocks) for row in result.rows] == [
-        (policy, blocks) for policy in ("lru", "mix") for blocks in (500, 2000)
-    ]
+    measured = [(policy, blocks) for policy in ("lru", "mix") for blocks in (500, 2000)]
+    assert [(row.policy, row.resident_blocks) for row in result.rows] == measured
     assert result.ns_per_block == result.rows[1].ns_per_block > 0
     assert result.growth == result.ns_per_block / result.rows[0].ns_per_block
     assert 50 < result.bytes_per_block < 400
@@ -154,9 +152,8 @@ def test_every_client_moves_every_value(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(valkey, "_VALUE_BYTES", 100_000)
     monkeypatch.setattr(valkey, "_VALUES", 8)
     result = valkey.run(quick=True)
-    assert [(row.client, row.threads) for row in result.rows] == [
-        (client, threads) for threads in (1, 4) for client in ("raw", "kvtide", "redis-py")
-    ]
+    measured = [(client, threads) for threads in (1, 4) for client in ("raw", "kvtide", "redis-py")]
+    assert [(row.client, row.threads) for row in result.rows] == measured
     assert all(row.put_gb_s > 0 and row.get_gb_s > 0 for row in result.rows)
     low, high = result.get_vs_raw_resp_spread
     assert low <= result.get_vs_raw_resp <= high

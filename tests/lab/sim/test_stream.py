@@ -37,12 +37,8 @@ def test_layered_uses_the_time_and_drops_what_comes_late() -> None:
 
 def test_two_ended_meets_in_the_middle_when_it_is_late() -> None:
     # A second a chunk at both ends.
-    assert played(TwoEnded(), context((100, 60), (0.5, 0.1), 0.5))[:4] == (
-        pytest.approx(2.0),
-        pytest.approx(0.25),
-        2000,
-        0,
-    )
+    found = played(TwoEnded(), context((100, 60), (0.5, 0.1), 0.5))
+    assert found[:4] == (pytest.approx(2.0), pytest.approx(0.25), 2000, 0)
 
 
 def test_cachegen_computes_text_behind_what_is_loaded() -> None:
@@ -67,9 +63,8 @@ def test_costs_of_a_machine_take_their_time() -> None:
 @pytest.mark.parametrize(("tokens", "slo_s"), [(9600, 1.0), (32_000, 2.0)])
 def test_nobody_beats_the_oracle_and_two_ended_halves_what_the_rule_loses(name: str, tokens: int, slo_s: float) -> None:
     setup = stream.StreamSetup(trials=10, context_tokens=(tokens,), slo_s=(slo_s,), decode_cores=0)
-    rows = stream.sweep(
-        setup, [link_named(name, np.random.default_rng(3), 2 * GBIT)], ["cachegen", "layered", "two-ended"]
-    )
+    links = [link_named(name, np.random.default_rng(3), 2 * GBIT)]
+    rows = stream.sweep(setup, links, ["cachegen", "layered", "two-ended"])
     by_name = {row.policy: row for row in rows}
     bound = by_name.pop(stream.ORACLE)
     assert all(row.miss_rate >= bound.miss_rate for row in rows)
