@@ -115,7 +115,7 @@ def timed(act: Callable[[], _Result]) -> tuple[float, _Result]:
 def asked_beside_a_put(server: RunningServer, count: int, **headers: str) -> list[tuple[float, int]]:
     """Ask for objects that nobody has and store one meanwhile; return how long each GET took, and its status."""
     with ThreadPoolExecutor(count + 1) as pool:
-        gets = [lambda n=n: ask(server, "GET", n, **headers)[0].status for n in range(100, 100 + count)]
+        gets = [lambda n=n: ask(server, "GET", n, None, **headers)[0].status for n in range(100, 100 + count)]
         asked = [pool.submit(timed, get) for get in gets]
         stored_s, status = pool.submit(timed, lambda: ask(server, "PUT", 2, object_bytes(2))[0].status).result()
     assert status == 201

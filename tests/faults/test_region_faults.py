@@ -41,8 +41,8 @@ class Regions:
             place = ("--central", f"http://{host.gateway}:{self.port}", "--manifest", str(own / "manifest"))
             found.append(Node(PORT, own, *serve, *place, host=host))
         stack.enter_context(nodes(found))
-        for place in self.places:
-            latest(place, 10**9)
+        for each in self.places:
+            latest(each, 10**9)
 
     def sent_bytes(self, region: int) -> int:
         """Return how many bytes a host's cable has taken from it so far."""
