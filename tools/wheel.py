@@ -98,7 +98,9 @@ def install_wheel(folder: Path) -> tuple[Path, Path]:
     """Build the wheel or take a kept one; return it and an interpreter that has it, beside all of the one running."""
     kept = Path(os.environ.get("KVTIDE_WHEELS") or folder)
     if not [*kept.glob("kvtide-*.whl")]:
-        run(sys.executable, "-m", *PIP, "wheel", "--no-deps", "--wheel-dir", kept, ROOT, cwd=folder)
+        # By what .venv was compiled with, so that nothing is compiled twice.
+        words = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", kept, ROOT)
+        run(sys.executable, "-m", *PIP, *words, cwd=folder)
     (wheel,) = kept.glob("kvtide-*.whl")
     check_wheel(wheel)
     venv.create(folder / "venv")
