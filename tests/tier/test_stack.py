@@ -16,6 +16,7 @@ from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_
 
 from kvtide.clock import ManualClock
 from kvtide.config import Limits
+from kvtide.errors import TierUnavailable
 from kvtide.evict import Ranking, ScoreRanking
 from kvtide.evict.ranking import RankedOrder, RecencyRanking
 from kvtide.tier import Tier, stack_of
@@ -200,6 +201,23 @@ def test_read_that_fails_fails_alone() -> None:
             time.sleep(0.02)
     assert [str(each.exception()) for each in results if each.exception()] == ["a bug"]
     assert [each.result() for each in results if not each.exception()] == [object_bytes(1)] * 3
+
+
+def test_read_that_its_tier_fails_is_no_miss_for_those_who_waited() -> None:
+    class FailsFirst(NamedMemory):
+        calls = 0
+
+        def get_into(self, *arguments: object) -> int | None:
+            self.calls += 1
+            if self.calls == 1:
+                wait_until(lambda: [each.followers for each in stack._flight._under_way.values()] == [1], "a follower")
+                raise TierUnavailable("the first caller's deadline")
+            return super().get_into(*arguments)  # type: ignore[arg-type]
+
+    disk = FailsFirst("disk", TIER_BYTES)
+    with opened(TierStack([NamedMemory("memory", TIER_BYTES), disk])) as stack, ThreadPoolExecutor(2) as threads:
+        disk.put_from(object_id(1), object_bytes(1))
+        assert set(threads.map(lambda _: read_all(stack, 1), range(2))) == {None, object_bytes(1)}
 
 
 def test_follower_waits_no_longer_than_its_caller() -> None:

@@ -52,7 +52,9 @@ FOLLOW_S_MAX = 30.0
 _OnPlaced = Callable[[ObjectId, int, int], object]
 # Told of an object that is no longer in a tier of this number.
 _OnRemoved = Callable[[ObjectId, int], object]
-# What a reader returns: how many bytes are in the buffer, None for a miss.
+# The answer of a read where a tier failed and no other has the object.
+_FAILED = -1
+# What a reader returns: how many bytes are in the buffer, None for a miss, or _FAILED.
 Read = Callable[[], int | None]
 
 
@@ -96,7 +98,7 @@ class SingleFlight:
             return _follow(leading, buffer, read)
         try:
             size = read()
-            mine.has_answer = True
+            mine.has_answer = size != _FAILED
         finally:
             with self._lock:
                 del self._under_way[name]
@@ -330,7 +332,8 @@ class TierStack(Tier):
             if size is not None or len(places) == 1:
                 return size
         read = partial(self._read_slow, places, present, buffer, offset, uses >= USES_BEFORE_PROMOTION)
-        return self._flight.read(present, buffer, offset, read) if places else None
+        size = self._flight.read(present, buffer, offset, read) if places else None
+        return None if size == _FAILED else size
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         """Hand over a range from the first tier that has it, going on at the next where one breaks off."""
@@ -366,13 +369,16 @@ class TierStack(Tier):
         self, places: Sequence[_Place], object_id: ObjectId, buffer: memoryview, offset: int, is_promoted: bool
     ) -> int | None:
         """Read from the tiers behind the first one; copy up what was read whole, if it is to be and deserves it."""
+        absent: int | None = None
         for position, place in enumerate(places[1:], 1):
-            size = self.guard("read", partial(place.tier.get_into, object_id, buffer, offset), None, place.label)
-            if size is not None:
+            size = self.guard("read", partial(place.tier.get_into, object_id, buffer, offset), _FAILED, place.label)
+            if size == _FAILED:
+                absent = _FAILED
+            elif size is not None:
                 if is_promoted and offset == 0 and size < len(buffer):
                     self._put_all(_admitting(places[:position], object_id, size), object_id, buffer[:size])
                 return size
-        return None
+        return absent
 
     def lend(self, object_id: ObjectId, can_wait: bool = True) -> LentObject | None:
         """Lend the object from the first tier that has it and lends; what is used again is copied up afterwards."""
