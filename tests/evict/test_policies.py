@@ -361,7 +361,8 @@ def test_marks_tell_ends_times_and_priorities_apart() -> None:
     assert Hint(is_last=True, retain_s=5, priority=3).mark == LAST
 
 
-BAD = {"session": ("", 7, "a\n"), "is_last": (1,), "retain_s": (-1, True, math.nan, "5"), "priority": (101, "high")}
+BAD = {"session": ("", 7, "a\n"), "is_last": (1,), "retain_s": (-1, True, math.nan, "5")}
+BAD |= {"priority": (101, "high", 10**400)}
 
 
 @pytest.mark.parametrize("nonsense", [{name: each} for name, values in BAD.items() for each in values])

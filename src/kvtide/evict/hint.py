@@ -77,7 +77,8 @@ class Hint:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # What JSON allows a whole number to be is more than `isfinite` takes.
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
 
 
 # A hint, or a mapping by the same names as it came from a client.
