@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tests.stores import disk_bytes, open_disk, stored_records
+from tests.stores import disk_bytes, open_disk, opened, stored_records
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
+from kvtide.clock import ManualClock
 from kvtide.errors import TierUnavailable
 from kvtide.evict import order_named
 from kvtide.tier import Tier
@@ -149,6 +150,17 @@ def test_removal_is_seen_by_a_tier_that_knows_the_object(tmp_path: Path) -> None
     assert read_all(early, 1) is None
     assert early.removed_reason(object_id(1)) == "corrupt"
     assert early.put_from(object_id(1), object_bytes(1)) and read_all(late, 1) == object_bytes(1)
+
+
+def test_segment_made_again_under_its_number_is_another_one(tmp_path: Path) -> None:
+    with opened(open_disk(tmp_path)) as first:
+        put_all(first, (1, 2))
+    late = open_disk(tmp_path)
+    with opened(open_disk(tmp_path)) as remover:
+        assert remover.delete(object_id(1), "removed") and remover.delete(object_id(2), "removed")
+    put_all(open_disk(tmp_path, clock=ManualClock(2000.0)), (3, 4, 5))
+    assert {info.id for info in late.objects()} == {object_id(3), object_id(4), object_id(5)}
+    late.check()
 
 
 def test_every_copy_of_an_object_is_removed(tmp_path: Path) -> None:

@@ -290,7 +290,12 @@ class SegmentDirectory:
         known = self.segments.get(number)
         tail = max(ALIGN_BYTES, known.tail) if known else None
         try:
-            return scan_segment(self._files, self.path(number), number, tail)
+            scan = scan_segment(self._files, self.path(number), number, tail)
+            if known and known.header and scan.header and known.header.created_ms != scan.header.created_ms:
+                # Removed, and made again by somebody who had not seen that number.
+                self._forget(number)
+                scan = scan_segment(self._files, self.path(number), number)
+            return scan
         except FileNotFoundError:
             return None
         except OSError as error:
