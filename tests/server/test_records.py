@@ -268,9 +268,10 @@ def test_long_lists_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ODD = b'{"records": [{"tenant": "", "kind": "%s", "name": "x", "value": "1", "version": 1}], "is_whole": true}'
+DEEP = b'{"x": ' + 100_000 * b"["
 
 
-@pytest.mark.parametrize("body", [b"nonsense", *(ODD % kind for kind in (b"other", b"generation", b"alias"))])
+@pytest.mark.parametrize("body", [b"nonsense", DEEP, *(ODD % kind for kind in (b"other", b"generation", b"alias"))])
 def test_centre_that_talks_nonsense_is_a_fault(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     (client,) = records_clients("http://127.0.0.1:9", SystemClock())
     answers = {"etag": '"1"'}

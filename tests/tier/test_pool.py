@@ -320,7 +320,7 @@ def test_map_that_can_not_be_used_now_is_used_later(tmp_path: Path, caplog: pyte
         wait_until(lambda: tier.epoch == 2, "the map")
 
 
-ODD = ["{}", "[]", "", "\xff", '{"header": null}', '{"header": {"revision": "x"}}']
+ODD = ["{}", "[]", "", '{"x": ' + 100_000 * "[", "\xff", '{"header": null}', '{"header": {"revision": "x"}}']
 KVS = ["{}", '{"key": "A"}', '{"key": 1}', "null"]
 
 

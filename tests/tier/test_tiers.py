@@ -384,6 +384,16 @@ def test_answer_that_is_off_is_a_fault_and_a_miss_upstairs(answer: bytes) -> Non
             tier.check()
 
 
+def test_answer_without_a_bottom_hides_no_other_tier() -> None:
+    body = b'{"x": ' + 100_000 * b"["
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)) as url:
+        remote = http_tier(url, SystemClock())
+        with opened(TierStack([open_memory(), remote], demote_to=[remote])) as stack:
+            stack.put_from(object_id(1), object_bytes(1))
+            assert stack.contains_each([object_id(1), object_id(2)]) == [True, False]
+            assert stack.tier_stats()[1].faults == 1
+
+
 def test_nobody_listening_is_a_fault_for_every_verb() -> None:
     with opened(http_tier("http://127.0.0.1:1", SystemClock())) as tier:
         for action in (

@@ -86,7 +86,7 @@ class RecordsClient:
                 RecordName.parse(each.kind, each.name)
                 if each.value or each.kind is RecordKind.GENERATION:
                     each.kind.checked(each.value.encode())
-        except (msgspec.DecodeError, UnicodeError, RequestRefused) as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError, RequestRefused) as error:
             raise TierUnavailable(f"the server's records can't be read: {error}") from error
         return found
 

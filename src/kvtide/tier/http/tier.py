@@ -374,7 +374,7 @@ def _decoded(answer: HttpAnswer, kind: type[_Result]) -> _Result:
     """Return an answer's JSON. TierUnavailable if it is of another kind."""
     try:
         return msgspec.json.decode(answer.body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TierUnavailable(f"the server's answer can't be read: {error}") from error
 
 

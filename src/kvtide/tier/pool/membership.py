@@ -225,7 +225,7 @@ class EtcdMembership(Membership):
             with self._open(path, body) as answer:
                 # Etcd writes numbers as strings, and bytes in base 64.
                 return msgspec.json.decode(answer.read(ANSWER_BYTES_MAX), type=kind, strict=False)
-        except (OSError, HTTPException, msgspec.DecodeError, ValueError) as error:
+        except (OSError, HTTPException, msgspec.DecodeError, ValueError, RecursionError) as error:
             raise TierUnavailable(f"etcd at {', '.join(self._endpoints)}: {error}") from error
 
     def _open(self, path: str, body: dict[str, object]) -> Any:
