@@ -260,8 +260,9 @@ class EtcdMembership(Membership):
                 raise TierUnavailable(f"etcd at {endpoint} answered {error.code} to {path}") from error
             except (OSError, HTTPException) as error:
                 problem = error
-                # The next call begins with another one.
-                self._endpoints.append(self._endpoints.pop(0))
+                # The next call begins with another one. Another thread's never meets a list that lacks one.
+                first, *others = self._endpoints
+                self._endpoints = [*others, first]
         raise TierUnavailable(f"no etcd of {', '.join(self._endpoints)} can be reached: {problem}")
 
 

@@ -10,6 +10,7 @@ import hashlib
 import math
 from enum import StrEnum
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -52,6 +53,8 @@ class PoolServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         host_and_port(self.address)
+        # It refuses names in brackets and odd letters.
+        urlsplit(self.origin)
         if self.socket_path and not self.socket_path.startswith("/"):
             raise ValueError(f"a socket's path begins with /, got {self.socket_path!r}")
 
