@@ -11,7 +11,7 @@ import torch
 from tests.codec.tide_profiles import fitted_on
 from tests.doors.user import PROMPT
 from tests.stores import open_memory
-from transformers import DynamicCache
+from transformers import DynamicCache, FalconConfig, FalconForCausalLM
 
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import ImpressCodec, PackedCodec
@@ -29,6 +29,7 @@ from kvtide.engines.transformers.selective import (
     kept_tokens,
     weighed_attention,
 )
+from kvtide.errors import UnsupportedModel
 from kvtide.importance import AllHeads, FirstHeads, HeadsAgree, packing_orders
 from kvtide.store.load.sparse import SparseLoad
 from kvtide.tier.base import WrappedTier
@@ -61,6 +62,15 @@ def fill(model: Any, store: Path, importance: float | None = 0.25) -> Path:
 @pytest.fixture
 def store(tiny_model: Any, tmp_path: Path) -> Path:
     return fill(tiny_model, tmp_path)
+
+
+def test_a_model_that_attends_by_itself_is_refused(tmp_path: Path) -> None:
+    # Falcon took the masks of another attention for its own: tokens saw those behind them.
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = FalconForCausalLM(FalconConfig(**sizes)).eval()
+    for importance in (0.25, Impress(0.25)):
+        with pytest.raises(UnsupportedModel, match="FalconForCausalLM can't attend"):
+            attach(model, tmp_path, importance=importance)
 
 
 def test_a_first_prompt_says_in_which_order_its_blocks_are_stored(

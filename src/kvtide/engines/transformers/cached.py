@@ -35,6 +35,7 @@ from kvtide.engines.transformers.importance import ImportanceLoads, Learner, Ope
 from kvtide.engines.transformers.prefixes import Prefixes, SequenceRow
 from kvtide.engines.transformers.selective import Impress, ObservedPrefix, SparseSettings, check_ratio
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
+from kvtide.errors import UnsupportedModel
 from kvtide.evict import Advice, ScoreRanking
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
@@ -373,7 +374,7 @@ def attach(
     if (start_within_s, quality, policy) != (None, None, None):
         wanted = None if quality is None else float(quality)
         streaming = StreamSettings(start_within_s, wanted, policy, chunk_tokens).checked()
-    _check_loads(groups, settings, streaming)
+    _check_loads(model, groups, settings, streaming)
     learner = Learner(registry, clock)
     made = _made(registry, codec or _usual_codec(model, groups, importance), groups, bool(profiles))
     part_quality = max(made.quality, settings.quality) if settings and settings.ratio < 1 else None
@@ -426,12 +427,15 @@ def _made(
 
 
 def _check_loads(
-    groups: Sequence[ModelGroup], settings: SparseSettings | None, streaming: StreamSettings | None
+    model: Any, groups: Sequence[ModelGroup], settings: SparseSettings | None, streaming: StreamSettings | None
 ) -> None:
     """Refuse ways to load that the model does not take, or that do not go together."""
     if settings is not None:
         check_ratio(settings.ratio)
         if streaming is not None:
             raise ValueError("importance loads a prefix in its own way: it takes no start_within_s, quality or policy")
+        if not model.is_backend_compatible():
+            # It would get another's masks, and choose nothing.
+            raise UnsupportedModel(f"{type(model).__name__} can't attend through a function of importance's")
     if settings is not None or streaming is not None:
         plain_layout(groups)
