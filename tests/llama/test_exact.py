@@ -157,6 +157,23 @@ def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens:
             assert ask(llm, tokens[:200] + tokens[900:950]).is_same(plain)
 
 
+def test_state_of_a_restored_context_is_no_beginning_of_another(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    # As LlamaRAMCache saves and loads it: rows that have left the windows are not there.
+    options: dict[str, Any] = {"model": "gemma3", "swa_full": False, "n_batch": 64}
+    other = tokens[:100] + tokens[900:950]
+    plain = ask_fresh(opened, other, **options)
+    with opened(**options) as llm, attach(llm, tmp_path) as cached:
+        ask(llm, tokens[:257])
+        assert cached.flush(10)
+    with opened(**options) as llm, attach(llm, tmp_path) as cached:
+        ask(llm, tokens[:257], 1)
+        assert cached.last is not None and cached.last.hit_tokens == 256
+        state = llm.save_state()
+        ask(llm, other)
+        llm.load_state(state)
+        assert ask(llm, other).is_same(plain)
+
+
 def test_full_and_forgetting_windows_share_nothing(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     # Rows of layers without windows once had one name: a sum goes by the order of the windows' cells.
     for swa_full in (True, False):

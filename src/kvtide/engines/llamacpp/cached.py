@@ -99,6 +99,8 @@ class CachedLlama:
 
     def _load_state(self, state: Any) -> None:
         self._cut(0)
+        # It may be of a context that was restored, without rows that have left the windows.
+        self._whole_from = int(state.n_tokens) if self.served.groups[-1].window_cells else 0
         self._plain_load_state(state)
 
     def _eval(self, tokens: Sequence[int]) -> None:
