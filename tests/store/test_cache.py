@@ -132,6 +132,17 @@ def test_blocks_stored_by_another_process_later_are_found_and_known_to_be_on_dis
     assert early.load(metas, Whole(Collector())).blocks == 3
 
 
+def test_run_without_its_beginning_is_found_from_any_block_on(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+) -> None:
+    # As llama.cpp's conversations are, behind however many blocks are stored as a whole prompt left them.
+    metas = metas_of(layout, 6)
+    fill(open_cache(tmp_path), metas[2:])
+    reader, ids = open_cache(tmp_path), [meta.id for meta in metas]
+    assert [reader.match(ids[start:]) for start in (3, 2, 4, 3, 2)] == [3, 4, 2, 3, 4]
+    assert not reader.guarded.counts.all()
+
+
 def test_loads_are_counted_as_decisions_and_told_to_the_store(
     tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,7 +219,12 @@ class Cache:
         keys = [*map(attrgetter("key"), ids)]
         known = 0 if any(map(wants_latest, ids)) else self.index.match(keys)
         for tier in self.tiers.run_places(ids[known:]):
-            self.index.insert(ids[known].namespace, keys[known : known + 1], keys[known - 1] if known else None, tier)
+            key, parent = keys[known], keys[known - 1] if known else None
+            if self.index.is_held(key):
+                # Within a run that was looked up from another block on.
+                self.index.place(key, tier)
+            else:
+                self.index.insert(ids[known].namespace, [key], parent, tier)
             known += 1
         return known
 
