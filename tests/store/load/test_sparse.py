@@ -334,6 +334,29 @@ def test_without_an_engine_a_dead_source_ends_the_load(
     assert not any(receiver.sections() for receiver in receivers)
 
 
+def test_error_that_nobody_expects_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The thread that met it ended, and its range was awaited for good.
+    source = MadeSource(OBJECTS)
+    monkeypatch.setattr(source, "_read", lambda *arguments: 1 / 0)
+    assert load(made_job(OBJECTS, 0.1), Layered(), source)[0].kl == math.inf
+
+
+def test_load_fetches_with_the_threads_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, start = list[threading.Thread](), threading.Thread.start
+
+    def scarce(thread: threading.Thread) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    # What had begun looked for something to fetch for good, and the load failed.
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    assert load(made_job(OBJECTS, 20.0), Layered(), MadeSource(OBJECTS))[0].progress.here == (3,) * 6
+    begun[0].join(10)
+    assert not begun[0].is_alive()
+
+
 def test_reads_that_break_off_go_on_where_they_stopped() -> None:
     sources = [MadeSource(OBJECTS, cut_bytes=700), MadeSource(OBJECTS, cut_bytes=1100)]
     report, _ = load(made_job(OBJECTS, deadline_s=20.0), Layered(), *sources)

@@ -35,6 +35,7 @@ from kvtide.plan.base import (
     mean_kl,
 )
 from kvtide.tier.breaker import until
+from kvtide.tier.faults import FaultGuard
 from kvtide.tier.source import RangeSource
 from kvtide.wire import StoredObject
 from kvtide.wire.receiver import Receiver
@@ -271,7 +272,7 @@ class FetchRun:
         self._reason = Reason.COMPLETE
         self._given: deque[int] = deque()
         self._flights: set[_Flight] = set()
-        self._is_over = False
+        self._is_over = self._is_broken = False
         # What is not here is the engine's: nothing more is asked for.
         self._is_left = False
         self._received_bytes = self._faults = 0
@@ -282,7 +283,12 @@ class FetchRun:
         """Begin to fetch."""
         for number in range(self._limits.requests_max):
             name = f"kvtide-fetch-{number}"
-            threading.Thread(target=self._fetch_until_over, name=name, daemon=True).start()
+            try:
+                threading.Thread(target=self._fetch_until_over, name=name, daemon=True).start()
+            except RuntimeError:  # the process may have no more
+                if not number:
+                    raise
+                return
 
     def _now_s(self) -> float:
         return self._clock.monotonic_s() - self._started_s
@@ -329,7 +335,13 @@ class FetchRun:
     # The fetching threads.
 
     def _fetch_until_over(self) -> None:
-        """Fetch what the plan says until the load is over."""
+        """Fetch what the plan says until the load is over; what nobody expects ends it."""
+        if not FaultGuard()("fetch", self._fetch, False):
+            with self._changed:
+                self._is_broken = True
+                self._changed.notify_all()
+
+    def _fetch(self) -> bool:
         while (flight := self._next_flight()) is not None:
             deadline_s = min(self._give_up_s, self._clock.monotonic_s() + self._limits.read_s_max)
             pieces = self._job.pieces[flight.fetch.chunk][flight.fetch.step]
@@ -343,6 +355,7 @@ class FetchRun:
                 # What was planned before this came is planned again.
                 self._queue.clear()
                 self._changed.notify_all()
+        return True
 
     def _next_flight(self) -> _Flight | None:
         """Wait for something to fetch; None when the load is over."""
@@ -462,7 +475,7 @@ class FetchRun:
         while True:
             with self._changed:
                 self._touch()
-                if is_ready(self._job.request, self._progress) or not self._has_work():
+                if self._is_broken or is_ready(self._job.request, self._progress) or not self._has_work():
                     return
                 chunks = self._next_pass()
                 if not chunks:
