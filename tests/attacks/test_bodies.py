@@ -24,7 +24,7 @@ from kvtide.server.http import connections as doors
 from kvtide.server.http.connections import ConnectionLimits, Guest, common_name, connections_for
 from kvtide.server.http.shares import Rates
 from kvtide.server.scheduler import SchedulerSettings
-from kvtide.server.settings import FILES_MAX, ProgressBudget, ServerLimits
+from kvtide.server.settings import FILES_MAX, ProgressBudget, ServerLimits, ServerSettings
 from kvtide.tier.base import WrappedTier
 from kvtide_lab.bench.services import BenchService, valkey_server, wait_until
 
@@ -345,6 +345,8 @@ def test_open_server_answers_no_page_of_another_site(host: str, origin: str | No
 def test_server_with_tokens_or_open_to_all_has_any_name() -> None:
     with running_server(grants=GRANTS) as server:
         assert ask(server, "GET", "/v1", Host="cache.example")[0].status == 200
+        server.service.live.adopt(ServerSettings())
+        assert ask(server, "GET", "/v1", "", Host="cache.example")[0].status == 421
     with running_server(is_open_to_all=True) as server:
         assert ask(server, "GET", "/v1", "", Host="cache.example")[0].status == 200
 

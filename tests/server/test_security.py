@@ -374,6 +374,13 @@ def test_settings_are_taken_whole_or_not_at_all() -> None:
     assert (live.settings.sending, live.settings.tiers) == (SchedulerSettings(weights={"a": 2.0}), before.tiers)
 
 
+def test_tokens_do_not_go_from_a_port_that_others_reach() -> None:
+    live = Live(ServerSettings(listen="0.0.0.0:1", grants=GRANTS), SystemClock())
+    with pytest.raises(ValueError, match="no grant"):
+        live.adopt(ServerSettings(listen="127.0.0.1:1"))
+    assert live.settings.grants == GRANTS
+
+
 def test_weights_change_under_waiting_bodies() -> None:
     scheduler = Scheduler(SchedulerSettings(slots=1), random.Random(0))
     sends = [scheduler.enqueue(tenant, tenant, 100 << 20, 0.0) for tenant in "ab"]

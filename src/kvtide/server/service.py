@@ -131,8 +131,7 @@ class Service:
         is_memory = all(url.startswith("memory://") for url in settings.tiers)
         are_kept = is_memory or records_path(settings) is not None
         records = RecordRequests(backing.records, backing.central, shared, are_kept)
-        is_mine = self._address.is_local and not (settings.grants or settings.is_open_to_all)
-        reception = Reception(self.live, self.acceptor.limits, loop, is_mine)
+        reception = Reception(self.live, self.acceptor.limits, loop)
         return Gateway(backing, shared, reception, objects, records, self._sources, self.health, self._access_log)
 
     def reload(self) -> None:

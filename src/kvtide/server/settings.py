@@ -218,12 +218,7 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
         settings = msgspec.convert(found | dict(changes), ServerSettings, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path or 'settings'}: {error}") from error
-    address = parse_address(settings.listen)
-    if not (address.is_local or settings.grants or settings.is_open_to_all):
-        raise ValueError(
-            f"{address} can be reached by others and no grant asks them for a token: "
-            "add [[grants]] of what kvtide token prints, listen on 127.0.0.1, or say --open-to-all"
-        )
+    _check_doors(settings)
     Proxies(settings.trusted_proxies)
     if settings.health is not None and parse_address(settings.health).path:
         raise ValueError(f"health is told on host:port, got {settings.health!r}")
@@ -234,6 +229,15 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
     if not settings.tiers:
         raise ValueError("a server needs at least one tier, got none")
     return settings
+
+
+def _check_doors(settings: ServerSettings) -> None:
+    address = parse_address(settings.listen)
+    if not (address.is_local or settings.grants or settings.is_open_to_all):
+        raise ValueError(
+            f"{address} can be reached by others and no grant asks them for a token: "
+            "add [[grants]] of what kvtide token prints, listen on 127.0.0.1, or say --open-to-all"
+        )
 
 
 def _path(kind: type[object], value: object) -> Path:
@@ -263,6 +267,9 @@ class Live:
         proxies = Proxies(settings.trusted_proxies)
         self.tls = _tls_context(settings.tls) if settings.tls else None
         self.settings, self.proxies, self.gate = settings, proxies, Gate(settings.grants, self._clock)
+        # Nobody is asked for a token, as none but this machine can connect: a browser here can.
+        is_local = parse_address(settings.listen).is_local
+        self.is_site_checked = is_local and not (settings.grants or settings.is_open_to_all)
 
     @property
     def limits(self) -> ServerLimits:
@@ -282,7 +289,10 @@ class Live:
         merged, waiting = _merged(new, old, fixed)
         limits, late = _merged(new.limits, old.limits, set(old.limits.__struct_fields__) - _LIVE_LIMITS)
         sending, later = _merged(new.sending, old.sending, {"policy", "slice_bytes"})
-        self._hold(msgspec.structs.replace(merged, limits=limits, sending=sending))
+        merged = msgspec.structs.replace(merged, limits=limits, sending=sending)
+        # The file's grants may go with an address that waits for a restart.
+        _check_doors(merged)
+        self._hold(merged)
         return [*waiting, *(f"limits.{name}" for name in late), *(f"sending.{name}" for name in later)]
 
 

@@ -161,12 +161,13 @@ def check_site(headers: Mapping[str, str]) -> None:
 
 
 class Reception:
-    """Asks every request for a token. Runs on the event loop."""
+    """Asks every request for a token; where there are none, web pages of other sites may not ask.
 
-    def __init__(self, live: Live, doors: ConnectionLimits, loop: asyncio.AbstractEventLoop, is_checked: bool) -> None:
-        """is_checked: web pages of other sites may not ask. All may where tokens protect the server."""
+    Runs on the event loop.
+    """
+
+    def __init__(self, live: Live, doors: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> None:
         self._live = live
-        self._is_checked = is_checked
         self._doors = doors
         self._turns = Turns(loop)
         self._rates = Rates(lambda: live.limits.tenant_requests_s_max)
@@ -186,7 +187,7 @@ class Reception:
             if exchange.route == PageRoute("/healthz"):
                 await self._turns.take(HEALTH)
                 return
-            if self._is_checked:
+            if self._live.is_site_checked:
                 check_site(exchange.head.headers)
             exchange.caller = self._live.gate.caller(exchange.head.headers, guest.common_name)
         except RequestRefused as error:
