@@ -454,11 +454,14 @@ def test_descriptors_that_are_few_bound_the_connections(caplog: pytest.LogCaptur
 # Requests without pause: each owner gets its turns, whoever else asks how often.
 
 
-@pytest.mark.parametrize("path", ["/v1", "/healthz", "/v1/nothing"])
-def test_requests_without_pause_leave_the_others_their_turns(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [("/v1", {}), ("/healthz", {}), ("/v1/nothing", {}), ("/v1", {"Kvtide_Deadline_Ms": "nonsense"})],
+)
+def test_requests_without_pause_leave_the_others_their_turns(path: str, headers: dict[str, str]) -> None:
     with running_server(grants=GRANTS) as server:
         assert ask(server, "PUT", OBJECT, body=object_bytes(1))[0].status == 201
-        with flood(server, head("GET", path)):
+        with flood(server, head("GET", path, **headers)):
             for _ in range(3):
                 assert ask(server, "GET", OBJECT)[1] == object_bytes(1)
 

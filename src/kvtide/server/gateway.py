@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -117,8 +118,12 @@ class Gateway:
 
     async def _answer(self, exchange: Exchange) -> None:
         """Answer a request, or say that its deadline has passed, wherever it waits by then."""
+        deadline_s = None
+        with suppress(RequestRefused):
+            # Of nonsense it hears where requests are let in.
+            deadline_s = exchange.start_deadline_s
         try:
-            async with asyncio.timeout_at(exchange.start_deadline_s) as exchange.start_timeout:
+            async with asyncio.timeout_at(deadline_s) as exchange.start_timeout:
                 await self._answer_at_leisure(exchange)
         except RequestRefused as error:
             await exchange.refuse(error)

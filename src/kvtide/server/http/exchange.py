@@ -184,6 +184,8 @@ class Reception:
         account = guest.address if exchange.address == guest.host else account_of(exchange.address)
         try:
             exchange.route = parse_target(exchange.head.target)
+            # Who says nonsense waits for a turn to hear so, as for any other.
+            deadline_ms(exchange.head.headers)
             if exchange.route == PageRoute("/healthz"):
                 await self._turns.take(HEALTH)
                 return
