@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
@@ -20,6 +20,7 @@ from kvtide.errors import RequestRefused
 from kvtide.server.auth import Scope
 from kvtide.server.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
 from kvtide.server.regions import LATEST_S_MAX
+from kvtide.server.settings import ServerLimits
 from kvtide.tier.http.records import raise_to, records_clients
 from kvtide.types import BlockKey, Name, NamedId, Namespace
 from kvtide.wire.protocol import RecordKind, RecordName
@@ -182,6 +183,14 @@ def test_a_centre_that_trickles_is_given_up(tmp_path: Path) -> None:
             took_s, (answer, _) = timed(lambda: ask(region, "GET", 1, Force_Latest="1"))
             assert answer.status == 503
             assert took_s < SILENT_S_MAX
+
+
+def test_a_region_of_small_objects_removes_no_large_one_at_its_centre(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"manifest": tmp_path / "manifest", "limits": ServerLimits(object_bytes_max=20_000)}
+    with running_server() as centre, running_server(central=centre.url, **small) as region:
+        put(centre, 1, 50_000)
+        wait_until(lambda: ask(region, "GET", 1)[0].status == 404, "the region to hear of its centre")
+        assert ask(centre, "GET", 1)[0].status == 200
 
 
 class SetBack(SystemClock):
