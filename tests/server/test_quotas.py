@@ -77,6 +77,19 @@ def test_what_is_evicted_counts_no_longer() -> None:
         assert found is not None and found.objects == tier.objects < 30
 
 
+def test_what_is_evicted_before_it_is_counted_counts_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_server(grants=GRANTS, quotas={"victim": Quota(objects_max=1)}) as server:
+        (memory,) = server.store.open_tiers.values()
+        put_from = memory.put_from
+
+        def evicted(*args: Any) -> bool:
+            return put_from(*args) and memory.delete(args[0], "evicted")
+
+        monkeypatch.setattr(memory, "put_from", evicted)
+        assert [put(server, number)[0] for number in (1, 2)] == [201, 201]
+        assert held(server) is None
+
+
 def test_refused_and_broken_uploads_take_nothing_of_the_quota() -> None:
     with running_server(grants=GRANTS, quotas={"victim": Quota(objects_max=1)}) as server:
         for _ in range(3):

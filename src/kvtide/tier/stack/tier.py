@@ -416,6 +416,9 @@ class TierStack(Tier):
             is_stored = may_land and self.guard("write", write, False, place.label)
         if is_stored:
             self._on_placed(object_id, place.number, len(buffer))
+            # Another thread may have evicted it, and said so, before this could be said.
+            if place.tier.is_own and not self._has(place, object_id):
+                self._on_removed(object_id, place.number)
         return is_stored
 
     def prefetch(self, object_ids: Sequence[ObjectId], size_max: int) -> int:
