@@ -188,6 +188,19 @@ def test_unchanged_file_is_read_once(folder: Path) -> None:
         assert identity.files_fingerprint(folder, {}) == first
 
 
+@pytest.mark.parametrize("left", ["", "\0" * 32, "\u00e9"], ids=["empty", "zeros", "no text"])
+def test_note_that_a_crash_cut_is_no_fingerprint(folder: Path, tmp_path: Path, left: str) -> None:
+    first = identity.file_digest(folder / "a.safetensors")
+    (note,) = (tmp_path / "cache" / "kvtide" / "fingerprints").iterdir()
+    note.write_text(left, encoding="utf-8")
+    assert identity.file_digest(folder / "a.safetensors") == first == note.read_text()
+
+
+def test_full_or_read_only_home_keeps_no_engine_from_starting(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    assert identity.files_fingerprint(folder, {})
+
+
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="fingerprint"):
         identity.files_fingerprint(tmp_path / "absent", {})

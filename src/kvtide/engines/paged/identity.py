@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -14,6 +15,7 @@ import xxhash
 from kvtide.config import cache_home
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
@@ -54,13 +56,17 @@ def file_digest(file: Path) -> str:
     state = file.stat()
     name = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
     note = cache_home() / "fingerprints" / hashlib.sha256(name.encode()).hexdigest()
-    try:
-        return note.read_text(encoding="ascii")
-    except OSError:
-        with file.open("rb") as source:
-            found = hashlib.file_digest(source, xxhash.xxh3_128).hexdigest()
-    note.parent.mkdir(parents=True, exist_ok=True)
-    aside = note.with_name(f"{note.name}.{os.getpid()}")
-    aside.write_text(found, encoding="ascii")
-    aside.rename(note)
+    found = ""
+    # What a crash left of a note is none, and one that can't be kept is made again.
+    with suppress(OSError, UnicodeDecodeError):
+        found = note.read_text(encoding="ascii")
+    if _DIGEST.fullmatch(found):
+        return found
+    with file.open("rb") as source:
+        found = hashlib.file_digest(source, xxhash.xxh3_128).hexdigest()
+    with suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        aside = note.with_name(f"{note.name}.{os.getpid()}")
+        aside.write_text(found, encoding="ascii")
+        aside.rename(note)
     return found
