@@ -100,6 +100,16 @@ def test_rows_of_a_rough_block_are_not_stored_by_who_shares_its_first_page(
     assert computed(engine, "c", pages, own) == 2
 
 
+def test_step_stores_nothing_on_blocks_that_came_rough_within_it(engine_at: Callable[[float], ToyEngine]) -> None:
+    engine, stream = engine_at(4e3), RequestOptions(stream=StreamOrder(0.8))
+    hit, pages = engine.ask("a", LINE, options=stream), engine.pages(len(LINE))
+    engine.scheduler.allocated("a", pages, hit, is_in_step=True)
+    orders = engine.scheduler.plan([ScheduledRequest("a", LINE, len(LINE), lambda: pages)], 100)
+    assert len(orders.stores) == 2 and engine.carry_out(orders) == 0
+    assert engine.worker.take_counts()["rough_loads"] == 1
+    engine.finish("a")
+
+
 def test_loads_are_counted_once_and_stored_blocks_by_the_cache(engine_at: Callable[[float], ToyEngine]) -> None:
     engine = engine_at(1e8)
     pages, failed = load(engine, "a", 20.0)

@@ -95,7 +95,7 @@ class WorkerHalf:
         self._is_closed = False
         self._step = 0
         self._held: list[BlockKey] = []
-        # The last step in which a load within it failed: what any request computes may be on top of these pages.
+        # The last step in which a load within it failed or came rough: what any request computes may be on top of it.
         self._failed_step = 0
         # Guards all below.
         self._changed = threading.Condition()
@@ -233,7 +233,7 @@ class WorkerHalf:
             if not order.is_in_step:
                 self._outcome.requests.add(order.request)
                 self._outcome.failed.update([order.request] if unfilled else [])
-            elif unfilled:
+            elif unfilled or load.is_rough:
                 self._failed_step = self._step
             self._outcome.failed_pages.update(unfilled)
             self._note(load, report, seconds)
@@ -293,8 +293,8 @@ class WorkerHalf:
         """Copy the blocks that the step completed and queue them. What the queue has no room for is dropped."""
         gaps: set[str] = set()
         for order in orders.stores:
-            # What was computed on top of pages that were never filled is no cache of anything, whoever shares them,
-            # until the scheduler has heard of it and they are computed; and nothing after a gap could be matched.
+            # What was computed on top of pages that were never filled or are rough is no cache of anything, whoever
+            # shares them, until the scheduler has heard of it; and nothing after a gap could be matched.
             is_wanted = self._failed_step <= orders.heard and order.request not in gaps
             is_wanted = is_wanted and (not order.is_tail or self._has_room())
             if not (is_wanted and not self._is_refused and self.cache.store([self._pending(order)])):
