@@ -17,7 +17,7 @@ from kvtide.group import Parts
 from kvtide.keys import namespace_digest
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.store.load import Whole
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 # Bytes are stored in units of two: most caches are of half precision, and any even number of bytes is whole units.
 _UNIT = KVDtype.BFLOAT16
@@ -56,6 +56,10 @@ class ChunkStore:
         self.cache.recall()
         if tokens_per_s := self._settings.prefill_tokens_per_s:
             self.cache.judge.note_prefill(0, 1024, 1024 / tokens_per_s)
+
+    def forget(self, epoch: bytes) -> None:
+        """Serve nothing that was stored before: from now on names carry `epoch`, which nobody has used."""
+        self._namespace = Namespace(hashlib.sha256(self._namespace + epoch).digest())
 
     def _meta(self, name: bytes) -> BlockMeta:
         key = BlockKey(hashlib.sha256(self._namespace + name).digest())

@@ -43,6 +43,9 @@ class Interface:
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
 
+    def clear(self) -> None:
+        pass
+
 
 @pytest.fixture
 def backends(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
@@ -119,6 +122,16 @@ def test_single_pages_by_tensor(backends: Callable[..., Any]) -> None:
 @pytest.mark.usefixtures("stored")
 def test_shards_do_not_share_pages(backends: Callable[..., Any]) -> None:
     assert not backends(rank=1).exists("a")
+
+
+@pytest.mark.usefixtures("stored")
+def test_clearing_serves_nothing_that_was_stored_before(backends: Callable[..., Any]) -> None:
+    backend = backends()
+    assert backend.exists("a")
+    backend.clear()
+    assert backend.batch_exists(["a", "b"]) == 0 and backend.batch_get_v1(["a"], _indices(1)) == [False]
+    assert backend.batch_set_v1(["a"], _indices(5)) == [True]
+    assert backend.exists("a")
 
 
 def test_bad_calls_and_options_are_refused(backends: Callable[..., Any]) -> None:
