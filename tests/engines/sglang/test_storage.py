@@ -1,6 +1,8 @@
 """The storage backend against SGLang's interface as its callers use it; the engine itself needs a GPU."""
 
+import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -132,6 +134,17 @@ def test_clearing_serves_nothing_that_was_stored_before(backends: Callable[..., 
     assert backend.batch_exists(["a", "b"]) == 0 and backend.batch_get_v1(["a"], _indices(1)) == [False]
     assert backend.batch_set_v1(["a"], _indices(5)) == [True]
     assert backend.exists("a")
+
+
+def test_store_that_is_silent_holds_up_one_look_up(backends: Callable[..., Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        backend = backends(store=f"http://127.0.0.1:{silent.getsockname()[1]}", match_s_max=0.2)
+        started_s = time.monotonic()
+        assert not any(backend.exists(name) for name in "abc")
+        assert backend.batch_exists(["a", "b"]) == 0
+        # Without a bound of its own each would wait for 10 s.
+        assert time.monotonic() - started_s < 5
+        backend.close()
 
 
 def test_bad_calls_and_options_are_refused(backends: Callable[..., Any]) -> None:
