@@ -58,11 +58,11 @@ def backends(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delitem(sys.modules, "kvtide.engines.sglang.storage", raising=False)
     from kvtide.engines.sglang.storage import KVTideStorage
 
-    def make(rank: int = 0, **options: Any) -> Any:
+    def make(rank: int = 0, is_mla: bool = False, **options: Any) -> Any:
         ours = {"store": str(tmp_path / "store"), "fingerprint": "toy", **options}
         factory = {"backend_name": "kvtide", "module_path": "m", "class_name": "c"}
         config = SimpleNamespace(
-            tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+            tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=is_mla,
             model_name="toy", extra_config={**factory, **ours},
         )  # fmt: skip
         backend = KVTideStorage(config, {})
@@ -124,6 +124,17 @@ def test_single_pages_by_tensor(backends: Callable[..., Any]) -> None:
 @pytest.mark.usefixtures("stored")
 def test_shards_do_not_share_pages(backends: Callable[..., Any]) -> None:
     assert not backends(rank=1).exists("a")
+
+
+def test_latents_that_the_first_rank_stored_are_every_rank_s(backends: Callable[..., Any]) -> None:
+    first = backends(is_mla=True)
+    pages = _filled(first)
+    # SGLang has no other rank store them, and loads what all of them find.
+    assert first.batch_set_v1(["a"], _indices(5)) == [True]
+    first.close()
+    second = backends(rank=1, is_mla=True)
+    assert second.batch_get_v1(["a"], _indices(1)) == [True]
+    assert torch.equal(second.mem_pool_host.pages[1], pages[5])
 
 
 @pytest.mark.usefixtures("stored")

@@ -38,7 +38,9 @@ class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not type
         super().register_mem_pool_host(mem_pool_host)
         page = mem_pool_host.get_dummy_flat_data_page()
         config = self._config
-        shard = f"tp={config.tp_rank}/{config.tp_size} pp={config.pp_rank}/{config.pp_size}"
+        # Of latents all ranks have the same, and SGLang has the first alone store them.
+        rank = 0 if config.is_mla_model else config.tp_rank
+        shard = f"tp={rank}/{config.tp_size} pp={config.pp_rank}/{config.pp_size}"
         spread = f"cp={config.attn_cp_rank}/{config.attn_cp_size} mla={config.is_mla_model}"
         order = f"{mem_pool_host.layout} {page.dtype} {page.nbytes} bytes"
         layout = chunk_layout(page.nbytes, 1, mem_pool_host.page_size)
