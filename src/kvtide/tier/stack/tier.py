@@ -371,7 +371,8 @@ class TierStack(Tier):
         """Read from the tiers behind the first one; copy up what was read whole, if it is to be and deserves it."""
         absent: int | None = None
         for position, place in enumerate(places[1:], 1):
-            size = self.guard("read", partial(place.tier.get_into, object_id, buffer, offset), _FAILED, place.label)
+            read = partial(place.tier.get_into, object_id, buffer, offset)
+            size: int | None = self.guard("read", read, _FAILED, place.label)
             if size == _FAILED:
                 absent = _FAILED
             elif size is not None:
