@@ -53,7 +53,7 @@ _OnPlaced = Callable[[ObjectId, int, int], object]
 # Told of an object that is no longer in a tier of this number.
 _OnRemoved = Callable[[ObjectId, int], object]
 # The answer of a read where a tier failed and no other has the object.
-_FAILED = -1
+_FAILED: int | None = -1
 # What a reader returns: how many bytes are in the buffer, None for a miss, or _FAILED.
 Read = Callable[[], int | None]
 
@@ -371,8 +371,7 @@ class TierStack(Tier):
         """Read from the tiers behind the first one; copy up what was read whole, if it is to be and deserves it."""
         absent: int | None = None
         for position, place in enumerate(places[1:], 1):
-            read = partial(place.tier.get_into, object_id, buffer, offset)
-            size: int | None = self.guard("read", read, _FAILED, place.label)
+            size = self.guard("read", partial(place.tier.get_into, object_id, buffer, offset), _FAILED, place.label)
             if size == _FAILED:
                 absent = _FAILED
             elif size is not None:
