@@ -17,7 +17,7 @@ from tests.suites.tier_suite import object_id
 from kvtide.clock import ManualClock
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import Scope
-from kvtide.server.objects import Uploads
+from kvtide.server.objects import Upload, Uploads
 from kvtide.server.quotas import Quota
 from kvtide.server.settings import ServerLimits
 
@@ -221,6 +221,13 @@ def test_pieces_are_counted_as_bodies_are(shared: RunningServer) -> None:
 def uploads_of(**limits: int | float) -> tuple[Uploads, ManualClock]:
     clock, bounds = ManualClock(), ServerLimits(**limits)  # type: ignore[arg-type]
     return Uploads(lambda: bounds, clock.monotonic_s), clock
+
+
+def test_memory_of_an_upload_is_made_before_two_threads_ask_for_it() -> None:
+    what = pieces(1, 2, 60)
+    upload = Upload(object_id(1), "a", what.stored, 0.0)
+    upload.offer(memoryview(b"".join(what.frames)))
+    assert upload.memory == what.data
 
 
 def begin(uploads: Uploads, what: Pieces, owner: str) -> None:

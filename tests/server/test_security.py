@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.attacks.floods import head
-from tests.server.worlds import CHAT, logged, path_of
+from tests.server.worlds import CHAT, exchange, logged, path_of
 from tests.server.worlds import ask as ask_world
 from tests.servers import RunningServer, ServerProcess, running_server
 from tests.stores import opened
@@ -251,6 +251,28 @@ def test_access_log_says_who_did_what_and_no_secret(tmp_path: Path) -> None:
 def test_access_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         write_log(ACCESS_LOGGER, tmp_path / "absent" / "access")
+
+
+def test_log_whose_folder_is_gone_costs_its_lines_alone(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with logged(ACCESS_LOGGER, tmp_path / "logs" / "access"), running_server() as server:
+        (tmp_path / "logs").rename(tmp_path / "older")
+        answers = exchange(server, head("GET", "/v1") + head("GET", "/v1", Connection="close"))
+    assert answers.count(b"HTTP/1.1 200 ") == 2
+
+
+def test_server_that_ends_leaves_its_successor_s_socket_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, was_there = tmp_path / "socket", list[bool]()
+    with running_server(socket_path=path) as server:
+        end = server.service.acceptor.end
+
+        async def ended() -> None:
+            # Nobody listens by now: another server may, where this one did.
+            was_there.append(path.exists())
+            await end()
+
+        monkeypatch.setattr(server.service.acceptor, "end", ended)
+    assert was_there == [False]
 
 
 # Settings that change under a running server: connections and memory stay, a bad file changes nothing.

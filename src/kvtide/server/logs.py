@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
@@ -95,4 +96,6 @@ class AccessLog:
 
 
 def _write(log: logging.Logger, line: Mapping[str, object]) -> None:
-    log.info("%s", msgspec.json.encode(line).decode())
+    # A file that was moved away and can't be opened again costs lines, not connections.
+    with suppress(OSError):
+        log.info("%s", msgspec.json.encode(line).decode())

@@ -449,6 +449,8 @@ class Upload:
         self.owner = owner
         self.stored = stored
         self.receiver = Receiver(stored)
+        # Made here: the loop and a worker may ask for it at the same time.
+        self.memory = self.receiver.memory
         self.held_bytes = self.receiver.held_bytes
         self.used_s = now_s
         # Those that read or store it now, and whether it goes when they are done.
@@ -570,7 +572,7 @@ class Uploads:
     def _lent(self, upload: Upload) -> LentObject:
         upload.users += 1
         upload.used_s = self._monotonic_s()
-        memory, release = upload.receiver.memory, partial(self._release, upload)
+        memory, release = upload.memory, partial(self._release, upload)
         return LentObject(len(memory), bytes(memory[:HEADER_BYTES]), [memory], None, release)
 
     def _release(self, upload: Upload) -> None:

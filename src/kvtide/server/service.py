@@ -111,6 +111,10 @@ class Service:
             for task in (*accepting, stopping, beside):
                 task.cancel()
             await asyncio.gather(*accepting, stopping, beside, return_exceptions=True)
+            # A successor may bind as soon as nobody listens: what lies there then is its own.
+            for address in self._addresses:
+                if address.path:
+                    Path(address.path).unlink(missing_ok=True)
             for listener in listeners:
                 listener.close()
             await self.acceptor.end()
@@ -119,9 +123,6 @@ class Service:
                 if task in done:
                     # It ends by a fault alone: better no server than one that is deaf.
                     task.result()
-        for address in self._addresses:
-            if address.path:
-                Path(address.path).unlink(missing_ok=True)
 
     def _gateway(self, loop: asyncio.AbstractEventLoop, shared: Resources) -> Gateway:
         backing, settings = self._backing, self.live.settings
