@@ -4,6 +4,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from tests.server.worlds import invalidate, region_processes
 from tests.servers import running_server
 
 from kvtide.clock import SystemClock
-from kvtide.engines.paged.scheduler import STEPS_IN_FLIGHT_MAX, ScheduledRequest
+from kvtide.engines.paged.scheduler import ANSWER_S, ANSWERS_S, STEPS_IN_FLIGHT_MAX, ScheduledRequest
 from kvtide.engines.paged.sequence import FollowedPrefix, LoadOrder, WorkerReport
 from kvtide.engines.paged.worker import FAULTY, WorkerHalf
 from kvtide.engines.settings import RequestOptions
@@ -590,6 +591,20 @@ def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Engines
     assert engine.scheduler.match("a", b"", PROMPT, 0) is None
     assert engine.ask("a", PROMPT) == 0
     gate.set()
+
+
+def test_waits_for_a_slow_store_are_bounded_in_a_step(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, gate, waits, result = engines(), threading.Event(), list[float](), Future.result
+    engine.scheduler.cache.tiers.run_places = lambda object_ids: [0] * gate.wait(20)  # type: ignore[method-assign]
+    monkeypatch.setattr(Future, "result", lambda self, wait_s: (waits.append(wait_s), result(self, wait_s))[1])
+    for number in range(30):
+        assert engine.scheduler.match(f"r{number}", b"", PROMPT, 0) is None
+    assert sum(waits) < 2 * ANSWERS_S and waits[-1] == 0.0
+    engine.step(tokens=0)
+    assert engine.scheduler.match("r29", b"", PROMPT, 0) is None and waits[-1] == ANSWER_S
+    gate.set()
+    for number in range(30):
+        engine.finish(f"r{number}")
 
 
 def test_hint_of_a_request_reaches_what_evicts(second: ToyEngine) -> None:

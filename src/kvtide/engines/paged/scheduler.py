@@ -37,8 +37,9 @@ from kvtide.types import BlockKey, ObjectId
 STEPS_IN_FLIGHT_MAX = 64
 # Blocks that lie rough in the engine's pages: more than any engine has.
 ROUGH_MAX = 1 << 18
-# Answers of local tiers come within this; the engine's loop waits for no longer at a time.
-ANSWER_S = 0.005
+# Answers of local tiers come within the first; the engine's loop waits for no longer at a time, and no longer than the
+# second in a step.
+ANSWER_S, ANSWERS_S = 0.005, 0.05
 # Blocks that a worker did not find are taken as missing for so long, whatever tiers say that have not noticed yet.
 LOST_S = 60.0
 LOST_MAX = 1 << 16
@@ -266,6 +267,7 @@ class SchedulerHalf:
         stores = tuple(order for request in scheduled for order in self._stores(request, doubtful))
         for order in stores:
             self._sequences[order.request].summary.stored_blocks += not (order.is_state or order.is_tail)
+        self._lookups.begin_step()
         loads, self._loads = tuple(self._loads), []
         advice, self._advice = tuple(self._advice), []
         held, self._held = tuple(self._held), []
@@ -437,6 +439,8 @@ class _Lookups:
         self._cache = cache
         self._clock = clock
         self._match_s_max = match_s_max
+        # In this step, for answers.
+        self._waited_s = 0.0
         # When it was asked, and the answer to come.
         self._asked: dict[str, tuple[float, Future[_Found]]] = {}
         self._lost: Recent[BlockKey, float] = Recent(LOST_MAX)
@@ -447,6 +451,9 @@ class _Lookups:
 
     def check(self) -> None:
         assert not self._asked
+
+    def begin_step(self) -> None:
+        self._waited_s = 0.0
 
     def is_open(self, request: str) -> bool:
         return request in self._asked
@@ -483,10 +490,13 @@ class _Lookups:
             self._asked[request] = (now_s, asked)
         asked_s, answer = self._asked[request]
         try:
-            hit = answer.result(ANSWER_S)
+            # Of many requests in front of a slow store each is asked again: those that run wait for all of them.
+            hit = answer.result(min(ANSWER_S, max(0.0, ANSWERS_S - self._waited_s)))
         except FutureTimeoutError:
             # Nobody waits for a slow store for long; its answer, when it comes, serves the next request.
             return None if now_s - asked_s < self._match_s_max else _Found(0)
+        finally:
+            self._waited_s += self._clock.monotonic_s() - now_s
         del self._asked[request]
         return hit
 
