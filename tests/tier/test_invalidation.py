@@ -177,6 +177,38 @@ def test_a_stack_without_servers_asks_nobody(tmp_path: Path) -> None:
 
 # An invalidation is final: nothing that was on its way while a namespace was invalidated is served afterwards.
 
+
+def test_engine_that_has_not_heard_stores_nothing_that_another_on_its_disk_has_removed(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    with opened(engine(server, tmp_path)) as late:
+        with opened(engine(server, tmp_path)) as early:
+            invalidate(server)
+            early._invalidations.refresh()
+        old = late.named(object_id(1))
+        assert not late._places[1].tier.contains(old) and late._invalidations is not None
+        late.put_from(old, made_object(object_id(1), bytes(100)))
+    # Both have ended; the file says that all of it was dealt with.
+    with opened(engine(server, tmp_path)) as again:
+        assert not again._places[1].tier.contains(object_id(1))
+        store(again, object_id(1))
+        assert again.contains(object_id(1))
+
+
+def test_engine_whose_servers_are_silent_hears_of_an_invalidation_from_another_on_its_disk(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    disk = DiskTier(tmp_path / "own", 8 << 20, CLOCK, nothing_pinned)
+    deaf = Invalidations(list, [disk], tmp_path / "own" / "invalidated", CLOCK)
+    with opened(TierStack([disk], invalidations=deaf)) as late, opened(engine(server, tmp_path)) as early:
+        store(late, object_id(1))
+        invalidate(server)
+        early._invalidations.refresh()
+        deaf.refresh()
+        assert not late.contains(object_id(1))
+        store(late, object_id(1))
+
+
 ONE = object_id(1)
 WAIT_S = 20.0
 # Of one key; their content says which is which.

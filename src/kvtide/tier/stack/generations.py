@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from kvtide.errors import TierUnavailable
 from kvtide.tier.base import Tier
@@ -25,8 +25,14 @@ class Generations:
     Without own tiers ids stay as they come, and everything may land.
     """
 
-    def __init__(self, own: Sequence[Tier]) -> None:
+    def __init__(
+        self,
+        own: Sequence[Tier],
+        elsewhere: Callable[[ObjectId], AbstractContextManager[bool]] = lambda object_id: nullcontext(True),
+    ) -> None:
+        """elsewhere: gives whether bytes of an id may land for all that other engines on the same store have begun."""
         self._own = list(own)
+        self._elsewhere = elsewhere
         self._changed = threading.Condition()
         self._present: dict[Namespace, int] = {}
         self._closed: frozenset[Namespace] = frozenset()
@@ -68,7 +74,8 @@ class Generations:
             may_land = self.is_valid(object_id)
             self._landing[namespace] += 1
         try:
-            yield may_land
+            with self._elsewhere(object_id) as may_land_there:
+                yield may_land and may_land_there
         finally:
             with self._changed:
                 self._landing[namespace] -= 1

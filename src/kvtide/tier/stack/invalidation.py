@@ -6,9 +6,12 @@ none that was on its way there can come any more (generations.py).
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +23,8 @@ from kvtide.tier.background import LastingFault, Repeater
 from kvtide.tier.base import Tier
 from kvtide.tier.files import Files
 from kvtide.tier.http.records import RecordsClient
-from kvtide.tier.stack.generations import Generations
-from kvtide.types import Namespace, ObjectId
+from kvtide.tier.stack.generations import LANDING_S_MAX, Generations
+from kvtide.types import NamedId, Namespace, ObjectId
 from kvtide.wire.protocol import RecordKind
 
 _log = logging.getLogger(__name__)
@@ -29,11 +32,76 @@ _log = logging.getLogger(__name__)
 _POLL_S = 5.0
 # An engine that starts waits this long for what happened while it was away.
 _FIRST_S_MAX = 1.0
+# Another engine's bytes land within this, mostly.
+_LOCK_S = 0.02
 _REASON = "invalidated"
 # What was dealt with, in a file: some 70 bytes a namespace.
 _FILE_BYTES_MAX = 16 << 20
 
 _Generations = dict[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")], int]
+
+
+class SharedInvalidations:
+    """What engines on one store have begun to remove: generations, in a file beside its objects.
+
+    Invariant: once `begin` has returned, nothing older lands in the store, whichever engine has not heard of it yet:
+    each reads the file under a lock of the namespace, which it holds with others while bytes land.
+    """
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self._folder, self._clock = folder, clock
+        self._path = folder / "invalidating"
+        self._seen: tuple[object, _Generations] = (None, {})
+
+    def begun(self) -> _Generations:
+        """Return what the file says, read again only if it has changed."""
+        try:
+            found = os.stat(self._path)  # noqa: PTH116 - asked for each write
+        except OSError:
+            return {}
+        state, (seen, begun) = (found.st_ino, found.st_mtime_ns, found.st_size), self._seen
+        if seen != state:
+            begun = _remembered(self._path)
+            self._seen = (state, begun)
+        return begun
+
+    def begin(self, raised: Mapping[str, int]) -> None:
+        """Add generations. TierUnavailable if older bytes land without end, OSError if it can't be written."""
+        with self._alone("file"):
+            begun = self.begun()
+            added = {name: max(value, begun.get(name, 0)) for name, value in raised.items()}
+            Files().save(self._path, msgspec.json.encode(begun | added))
+        for lock in {name[0] for name in raised}:
+            # What had begun to land has landed then.
+            with self._alone(lock):
+                pass
+
+    @contextmanager
+    def landing(self, object_id: ObjectId) -> Iterator[bool]:
+        """Yield whether bytes of this id may come to the store; they may where nobody can write to it."""
+        may_land, namespace = True, object_id.namespace.hex()
+        with ExitStack() as stack:
+            with suppress(OSError):
+                descriptor = stack.enter_context(self._opened(namespace[0]))
+                may_land = False
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                may_land = not isinstance(object_id, NamedId) or (
+                    self.begun().get(namespace, 0) <= object_id.name.generation
+                )
+            yield may_land
+
+    def _opened(self, lock: str) -> AbstractContextManager[int]:
+        return Files().opened(self._folder / f"invalidating.{lock}.lock", os.O_RDWR | os.O_CREAT)
+
+    @contextmanager
+    def _alone(self, lock: str) -> Iterator[None]:
+        last_s = self._clock.monotonic_s() + LANDING_S_MAX
+        with self._opened(lock) as descriptor:
+            while not Files().try_lock(descriptor):
+                if self._clock.monotonic_s() > last_s:
+                    raise TierUnavailable(f"another engine writes to the store for more than {LANDING_S_MAX} s")
+                threading.Event().wait(_LOCK_S)
+            yield
 
 
 class Invalidations:
@@ -49,7 +117,8 @@ class Invalidations:
         self._find_clients = clients
         self._own = list(own)
         self._served: list[Tier] = []
-        self.generations = Generations(own)
+        self._shared = SharedInvalidations(path.parent, clock) if path is not None else None
+        self.generations = Generations(own, self._shared.landing) if self._shared is not None else Generations(own)
         self._path = path
         self._clock = clock
         self._known: _Generations = {}
@@ -89,7 +158,9 @@ class Invalidations:
             self._clients = [(client, 0) for client in self._find_clients()]
             for client, _ in self._clients:
                 client.open()
-        raised, fault, asked = _Generations(), None, self._clients.copy()
+        # What another engine on this store has begun counts as heard.
+        raised = dict(self._shared.begun()) if self._shared is not None else _Generations()
+        fault, asked = None, self._clients.copy()
         for position, (client, after) in enumerate(asked):
             try:
                 asked[position] = (client, self._changed(client, after, raised))
@@ -115,6 +186,10 @@ class Invalidations:
             return
         gone = _by_namespace(raised)
         self.generations.begin(gone.keys())
+        if self._shared is not None:
+            # A full disk must not keep what makes room on it from being removed.
+            with suppress(OSError):
+                self._shared.begin(raised)
         for tier in self._served:
             here: list[ObjectId] = [info.id for info in tier.objects() if info.id.namespace in gone]
             removed = sum(tier.delete(object_id, _REASON) for object_id in here)
