@@ -173,6 +173,8 @@ class TierStack(Tier):
         self.named, self.is_valid, self._present = generations.named, generations.is_valid, generations.present
         self._on_placed: _OnPlaced = lambda object_id, number, size: None
         self._on_removed: _OnRemoved = lambda object_id, number: None
+        # How often a tier has told of some.
+        self._removals = 0
         # A tier's fault becomes a miss of that tier.
         self.guard = FaultGuard(TIER_FAULTS)
         self.demoter = Background(1, "kvtide-demote", DEMOTE_BYTES_MAX)
@@ -197,6 +199,7 @@ class TierStack(Tier):
             place.tier.report_to(partial(self._note_removed, place.number))
 
     def _note_removed(self, number: int, object_ids: Sequence[ObjectId]) -> None:
+        self._removals += 1
         for object_id in object_ids:
             self._on_removed(object_id, number)
 
@@ -412,12 +415,13 @@ class TierStack(Tier):
 
     def _put(self, place: _Place, object_id: ObjectId, buffer: Buffer, write: Callable[[], bool]) -> bool:
         """Write to a tier, unless the object's namespace was invalidated since the id was named."""
+        removals = self._removals
         with self._generations.landing(object_id, place.tier) as may_land:
             is_stored = may_land and self.guard("write", write, False, place.label)
         if is_stored:
             self._on_placed(object_id, place.number, len(buffer))
             # Another thread may have evicted it, and said so, before this could be said.
-            if place.tier.is_own and not self._has(place, object_id):
+            if self._removals != removals and place.tier.is_own and not self._has(place, object_id):
                 self._on_removed(object_id, place.number)
         return is_stored
 
