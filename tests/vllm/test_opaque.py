@@ -43,7 +43,9 @@ def test_pages_come_back_as_they_were(answers_of: Any, name: str, tmp_path: Path
     transfer = kvtide_transfer(str(tmp_path / "store"), codec="lossless")
     ((cold,), (warm,)) = answers_of(model, [transfer] * 2, [PROMPT], case.tokens, **case.options)
     assert cold["ids"] == warm["ids"]
-    assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, RESTORED)
+    # Pages that are no rows of tokens, as AMX packs them, have no tails.
+    has_tail = case.options == {"dtype": "bfloat16"} and not torch.cpu._is_amx_tile_supported()
+    assert (cold["cached_tokens"], warm["cached_tokens"]) == (0, (len(PROMPT) - 1) // 16 * 16 if has_tail else RESTORED)
 
 
 class Grouped(NamedTuple):
