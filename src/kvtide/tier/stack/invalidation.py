@@ -42,7 +42,7 @@ _Generations = dict[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")], int]
 
 
 class SharedInvalidations:
-    """What engines on one store have begun to remove: generations, in a file beside its objects.
+    """Generations that engines on one store have begun to remove what is older of, in a file beside its objects.
 
     Invariant: once `begin` has returned, nothing older lands in the store, whichever engine has not heard of it yet:
     each reads the file under a lock of the namespace, which it holds with others while bytes land.
