@@ -5,6 +5,7 @@ Usage: wheel.py                    (what the environment lacks, torch above all,
        wheel.py --first-run DIST   (wheels of `make wheels`, no compiler on PATH, the demo; timed)
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -98,8 +99,9 @@ def install_wheel(folder: Path) -> tuple[Path, Path]:
     """Build the wheel or take a kept one; return it and an interpreter that has it, beside all of the one running."""
     kept = Path(os.environ.get("KVTIDE_WHEELS") or folder)
     if not [*kept.glob("kvtide-*.whl")]:
-        # By what .venv was compiled with, so that nothing is compiled twice.
-        words = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", kept, ROOT)
+        # By what .venv was compiled with, where that runs this, so that nothing is compiled twice.
+        is_ready = all(map(importlib.util.find_spec, ("scikit_build_core", "nanobind")))
+        words = ("wheel", "--no-deps", *(["--no-build-isolation"] if is_ready else []), "--wheel-dir", kept, ROOT)
         run(sys.executable, "-m", *PIP, *words, cwd=folder)
     (wheel,) = kept.glob("kvtide-*.whl")
     check_wheel(wheel)
