@@ -123,8 +123,8 @@ def asked(where: int | str, method: str, what: int | str, body: bytes | None = N
     try:
         sent = {f"Kvtide-{key.replace('_', '-')}": value for key, value in headers.items()}
         connection.request(method, path, body, sent)
-        answer = connection.getresponse()
-        return Answered(answer.status, answer.read(), time.monotonic() - started_s)
+        with connection.getresponse() as answer:
+            return Answered(answer.status, answer.read(), time.monotonic() - started_s)
     except TimeoutError as error:
         raise AssertionError(f"{method} {path} hangs") from error
     except (OSError, HTTPException):

@@ -127,8 +127,9 @@ def ask(
     sent = {key[4:] if key.startswith("Own-") else f"Kvtide-{key}": value for key, value in names.items()}
     with closing(HTTPConnection(server.address.host, server.address.port, timeout=30)) as connection:
         connection.request(method, path, body, sent)
-        answer = connection.getresponse()
-        return answer, answer.read()
+        # One that is cut holds its socket until it is closed itself.
+        with connection.getresponse() as answer:
+            return answer, answer.read()
 
 
 def put(server: RunningServer | ServerProcess, number: int, size: int = 1000, **headers: str) -> None:
