@@ -29,7 +29,7 @@ from kvtide.tier.pool.membership import StaticMembership, server_at
 from kvtide.tier.pool.placement import PoolMap
 from kvtide.tier.pool.tier import PoolTier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.stack.invalidation import Invalidations
+from kvtide.tier.stack.invalidation import Invalidations, SharedInvalidations
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.bench.services import wait_until
 from kvtide_lab.wrapped import Counting
@@ -213,6 +213,14 @@ ONE = object_id(1)
 WAIT_S = 20.0
 # Of one key; their content says which is which.
 OLD, NEW = (made_object(ONE, bytes([fill]) * 100) for fill in (1, 2))
+
+
+def test_bytes_land_beside_each_other_but_not_while_an_invalidation_begins(tmp_path: Path) -> None:
+    shared = SharedInvalidations(tmp_path, CLOCK)
+    with shared.landing(ONE) as may_land, shared.landing(ONE) as may_land_too:
+        assert may_land and may_land_too
+    with shared._alone(SPACE.hex()[0]), shared.landing(ONE) as may_land:
+        assert not may_land
 
 
 class Held(WrappedTier):

@@ -152,10 +152,10 @@ class Files:
                 return None
             raise
 
-    def try_lock(self, descriptor: int) -> bool:
-        """Take the kernel's lock on an open file. False if somebody else has it."""
+    def try_lock(self, descriptor: int, is_shared: bool = False) -> bool:
+        """Take the kernel's lock on an open file, alone or with others. False if somebody has it who rules that out."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True

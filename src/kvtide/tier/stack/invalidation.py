@@ -6,7 +6,6 @@ none that was on its way there can come any more (generations.py).
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import threading
@@ -84,10 +83,9 @@ class SharedInvalidations:
             with suppress(OSError):
                 descriptor = stack.enter_context(self._opened(namespace[0]))
                 may_land = False
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                may_land = not isinstance(object_id, NamedId) or (
-                    self.begun().get(namespace, 0) <= object_id.name.generation
-                )
+                if Files().try_lock(descriptor, is_shared=True):
+                    begun = self.begun().get(namespace, 0)
+                    may_land = not isinstance(object_id, NamedId) or begun <= object_id.name.generation
             yield may_land
 
     def _opened(self, lock: str) -> AbstractContextManager[int]:
