@@ -434,8 +434,8 @@ def _check_loads(
         check_ratio(settings.ratio)
         if streaming is not None:
             raise ValueError("importance loads a prefix in its own way: it takes no start_within_s, quality or policy")
-        if not model.is_backend_compatible():
-            # It would get another's masks, and choose nothing.
-            raise UnsupportedModel(f"{type(model).__name__} can't attend through a function of importance's")
     if settings is not None or streaming is not None:
         plain_layout(groups)
+    if settings is not None and not model.is_backend_compatible():
+        # It would get another's masks, and choose nothing.
+        raise UnsupportedModel(f"{type(model).__name__} can't attend through a function of importance's")
