@@ -161,10 +161,11 @@ class Storer:
         step_back(STORE_NICE)
         while True:
             with self._changed:
-                has_work = self._changed.wait_for(lambda: self._queue or self._is_closing, IDLE_S)
+                if not self._queue and not self._is_closing:
+                    self._changed.wait(IDLE_S)
                 if self._is_closing:
                     return
-                block = self._queue.popleft() if has_work else None
+                block = self._queue.popleft() if self._queue else None
             if block is None:
                 self._do_chores()
                 continue

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -46,6 +46,8 @@ _NO_PROFILE = bytes(32)
 _QUALITY_STEPS = 1024
 _QUALITY_OCTAVES = 40
 _KINDS = tuple(SectionKind)
+# The order of sections in an object.
+_order = attrgetter("refinement", "layer_start", "kind")
 
 assert _HEADER.size == _CHECKSUM_OFFSET
 assert _ENTRY.size == _ENTRY_PLACE.size == ENTRY_BYTES
@@ -248,10 +250,6 @@ def version_tag(head: bytes) -> bytes:
 def embedded_namespace(head: bytes) -> Namespace:
     """Return the namespace in an object's first bytes, unchecked; shorter than a digest if they are too few."""
     return Namespace(head[_NAMESPACE_OFFSET : _NAMESPACE_OFFSET + DIGEST_BYTES])
-
-
-def _order(section_id: SectionId) -> tuple[int, int, int]:
-    return (section_id.refinement, section_id.layer_start, section_id.kind)
 
 
 def parse_object(data: bytes | bytearray | memoryview, expected: ObjectId | None = None) -> StoredObject:

@@ -63,10 +63,11 @@ class Frames:
         self.free_frames -= wanted
         taken = []
         while wanted:
-            fitting = (i for i, run in enumerate(self._free) if run.stop - run.start >= wanted)
-            if (position := next(fitting, -1)) < 0:
-                position = max(range(len(self._free)), key=lambda i: self._free[i].stop - self._free[i].start)
-            run = self._free[position]
+            for position, run in enumerate(self._free):  # noqa: B007 - used behind the loop
+                if run.stop - run.start >= wanted:
+                    break
+            else:
+                position, run = max(enumerate(self._free), key=lambda item: item[1].stop - item[1].start)
             cut = min(run.stop, run.start + wanted)
             taken.append(Span(run.start, cut))
             wanted -= cut - run.start

@@ -20,10 +20,7 @@ LANDING_S_MAX = 30.0
 
 
 class Generations:
-    """Present generations, 0 where nobody said otherwise, and what lands in `own` tiers. Thread-safe.
-
-    Without own tiers ids stay as they come, and everything may land.
-    """
+    """Present generations, 0 where nobody said otherwise, and what lands in `own` tiers. Thread-safe."""
 
     def __init__(
         self,
@@ -39,11 +36,8 @@ class Generations:
         self._landing: Counter[Namespace] = Counter()
 
     def named(self, object_id: ObjectId, is_latest: bool = False) -> ObjectId:
-        """Return the id with its namespace's present generation; one that has a name keeps it.
-
-        Without servers that know more than the own tiers, what those have is the latest.
-        """
-        if not self._own or isinstance(object_id, NamedId):
+        """Return the id with its namespace's present generation; one that has a name keeps it."""
+        if isinstance(object_id, NamedId):
             return object_id
         namespace = object_id.namespace
         return NamedId.of(object_id, Name("", namespace, self._present.get(namespace, 0)), is_latest)
@@ -55,7 +49,7 @@ class Generations:
 
     def is_valid(self, object_id: ObjectId) -> bool:
         """Tell whether an id is of the present generation, and its namespace is not being emptied."""
-        if not self._own or not isinstance(object_id, NamedId):
+        if not isinstance(object_id, NamedId):
             return True
         namespace = object_id.namespace
         return namespace not in self._closed and self._present.get(namespace, 0) == object_id.name.generation

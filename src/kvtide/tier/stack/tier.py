@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +27,6 @@ from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.faults import TIER_FAULTS, FaultGuard
 from kvtide.tier.source import read_range_of_any, read_ranges
-from kvtide.tier.stack.generations import Generations
 from kvtide.types import DIGEST_BYTES, BlockKey, NamedId, Namespace, ObjectId, TierStats
 
 if TYPE_CHECKING:
@@ -52,10 +52,17 @@ FOLLOW_S_MAX = 30.0
 _OnPlaced = Callable[[ObjectId, int, int], object]
 # Told of an object that is no longer in a tier of this number.
 _OnRemoved = Callable[[ObjectId, int], object]
+# Whether bytes of an id may come to a tier; an invalidation waits until the context ends.
+_Landing = Callable[[ObjectId, Tier], AbstractContextManager[bool]]
 # The answer of a read where a tier failed and no other has the object.
 _FAILED: int | None = -1
 # What a reader returns: how many bytes are in the buffer, None for a miss, or _FAILED.
 Read = Callable[[], int | None]
+
+
+def _as_it_came(object_id: ObjectId, is_latest: bool = False) -> ObjectId:
+    """Return the id: where no invalidations are followed none needs a generation, and what is here is the latest."""
+    return object_id
 
 
 def wants_latest(object_id: ObjectId) -> bool:
@@ -168,9 +175,14 @@ class TierStack(Tier):
         self._written_last = list(written_last)
         self._demote_to = list(demote_to)
         self._invalidations = invalidations
-        self._generations = generations = invalidations.generations if invalidations else Generations(())
-        # Ids stay as they come where no invalidations are followed.
-        self.named, self.is_valid, self._present = generations.named, generations.is_valid, generations.present
+        self.named: Callable[..., ObjectId] = _as_it_came
+        self._present: Callable[[ObjectId], ObjectId | None] = _as_it_came
+        self.is_valid: Callable[[ObjectId], bool] = lambda object_id: True
+        self._landing: _Landing = lambda object_id, tier: nullcontext(True)
+        if invalidations is not None:
+            generations = invalidations.generations
+            self.named, self._present = generations.named, generations.present
+            self.is_valid, self._landing = generations.is_valid, generations.landing
         self._on_placed: _OnPlaced = lambda object_id, number, size: None
         self._on_removed: _OnRemoved = lambda object_id, number: None
         # How often a tier has told of some.
@@ -262,7 +274,7 @@ class TierStack(Tier):
         Tiers elsewhere hear what it advises in the background, unless too much waits. True if a tier takes the advice.
         """
         is_taken = False
-        named, *states = ([self.named(each) for each in ids] for ids in (object_ids, *states))
+        named, *states = (list(map(self.named, ids)) for ids in (object_ids, *states))
         for place in self._open if named else ():
             tier = place.tier
             if tier.hears_requests:
@@ -398,25 +410,21 @@ class TierStack(Tier):
         """Store in the slowest tier that has everything, and in faster ones that admit it. True if a tier has it."""
         object_id = self.named(object_id)
         self._ranking.note_use(object_id)
-        places = (
-            place
-            for place in self._open
-            if place.tier in self._written_last
-            or place is self._slowest
-            or (place.tier not in self._late and place.tier.would_admit(object_id, len(buffer)))
-        )
-        return self._put_all(places, object_id, buffer)
-
-    def _put_all(self, places: Iterable[_Place], object_id: ObjectId, buffer: Buffer) -> bool:
         is_stored = False
-        for place in places:
-            is_stored |= self._put(place, object_id, buffer, partial(place.tier.put_from, object_id, buffer))
+        for place in self._open:
+            is_due = place.tier in self._written_last or place is self._slowest
+            if is_due or (place.tier not in self._late and place.tier.would_admit(object_id, len(buffer))):
+                is_stored |= self._put(place, object_id, buffer)
         return is_stored
 
-    def _put(self, place: _Place, object_id: ObjectId, buffer: Buffer, write: Callable[[], bool]) -> bool:
+    def _put_all(self, places: Sequence[_Place], object_id: ObjectId, buffer: Buffer) -> bool:
+        return True in [self._put(place, object_id, buffer) for place in places]
+
+    def _put(self, place: _Place, object_id: ObjectId, buffer: Buffer, is_replaced: bool = False) -> bool:
         """Write to a tier, unless the object's namespace was invalidated since the id was named."""
         removals = self._removals
-        with self._generations.landing(object_id, place.tier) as may_land:
+        write = partial(place.tier.replace if is_replaced else place.tier.put_from, object_id, buffer)
+        with self._landing(object_id, place.tier) as may_land:
             is_stored = may_land and self.guard("write", write, False, place.label)
         if is_stored:
             self._on_placed(object_id, place.number, len(buffer))
@@ -461,7 +469,7 @@ class TierStack(Tier):
         object_id, is_replaced = self.named(object_id), False
         for place in reversed(self._open):
             if place.tier.can_replace:
-                is_replaced |= self._put(place, object_id, buffer, partial(place.tier.replace, object_id, buffer))
+                is_replaced |= self._put(place, object_id, buffer, is_replaced=True)
         told = [each for each in self._open if each.tier in self._written_last and not each.tier.can_replace]
         self._put_all(told, object_id, buffer)
         return is_replaced
