@@ -204,6 +204,21 @@ def test_old_profile_that_an_object_names_is_found_in_the_background(tmp_path: P
         assert np.abs(sink.blocks[0].view(np.float32) - contents[0].view(np.float32)).max() < 0.5
 
 
+def test_blocks_of_a_profile_that_somebody_removed_give_way_to_new_ones(tmp_path: Path, clock: ManualClock) -> None:
+    metas = metas_of(LAYOUT, 1)
+    with knowing(tmp_path, clock) as writer:
+        fill(writer, metas)
+        ProfileStore(writer.tiers).remove(FIRST.digest, 2.0)
+        put(writer, SECOND)
+    with awaiting(tmp_path, clock) as reader:
+        reader.profiles.seek(b"a model", b"", "")
+        assert reader.load(metas, Whole(Collector())).reason is MissReason.UNKNOWN_CODEC
+        reader.profiles.look()
+        fill(reader, metas)
+        assert codec_ids(reader) == [("tide-1", SECOND.digest)]
+        assert reader.load(metas, Whole(Collector())).blocks == 1
+
+
 def test_unknown_profile_is_looked_for_once_in_a_while(
     tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ START_S_MAX = 2.0
 LOOK_S_MAX = 20.0
 # Profiles that are kept.
 FOUND_MAX = 16
+# Profiles that are known to be gone.
+LOST_MAX = 64
 # Decoding takes less than encoding, so that this costs the storing thread some two percent.
 CHECK_EVERY = 32
 
@@ -72,6 +75,8 @@ class ProfileFollower:
         # Those that were found, and their sizes. Using them keeps them in the store as long as their blocks.
         self._found: dict[bytes, tuple[Profile, int]] = {}
         self._next_unknown_s = 0.0
+        # Digests that blocks named, and the store did not have: somebody removed the profile.
+        self.lost: deque[bytes] = deque(maxlen=LOST_MAX)
 
     def _with(self, profiles: Sequence[Profile]) -> tuple[Codec, ...]:
         assert self._awaiting is not None
@@ -197,7 +202,8 @@ class ProfileFollower:
 
     def _look_for_unknown(self, store: ProfileStore) -> None:
         for digest in list(self._registry.unknown):
-            self._read(store, digest)
+            if self._read(store, digest) is None and digest not in self.lost:
+                self.lost.append(digest)
         # The next object that names one brings it back.
         self._registry.unknown.clear()
 

@@ -252,10 +252,10 @@ class Placer:
         return True
 
     def _stored_quality(self, object_id: ObjectId) -> float:
-        """Return the quality of an object that is here, inf for one that can't be read."""
+        """Return the quality of an object that is here, inf for one that can't be read or decoded."""
         if self._access.quality == 0:
             # Namespaces of exact blocks have no others.
             return 0.0
         head = bytearray(HEADER_BYTES)
         size = self._tiers.get_into(object_id, memoryview(head))
-        return object_quality(head[: size or 0])
+        return object_quality(head[: size or 0], self._profiles.lost)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -230,10 +230,14 @@ class ObjectLabel(NamedTuple):
         return cls(codec=fields[7], parent=fields[6], start=fields[13])
 
 
-def object_quality(head: bytes | bytearray | memoryview) -> float:
-    """Return the quality that an object's first bytes state, unchecked; inf if they are no object of this version."""
-    is_ours = len(head) >= HEADER_BYTES and _HEADER.unpack_from(head)[:3] == (_MAGIC, _VERSION, HEADER_BYTES)
-    return _quality_of(_HEADER.unpack_from(head)[-3]) if is_ours else math.inf
+def object_quality(head: bytes | bytearray | memoryview, lost_profiles: Container[bytes] = ()) -> float:
+    """Return the quality that an object's first bytes state, unchecked.
+
+    inf if they are no object of this version, or name a profile that is lost.
+    """
+    fields = _HEADER.unpack_from(head) if len(head) >= HEADER_BYTES else ()
+    is_ours = fields[:3] == (_MAGIC, _VERSION, HEADER_BYTES) and fields[8] not in lost_profiles
+    return _quality_of(fields[-3]) if is_ours else math.inf
 
 
 def object_bytes(head: bytes | bytearray) -> int:
