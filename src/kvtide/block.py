@@ -77,14 +77,10 @@ class BlockLayout:
         if (raw_bytes := self.layers * layer_bytes) > RAW_BYTES_MAX:
             raise ValueError(f"a block may have {RAW_BYTES_MAX} raw bytes, this layout has {raw_bytes}")
         # Asked for at every step of a load.
-        derived = {
-            "shape": (self.layers, 2, self.tokens, self.kv_heads, self.head_dim),
-            "bits_dtype": np.dtype(f"<u{self.dtype.item_bytes}"),
-            "layer_bytes": layer_bytes,
-            "raw_bytes": raw_bytes,
-        }
-        for name, found in derived.items():
-            object.__setattr__(self, name, found)
+        object.__setattr__(self, "shape", (self.layers, 2, self.tokens, self.kv_heads, self.head_dim))
+        object.__setattr__(self, "bits_dtype", np.dtype(f"<u{self.dtype.item_bytes}"))
+        object.__setattr__(self, "layer_bytes", layer_bytes)
+        object.__setattr__(self, "raw_bytes", raw_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,7 @@ def step_back(niceness: int) -> None:
 
 def cache_home() -> Path:
     """Return kvtide's directory in the user's cache directory; nothing is created."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvtide"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtide"
 
 
 def environment_variable(name: str) -> str | None:

@@ -97,8 +97,7 @@ class ModelContexts:
 
     def ask_gradients(self, past: DynamicCache) -> list[list[torch.Tensor]]:
         """Make a restored cache's keys and values ask for gradients, and no weights; return them by group and layer."""
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(False)
+        self.model.requires_grad_(False)
         found = []
         for each in self._rows:
             found.append(list[torch.Tensor]())
