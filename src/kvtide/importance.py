@@ -22,7 +22,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtide.errors import CorruptPayload
-from kvtide.plan.base import cut
 from kvtide.types import BlockKey, ObjectId
 
 Floats = NDArray[np.float32]
@@ -61,32 +60,20 @@ class FirstHeads(AllHeads):
 
 def top_tokens(importance: Floats, count: int) -> NDArray[np.int64]:
     """Return the `count` most important tokens, ascending; among equals the earliest."""
-    if not 0 <= count <= len(importance):
-        raise ValueError(f"{count} of {len(importance)} tokens")
     return np.sort(np.argsort(-importance, kind="stable")[:count])
-
-
-class ProbeFinding(NamedTuple):
-    """A probe's result in a layer: importance by head, (rows, prefix), how many tokens are taken, those kept."""
-
-    importance: Floats
-    taken: int
-    kept: NDArray[np.int64]
 
 
 class Guard(Protocol):
     """Judges a selection layer by layer, and then by what it found in all of them."""
 
-    def score(self, finding: ProbeFinding) -> float:
-        """Return how far a layer's selection may stand for the whole, from 0 to 1."""
+    def score(self, importance: Floats, count: int, kept: NDArray[np.int64]) -> float:
+        """Return how far a layer's selection of `count` tokens may stand for the whole, from 0 to 1.
+
+        importance: by head, (rows, prefix). kept: tokens that come in any case.
+        """
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
         """Tell from the scores of all layers, one or more, whether a selection of a share of the tokens will do."""
-
-
-def random_jaccard(ratio: float) -> float:
-    """Return the similarity of two random selections of a share of the tokens."""
-    return _share(ratio) / (2 - ratio)
 
 
 def jaccard(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
@@ -99,14 +86,15 @@ def jaccard(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
 class HeadsAgree(Guard):
     """IMPRESS: the top tokens of the probed heads are more alike than t = j^ALPHA, j being the level of chance."""
 
-    def score(self, finding: ProbeFinding) -> float:
+    def score(self, importance: Floats, count: int, kept: NDArray[np.int64]) -> float:
         # One head agrees with itself.
-        tops = [top_tokens(row, finding.taken) for row in finding.importance]
+        tops = [top_tokens(row, count) for row in importance]
         pairs = [jaccard(a, b) for a, b in combinations(tops, 2)]
         return float(np.mean(pairs)) if pairs else 1.0
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
-        return bool(median(scores) >= random_jaccard(ratio) ** ALPHA)
+        # j: of two random selections of a share of the tokens.
+        return bool(median(scores) >= (ratio / (2 - ratio)) ** ALPHA)
 
 
 class NeighboursAgree(Guard):
@@ -116,12 +104,12 @@ class NeighboursAgree(Guard):
     nothing is counted against the whole. Only the deeper half of the layers is asked: the first go by token and place.
     """
 
-    def score(self, finding: ProbeFinding) -> float:
+    def score(self, importance: Floats, count: int, kept: NDArray[np.int64]) -> float:
         """Return how much less logarithms of neighbours differ than those two and three apart, the median over heads.
 
         0 where neighbours differ more, for attention to everything alike, and for a prefix that is too short to tell.
         """
-        mass = np.delete(finding.importance, finding.kept, axis=1)
+        mass = np.delete(importance, kept, axis=1)
         if mass.shape[1] < TOKENS_MIN:
             return 0.0
         mass += np.float32(MASS_MIN)
@@ -131,19 +119,12 @@ class NeighboursAgree(Guard):
         return max(0.0, float(np.median(alike)))
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
-        _share(ratio)
         return median(scores[len(scores) // 2 :]) >= ALIKE
 
 
 def _difference(values: Floats, apart: int) -> Floats:
     found: Floats = np.abs(values[:, apart:] - values[:, :-apart]).mean(axis=1)
     return found
-
-
-def _share(value: float) -> float:
-    if not 0 < value <= 1:
-        raise ValueError(f"a number in (0, 1] is expected, got {value}")
-    return value
 
 
 WRITER_BYTES = 8
@@ -201,14 +182,12 @@ class UseRecord:
             raise ValueError(f"importance {importance.shape} of {self.layers} layers, {self.tokens} tokens; {writer!r}")
         if not np.isfinite(importance).all() or (importance < 0).any():
             raise ValueError("importance must be finite and not negative")
-        old = self.entries.get(writer)
-        before = old.weight_at(time_s) if old else 0.0
+        old = self.entries.get(writer) or UseEntry(0, time_s, 0.0, np.zeros(importance.shape, np.float16))
+        before = old.weight_at(time_s)
         total = before + 1.0
-        mean = importance.astype(np.float64) / total
-        if old is not None:
-            mean += old.mean.astype(np.float64) * (before / total)
-        time_s = max(time_s, old.time_s) if old else time_s
-        entry = UseEntry(old.version + 1 if old else 1, time_s, total, np.minimum(mean, _MEAN_MAX).astype(np.float16))
+        mean = importance.astype(np.float64) / total + old.mean.astype(np.float64) * (before / total)
+        kept = np.minimum(mean, _MEAN_MAX).astype(np.float16)
+        entry = UseEntry(old.version + 1, max(time_s, old.time_s), total, kept)
         return self._with({**self.entries, writer: entry})
 
     def merged(self, other: UseRecord) -> UseRecord:
@@ -227,13 +206,13 @@ class UseRecord:
 
     def scores(self, time_s: float) -> Floats | None:
         """Return the average importance of each token, (layers, tokens); None if there were no uses."""
-        weights = [entry.weight_at(time_s) for entry in self.entries.values()]
-        if not sum(weights) > 0:
+        entries = self.entries.values()
+        total = sum(entry.weight_at(time_s) for entry in entries)
+        if not total > 0:
             return None
-        total = np.zeros((self.layers, self.tokens))
-        for entry, weight in zip(self.entries.values(), weights, strict=True):
-            total += entry.mean.astype(np.float64) * (weight / sum(weights))
-        return total.astype(np.float32)
+        parts = [entry.mean.astype(np.float64) * (entry.weight_at(time_s) / total) for entry in entries]
+        scores: Floats = np.sum(parts, axis=0).astype(np.float32)
+        return scores
 
     def uses(self) -> int:
         """Return the uses that all writers noted."""
@@ -246,11 +225,9 @@ class UseRecord:
 
     def to_bytes(self) -> bytes:
         """Return the record as it is stored."""
-        head = _HEAD.pack(_MAGIC, _VERSION, 0, self.block, self.layers, self.tokens, len(self.entries))
-        parts = [head]
+        body = _HEAD.pack(_MAGIC, _VERSION, 0, self.block, self.layers, self.tokens, len(self.entries))
         for writer, (version, time_s, weight, mean) in self.entries.items():
-            parts += [_ENTRY.pack(writer, version, time_s, weight), mean.astype("<f2").tobytes()]
-        body = b"".join(parts)
+            body += _ENTRY.pack(writer, version, time_s, weight) + mean.astype("<f2").tobytes()
         return body + xxhash.xxh3_128_digest(body)
 
     @classmethod
@@ -301,13 +278,10 @@ def select_chunks(importance: Floats, orders: NDArray[np.uint16], count: int, ch
     importance: (blocks, tokens), infinite for what must come; orders: (blocks, tokens).
     """
     blocks, tokens = orders.shape
-    if importance.shape != orders.shape:
-        raise ValueError(f"importance {importance.shape} of orders {orders.shape}")
-    spans = cut(tokens, chunk_tokens)
     stored = np.take_along_axis(importance.astype(np.float64), orders.astype(np.int64), axis=1)
-    starts = [start for start, _ in spans]
+    starts = np.arange(0, tokens, chunk_tokens)
     totals = np.add.reduceat(stored, starts, axis=1)
-    sizes = np.broadcast_to(np.array([stop - start for start, stop in spans]), totals.shape)
+    sizes = np.broadcast_to(np.diff(starts, append=tokens), totals.shape)
     ranked = np.argsort(-(totals / sizes).reshape(-1), kind="stable")
     filled = np.cumsum(sizes.reshape(-1)[ranked])
     needed = int(np.searchsorted(filled, min(count, blocks * tokens))) + 1 if count else 0
@@ -318,7 +292,7 @@ def select_chunks(importance: Floats, orders: NDArray[np.uint16], count: int, ch
 def shares_touched(scores: Floats, orders: Orders, ratio: float, chunk_tokens: int) -> tuple[float, float]:
     """Return the share of chunks that a block's most important tokens touch: as it is stored, and packed by scores."""
     layers, tokens = orders.shape
-    count, chunks, touched = max(1, round(ratio * tokens)), len(cut(tokens, chunk_tokens)), 0
+    count, chunks, touched = max(1, round(ratio * tokens)), -(-tokens // chunk_tokens), 0
     for order, each in zip(orders, scores, strict=True):
         places = np.argsort(order, kind="stable")
         touched += len(np.unique(places[top_tokens(each, count)] // chunk_tokens))

@@ -145,5 +145,3 @@ def test_bad_scores_are_refused() -> None:
     for bad in (np.zeros(3), np.full((1, 3), np.nan)):
         with pytest.raises(ValueError, match="finite"):
             uses.packing_orders(bad.astype(np.float32))
-    with pytest.raises(ValueError, match="orders"):
-        uses.select_chunks(np.zeros((1, 3), dtype=np.float32), np.zeros((1, 4), dtype=np.uint16), 1, 2)

@@ -33,7 +33,7 @@ from kvtide.engines.transformers.generation import (
 from kvtide.engines.transformers.groups import ModelGroup, groups_of, is_plain, plain_layout, profile_shapes
 from kvtide.engines.transformers.importance import ImportanceLoads, Learner, OpenedPrefix
 from kvtide.engines.transformers.prefixes import Prefixes, SequenceRow
-from kvtide.engines.transformers.selective import Impress, ObservedPrefix, SparseSettings, check_ratio
+from kvtide.engines.transformers.selective import Impress, ObservedPrefix, SparseSettings
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
 from kvtide.errors import UnsupportedModel
 from kvtide.evict import Advice, ScoreRanking
@@ -431,7 +431,8 @@ def _check_loads(
 ) -> None:
     """Refuse ways to load that the model does not take, or that do not go together."""
     if settings is not None:
-        check_ratio(settings.ratio)
+        if not 0 < settings.ratio <= 1:
+            raise ValueError(f"importance is the share of the tokens to load, in (0, 1], got {settings.ratio!r}")
         if streaming is not None:
             raise ValueError("importance loads a prefix in its own way: it takes no start_within_s, quality or policy")
     if settings is not None or streaming is not None:

@@ -309,6 +309,14 @@ def _both_of(rows: TokenRows, pair: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def filled_cache(model: Any, layout: BlockLayout, blocks: Sequence[BlockBits]) -> DynamicCache:
+def cut_to(past: DynamicCache, tokens: int) -> None:
+    """Forget what a plain model's layers, each maybe of another length, have behind so many tokens."""
+    # Not `crop`: it asks the first layer for the length.
+    for layer in past.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
+
+
     """Return an engine's cache of a plain model's leading blocks."""
     past, room = DynamicCache(config=model.config), RestoredRoom(layout, len(blocks) * layout.tokens)
     for position, bits in enumerate(blocks):

@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvtide.block import KVDtype
-from kvtide.engines.transformers.groups import TORCH_DTYPES
+from kvtide.engines.transformers.groups import TORCH_DTYPES, cut_to
 from kvtide.importance import (
     AllHeads,
     FirstHeads,
@@ -33,7 +33,6 @@ from kvtide.importance import (
     Guard,
     HeadsAgree,
     NeighboursAgree,
-    ProbeFinding,
     select_chunks,
     top_tokens,
 )
@@ -90,7 +89,7 @@ class ObservedPrefix:
             settings = self._settings
             if settings.guard is not None:
                 chosen, count = settings.selector.heads(len(heads), key.shape[1]), settings.exact_tokens(self.tokens)
-                self._scores.append(settings.guard.score(ProbeFinding(mass[chosen], count, kept_tokens(self.tokens))))
+                self._scores.append(settings.guard.score(mass[chosen], count, kept_tokens(self.tokens)))
         return sdpa_attention_forward(module, query, key, value, mask, **arguments)
 
 
@@ -113,17 +112,10 @@ def grouped_attention(
 
 def weighed_attention(query: Tensor, key: Tensor, value: Tensor, tokens: int, scaling: float) -> tuple[Tensor, Floats]:
     """Do what `grouped_attention` and `attention_mass` do by the same weights, for a short causal suffix."""
-    _, heads, suffix, head_dim = query.shape
-    kv_heads, rows = key.shape[1], heads // key.shape[1] * suffix
-    packed = query.reshape(kv_heads, rows, head_dim) * scaling
-    weights = torch.bmm(packed, key[0].transpose(1, 2))
-    by_head = weights.view(heads, suffix, -1)
-    hidden = torch.ones(suffix, suffix, dtype=torch.bool, device=key.device).triu(1)
-    by_head[:, :, tokens:].masked_fill_(hidden, -torch.inf)
-    torch.softmax(weights, -1, out=weights)
-    output = torch.bmm(weights, value[0]).view(1, heads, suffix, -1).transpose(1, 2).contiguous()
-    mass: Floats = (by_head[:, -PROBE_TOKENS:, :tokens].mean(dim=1) * tokens).cpu().numpy()
-    return output, mass
+    _, heads, suffix, _ = query.shape
+    weights = _causal_weights(query[0], key[0], tokens, scaling)
+    output = torch.bmm(weights.view(key.shape[1], -1, key.shape[2]), value[0]).view(1, heads, suffix, -1)
+    return output.transpose(1, 2).contiguous(), _mass_of(weights[:, -PROBE_TOKENS:], tokens)
 
 
 def attention_mass(query: Tensor, key: Tensor, heads: list[int], tokens: int, scaling: float) -> Floats:
@@ -132,17 +124,26 @@ def attention_mass(query: Tensor, key: Tensor, heads: list[int], tokens: int, sc
     By torch: numpy's threads would wait for seconds beside busy neighbours (2 s a prompt at load 11).
     query: (heads, asked, head_dim), of the last tokens; key: (kv_heads, tokens and suffix, head_dim).
     """
-    asked, group = query.shape[1], len(query) // len(key)
+    if heads != list(range(len(query))):
+        group = len(query) // len(key)
+        query, key = query[heads], key[[head // group for head in heads]]
+    return _mass_of(_causal_weights(query, key, tokens, scaling), tokens)
+
+
+def _causal_weights(query: Tensor, key: Tensor, tokens: int, scaling: float) -> Tensor:
+    """Return the weights of the last tokens' queries, (heads, asked, head_dim), over all keys."""
+    heads, asked, head_dim = query.shape
     own = max(asked, key.shape[1] - tokens)
-    if heads == list(range(len(query))):
-        # The heads of a group are more queries of one: keys are not copied for each.
-        chosen = query.reshape(len(key), group * asked, -1) * scaling
-        logits = torch.bmm(chosen, key.transpose(1, 2)).view(len(query), asked, -1)
-    else:
-        logits = torch.bmm(query[heads] * scaling, key[[head // group for head in heads]].transpose(1, 2))
+    # The heads of a group are more queries of one: keys are not copied for each.
+    packed = query.reshape(len(key), -1, head_dim) * scaling
+    weights = torch.bmm(packed, key.transpose(1, 2)).view(heads, asked, -1)
     hidden = torch.ones(asked, own, dtype=torch.bool, device=key.device).triu(1 + own - asked)
-    logits[:, :, -own:].masked_fill_(hidden, -torch.inf)
-    mass: Floats = (logits.softmax(-1)[:, :, :tokens].mean(dim=1) * tokens).cpu().numpy()
+    weights[:, :, -own:].masked_fill_(hidden, -torch.inf)
+    return torch.softmax(weights, -1, out=weights)
+
+
+def _mass_of(weights: Tensor, tokens: int) -> Floats:
+    mass: Floats = (weights[:, :, :tokens].mean(dim=1) * tokens).cpu().numpy()
     return mass
 
 
@@ -153,8 +154,7 @@ LAST_TOKENS = 32
 
 def kept_tokens(prefix: int) -> NDArray[np.int64]:
     """Return the tokens that are always attended to."""
-    first = np.arange(min(FIRST_TOKENS, prefix))
-    return np.unique(np.concatenate([first, np.arange(max(0, prefix - LAST_TOKENS), prefix)]))
+    return np.union1d(np.arange(min(FIRST_TOKENS, prefix)), np.arange(max(0, prefix - LAST_TOKENS), prefix))
 
 
 _log = logging.getLogger(__name__)
@@ -245,12 +245,6 @@ class SelectedLayers(NamedTuple):
     reads: int
 
 
-def check_ratio(ratio: float) -> None:
-    """Raise ValueError for a ratio that is not in (0, 1]."""
-    if not 0 < ratio <= 1:
-        raise ValueError(f"importance is the share of the tokens to load, in (0, 1], got {ratio!r}")
-
-
 class _Refused(Exception):
     """Ends a pass whose selection the guard does not trust."""
 
@@ -267,27 +261,22 @@ class SparsePrefix:
     """One prefix in one engine, from its suffix's first pass on. Use `active` around every pass of the model."""
 
     def __init__(self, load: SparseLoad, settings: SparseSettings) -> None:
-        """load: open, of all blocks in the engine's cache. ValueError as in `check_ratio`."""
-        check_ratio(settings.ratio)
+        """load: open, of all blocks in the engine's cache."""
         self._load = load
         self._settings = settings
         self._attended: dict[int, Tensor | None] = {}
         self._wanted: dict[int, _Wanted] = {}
-        # A selection of everything is the plain model, bit for bit.
-        self._loaded_all = settings.ratio == 1.0
         self._guard_scores: list[float] = []
-        self._is_fallback = self._is_probing = False
+        self._is_fallback = False
         # Importance of each token by layer, for those who learn from uses.
         self.importance: dict[int, Floats] = {}
         self._tokens = load.tokens
         self._count = settings.exact_tokens(self._tokens)
         self._kept = kept_tokens(self._tokens)
         self._ahead = load.ahead_chunks()
-        self._is_ahead = np.zeros(load.blocks * load.chunks_per_block, dtype=bool)
-        self._is_ahead[self._ahead] = True
-        self._ahead_tokens = sum(len(part) for part in _places(load, 0, self._ahead))
-        # What came after the leading chunks.
+        self._ahead_tokens = len(_places(load, 0, self._ahead))
         self._layers = range(load.layout.layers)
+        # What came after the leading chunks.
         self._is_exact = np.zeros((load.layout.layers, self._tokens), dtype=bool)
 
     def active(self, model: Any) -> AbstractContextManager[None]:
@@ -296,10 +285,9 @@ class SparsePrefix:
 
     def report(self) -> SelectedLayers:
         """Return what has been done so far."""
-        layers = len(self._attended)
+        layers, load = len(self._attended), self._load
         exact = int(self._is_exact.sum()) + layers * self._ahead_tokens
         share = exact / (layers * self._tokens) if layers else 0.0
-        load = self._load
         whole_bytes = load.blocks * load.layout.raw_bytes
         return SelectedLayers(self._is_fallback, share, load.read_bytes, whole_bytes, load.reads)
 
@@ -308,27 +296,20 @@ class SparsePrefix:
         if self._settings.guard is None:
             return
         asked = suffix[:, :-1] if suffix.shape[1] > 1 else suffix
-        self._is_probing = True
         try:
             with torch.inference_mode(), self.active(model):
                 model(asked, past_key_values=past, use_cache=True, logits_to_keep=1)
         except _Refused as refused:
             _log.debug("the rest of a prefix is loaded: %s", refused)
             self.fall_back(past)
-            return
-        finally:
-            self._is_probing = False
-        if asked is suffix:
-            self._forget_suffix(past)
-
-    def _forget_suffix(self, past: DynamicCache) -> None:
-        for layer in past.layers:
-            layer.keys, layer.values = layer.keys[..., : self._tokens, :], layer.values[..., : self._tokens, :]
+        else:
+            if asked is suffix:
+                cut_to(past, self._tokens)
 
     def fall_back(self, past: DynamicCache) -> None:
         """Begin to load what is missing, a few layers after the other; a layer is exact when it attends."""
         self._is_fallback = True
-        self._forget_suffix(past)
+        cut_to(past, self._tokens)
         chunks, every = np.arange(self._load.blocks * self._load.chunks_per_block), np.arange(self._tokens)
         for first in self._layers[::FALLBACK_LAYERS]:
             layers = self._layers[first : first + FALLBACK_LAYERS]
@@ -340,11 +321,11 @@ class SparsePrefix:
         self._attended = {}
 
     def _ask_guard(self, by_head: Floats) -> None:
-        """Note a layer's score, in a probe. _Refused as soon as no score of those behind it can change the verdict."""
+        """Note a layer's score. _Refused as soon as no score of those behind it can change the verdict."""
         guard, scores = self._settings.guard, self._guard_scores
-        if guard is None or not self._is_probing:
+        if guard is None:
             return
-        scores.append(guard.score(ProbeFinding(by_head, self._count, self._kept)))
+        scores.append(guard.score(by_head, self._count, self._kept))
         best = [1.0] * (len(self._layers) - len(scores))
         if not guard.trusts([*scores, *best], self._settings.ratio):
             raise _Refused(f"{type(guard).__name__} after {len(scores)} layers of {len(self._layers)}")
@@ -366,7 +347,7 @@ class SparsePrefix:
                 self._choose(layer, self._by_head(layer, query[0], key[0], scaling))
                 self._attended[layer] = self._take(layer, key, value)
         attended = self._attended[layer]
-        if attended is None and (self._is_fallback or self._loaded_all):
+        if attended is None and self._is_fallback:
             return sdpa_attention_forward(module, query, key, value, mask, **arguments)
         if attended is not None:
             behind = torch.arange(self._tokens, key.shape[2], device=key.device)
@@ -381,7 +362,6 @@ class SparsePrefix:
         asked = self._settings.selector.heads(heads, self._load.layout.kv_heads)
         return (
             self._settings.rest is Rest.BASE
-            and not self._loaded_all
             and asked == list(range(heads))
             and suffix <= WEIGHED_TOKENS
             and query.dtype is torch.float32
@@ -393,7 +373,7 @@ class SparsePrefix:
         self._ask_guard(by_head)
         fresh = [each for each in range(layer, self._reach(layer) + 1) if each not in self._wanted]
         chosen = {each: self._selected(each, importance) for each in fresh}
-        loading = self._load.start({each: chunks[~self._is_ahead[chunks]] for each, (chunks, _) in chosen.items()})
+        loading = self._load.start({each: np.setdiff1d(chunks, self._ahead) for each, (chunks, _) in chosen.items()})
         self._wanted |= {each: _Wanted(*found, loading) for each, found in chosen.items()}
 
     def _reach(self, layer: int) -> int:
@@ -412,15 +392,13 @@ class SparsePrefix:
         loaded = self._load.joined([part[layer] for part in parts if layer in part])
         self._is_exact[layer, loaded.tokens] = True
         _put(loaded, self._load.layout.dtype, key, value)
-        return self._visible(layer, np.union1d(wanted.selected, self._kept), key.device)
-
-    def _visible(self, layer: int, tokens: NDArray[np.int64], device: torch.device) -> Tensor | None:
-        """Return a layer's tokens to attend to, None for all; a single one that could not be had is left out."""
         if self._settings.rest is Rest.BASE:
             return None
+        tokens = np.union1d(wanted.selected, self._kept)
         if not self._settings.by_chunks:
+            # A single one that could not be had is left out.
             tokens = tokens[self._is_exact[layer, tokens]]
-        return None if len(tokens) == self._tokens else torch.from_numpy(tokens).to(device)
+        return None if len(tokens) == self._tokens else torch.from_numpy(tokens).to(key.device)
 
     def _by_head(self, layer: int, query: Tensor, key: Tensor, scaling: float) -> Floats:
         """Return (rows, prefix). query: (heads, suffix, head_dim), key: (kv_heads, prefix and suffix, head_dim)."""
@@ -434,25 +412,22 @@ class SparsePrefix:
             selected = top_tokens(importance, count)
             needed = np.union1d(selected, self._kept) if self._settings.rest is Rest.DROP else selected
             return load.chunks_with(layer, needed), selected
-        wanted = importance.reshape(orders.shape).copy()
-        for block, number in zip(*np.divmod(self._ahead, load.chunks_per_block), strict=True):
-            wanted[block, orders[block, number * load.chunk_tokens :][: load.chunk_tokens]] = np.inf
-        chunks = select_chunks(wanted, orders, count, load.chunk_tokens)
-        return chunks, np.sort(np.concatenate(_places(load, layer, chunks)))
+        wanted = importance.copy()
+        wanted[_places(load, layer, self._ahead)] = np.inf
+        chunks = select_chunks(wanted.reshape(orders.shape), orders, count, load.chunk_tokens)
+        return chunks, np.sort(_places(load, layer, chunks))
 
 
-def _places(load: SparseLoad, layer: int, chunks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    orders = load.orders(layer)
-    blocks, numbers = np.divmod(chunks, load.chunks_per_block)
-    return [
-        block * orders.shape[1] + orders[block, number * load.chunk_tokens :][: load.chunk_tokens].astype(np.int64)
-        for block, number in zip(blocks.tolist(), numbers.tolist(), strict=True)
-    ]
+def _places(load: SparseLoad, layer: int, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the tokens of chunks of a layer, numbered through."""
+    orders, found = load.orders(layer), [np.empty(0, dtype=np.int64)]
+    for block, number in zip(*np.divmod(chunks, load.chunks_per_block), strict=True):
+        tokens = orders[block, number * load.chunk_tokens :][: load.chunk_tokens]
+        found.append(block * orders.shape[1] + tokens.astype(np.int64))
+    return np.concatenate(found)
 
 
 def _put(loaded: ChunkBits, dtype: KVDtype, key: Tensor, value: Tensor) -> None:
-    if not len(loaded.tokens):
-        return
     signed = torch.from_numpy(np.ascontiguousarray(loaded.bits).view(f"<i{loaded.bits.itemsize}"))
     places = torch.from_numpy(loaded.tokens).to(key.device)
     with torch.inference_mode():

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtide.block import BlockBits, BlockLayout
-from kvtide.engines.transformers.groups import filled_cache
+from kvtide.engines.transformers.groups import cut_to, filled_cache
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
 from kvtide.plan.policies import policy_named
@@ -62,12 +62,10 @@ class _StoppedError(Exception):
 class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
     """A cache that asks, each time a layer adds to it, whether that is still wanted."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-        self.is_wanted: Callable[[], bool] = lambda: True
+    is_wanted: Callable[[], bool] | None = None
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **more: Any) -> Any:
-        if not self.is_wanted():
+        if self.is_wanted is not None and not self.is_wanted():
             raise _StoppedError
         return super().update(keys, values, layer, *rest, **more)
 
@@ -80,7 +78,7 @@ class StreamedPrefill:
         self._model = model
         self._ids = torch.tensor([list(ids)], device=model.device)
         self._layout = layout
-        self._past = _WatchedCache(model.config)
+        self._past = _WatchedCache(config=model.config)
         # Appended, but not in the cache yet: it is copied once for all of them.
         self._waiting: list[BlockBits] = []
 
@@ -103,17 +101,11 @@ class StreamedPrefill:
             with torch.inference_mode():
                 self._model(self._ids[:, start:stop], past_key_values=past, use_cache=True, logits_to_keep=1)
         except _StoppedError:
-            self._cut(start)
+            cut_to(past, start)
             return False
         finally:
-            past.is_wanted = lambda: True
+            past.is_wanted = None
         return True
-
-    def _cut(self, tokens: int) -> None:
-        # Not `crop`: it asks the first layer for the length, and layers differ after a stop.
-        for layer in self._past.layers:
-            if layer.is_initialized:
-                layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
 
     def append(self, block: int, bits: BlockBits) -> None:
         """Put a loaded block after what is there; the bits are copied."""
