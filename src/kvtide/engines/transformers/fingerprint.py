@@ -96,8 +96,7 @@ class ModelIdentity:
         self.refusal = self._identify()
 
     def _identify(self) -> str | None:
-        code = foreign_code(self._model) if self.given_fingerprint is None else None
-        if code is not None:
+        if self.given_fingerprint is None and (code := foreign_code(self._model)) is not None:
             return f"{code}, may change the cache and can't be named; give a fingerprint= that covers it"
         try:
             self._take_groups()
@@ -177,17 +176,17 @@ def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def foreign_code(model: Any) -> str | None:
     """Name a hook or a replaced `forward` that may change keys and values, None if there is none."""
-    for code in [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]:
-        if not _is_trusted(code, _TRUSTED_PACKAGES):
-            return f"a hook on all modules, {_name_of(code)}"
+    hooks = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
+    found = [("a hook on all modules", code, _TRUSTED_PACKAGES) for code in hooks]
     for name, module in model.named_modules():
         replaced = [vars(module)["forward"]] if "forward" in vars(module) else []
-        for code in [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *replaced]:
-            if not _is_trusted(code, _TRUSTED_PACKAGES):
-                return f"a hook on {name or 'the model'}, {_name_of(code)}"
-        code = type(module).forward
-        if not _is_trusted(code, {*_TRUSTED_PACKAGES, type(module).__module__.partition(".")[0]}):
-            return f"another forward of {type(module).__qualname__}, {_name_of(code)}"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *replaced]
+        found += [(f"a hook on {name or 'the model'}", code, _TRUSTED_PACKAGES) for code in hooks]
+        own = {*_TRUSTED_PACKAGES, type(module).__module__.partition(".")[0]}
+        found.append((f"another forward of {type(module).__qualname__}", type(module).forward, own))
+    for what, code, packages in found:
+        if not _is_trusted(code, packages):
+            return f"{what}, {getattr(code, '__qualname__', None) or type(code).__qualname__}"
     return None
 
 
@@ -203,16 +202,12 @@ def _is_trusted(code: Any, packages: Collection[str]) -> bool:
     return True
 
 
-def _name_of(code: Callable[..., Any]) -> str:
-    return str(getattr(code, "__qualname__", None) or type(code).__qualname__)
-
-
 class _Sample(NamedTuple):
-    """A tensor in memory and elements of it: reads(positions) gives their bits."""
+    """Elements of a tensor in memory, by round. reads(positions): their bits, which were `known`."""
 
-    reads: Callable[[NDArray[np.int64]], NDArray[Any]]
+    reads: Callable[[NDArray[np.int64]], bytes]
     positions: list[NDArray[np.int64]]
-    known: list[NDArray[Any]]
+    known: list[bytes]
 
 
 class ModelWatch:
@@ -261,16 +256,15 @@ class ModelWatch:
         config = self._model.config
         self._views += [vars(config).values(), vars(config.get_text_config(decoder=True)).values()]
         self._views += [torch_module._global_forward_hooks.values(), torch_module._global_forward_pre_hooks.values()]
-        self._types = tuple({type(module): None for module in self._model.modules()})
+        self._forwards = {type(module): type(module).forward for module in self._model.modules()}
         # Kept alive, so that no other object takes the place of one of them.
         self._values = (*chain.from_iterable(self._views), _END)
-        self._forwards = tuple(each.forward for each in self._types)
         tensors = {id(tensor): tensor for _, tensor in _named_tensors(self._model)}.values()
         self._tensors = [(tensor, tensor.data_ptr(), _write_count(tensor)) for tensor in tensors]
         self._samples = [_sample_of(tensor) for tensor in tensors if tensor.numel() and tensor.device.type != "meta"]
 
     def _is_rebuilt(self) -> bool:
-        if any(each.forward is not forward for each, forward in zip(self._types, self._forwards, strict=True)):
+        if any(each.forward is not forward for each, forward in self._forwards.items()):
             return True
         # A tenth of a microsecond a value: SmolLM2's modules have 12,000.
         if all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._values)):
@@ -282,13 +276,9 @@ class ModelWatch:
             return True
 
     def _is_written(self) -> bool:
-        for tensor, pointer, count in self._tensors:
-            if tensor.data_ptr() != pointer or _write_count(tensor) != count:
-                return True
-        for sample in self._samples:
-            if sample.reads(sample.positions[self._round]).tobytes() != sample.known[self._round].tobytes():
-                return True
-        return False
+        if any(each.data_ptr() != pointer or _write_count(each) != count for each, pointer, count in self._tensors):
+            return True
+        return any(each.reads(each.positions[self._round]) != each.known[self._round] for each in self._samples)
 
 
 def _write_count(tensor: torch.Tensor) -> int:
@@ -304,16 +294,12 @@ def _sample_of(tensor: torch.Tensor) -> _Sample:
     return _Sample(reads, positions, [reads(each) for each in positions])
 
 
-def _reader_of(tensor: torch.Tensor) -> Callable[[NDArray[np.int64]], NDArray[Any]]:
+def _reader_of(tensor: torch.Tensor) -> Callable[[NDArray[np.int64]], bytes]:
     width = tensor.element_size()
     if tensor.device.type == "cpu" and tensor.is_contiguous() and width in _INTEGERS:
         # A view of the weight's memory: ten times as fast as torch for so few elements.
-        bits: NDArray[Any] = tensor.reshape(-1).view(_INTEGERS[width]).numpy()
-        return bits.take
-
-    def read(positions: NDArray[np.int64]) -> NDArray[Any]:
-        found = torch.take(tensor, torch.from_numpy(positions).to(tensor.device))
-        bits: NDArray[Any] = found.cpu().reshape(-1).view(torch.uint8).numpy()
-        return bits
-
-    return read
+        bits = tensor.reshape(-1).view(_INTEGERS[width]).numpy()
+        return lambda positions: bits.take(positions).tobytes()
+    return lambda positions: (
+        torch.take(tensor, torch.from_numpy(positions).to(tensor.device)).cpu().view(torch.uint8).numpy().tobytes()
+    )
