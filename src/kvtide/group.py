@@ -119,9 +119,3 @@ def part_keys(namespace: Namespace, keys: Sequence[BlockKey]) -> list[BlockKey]:
 def state_every(state_bytes: float, token_bytes: float) -> int:
     """Return after how many tokens a state is kept: states take no more room than the rows between them, if any."""
     return max(STATE_TOKENS_MIN, round(state_bytes / token_bytes)) if token_bytes else STATE_TOKENS_MIN
-
-
-def state_cuts(restored: int, blocks: int, known: int, every: int) -> list[int]:
-    """Return after which blocks that are not restored states are kept: each `every`-th (0: none), `known`, the last."""
-    often = range(restored, blocks, every) if every else ()
-    return [block for block in sorted({*often, known, blocks}) if restored < block <= blocks]

@@ -19,7 +19,7 @@ from kvtide.cli.explain import Explanation, MatchVerdict, explain_prompt
 from kvtide.config import Limits
 from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide.engines.transformers import CachedModel, Impress, attach, load_tokenizer
-from kvtide.engines.transformers.fingerprint import NamespaceSettings
+from kvtide.engines.transformers.fingerprint import ModelIdentity
 from kvtide.engines.transformers.groups import groups_of
 from kvtide.engines.transformers.smollm2 import _begin_texts
 from kvtide.errors import UnsupportedModel
@@ -226,12 +226,12 @@ def test_states_alone_leave_no_hook_and_answer_as_the_model_does_with_what_a_cal
 
 
 def test_states_of_another_transformers_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, groups = NamespaceSettings(BLOCK, b"", b"model", True), groups_of(model_of("lfm2"), BLOCK)
-    ours = settings.namespaces(b"model", groups)
+    identity = functools.partial(ModelIdentity, model_of("lfm2"), BLOCK, b"", b"model", is_exact=True)
+    ours = identity().namespaces
     # As the code reads it: who imports transformers later may be handed another module of that name.
     monkeypatch.setattr("kvtide.engines.transformers.fingerprint.transformers.__version__", "6.0.1")
-    theirs = settings.namespaces(b"model", groups)
-    assert [one == other for one, other in zip(ours, theirs, strict=True)] == [not each.states for each in groups]
+    is_ours = [one == other for one, other in zip(ours, identity().namespaces, strict=True)]
+    assert is_ours == [not each.states for each in identity().groups]
 
 
 @pytest.mark.parametrize("family", families("transformers", REFUSED))

@@ -6,32 +6,32 @@ Invariant: the answer is that of `model.generate`; whatever the cache can't help
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteriaList
 
 from kvtide.clock import Clock, SystemClock
 from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, Profile
 from kvtide.config import Limits
 from kvtide.engines import calibrate_command
-from kvtide.engines.transformers.fingerprint import ModelIdentity, NamespaceSettings
+from kvtide.engines.transformers.fingerprint import ModelIdentity
 from kvtide.engines.transformers.generation import (
-    PREFILL_SAMPLE_TOKENS_MIN,
     CallSettings,
+    FirstToken,
     GenerateReport,
     bypass_reason,
     leaving_out,
     made_cache,
     misfit_reason,
-    watched,
 )
 from kvtide.engines.transformers.groups import ModelGroup, groups_of, is_plain, plain_layout, profile_shapes
-from kvtide.engines.transformers.importance import ImportanceLoads, Learner, OpenedPrefix
+from kvtide.engines.transformers.importance import ImportanceLoads, Learner
 from kvtide.engines.transformers.prefixes import Prefixes, SequenceRow
 from kvtide.engines.transformers.selective import Impress, ObservedPrefix, SparseSettings
 from kvtide.engines.transformers.streaming import StreamedPrefill, StreamSettings
@@ -41,6 +41,7 @@ from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import CHUNK_TOKENS
 from kvtide.plan.policies import policy_named
 from kvtide.store import Cache, PendingBlock, cache_for
+from kvtide.store.load.sparse import Sparse
 from kvtide.store.load.streamed import Streamed
 
 _log = logging.getLogger(__name__)
@@ -48,48 +49,41 @@ _log = logging.getLogger(__name__)
 BLOCK_TOKENS = 256
 # Tokens a second, before any were measured: what a plan then gets wrong it puts right at the next chunk.
 PREFILL_GUESS = 1000.0
+# Shorter runs say more about the machine's mood than about its prefill speed.
+PREFILL_SAMPLE_TOKENS_MIN = 128
 
 
 class _Begun(NamedTuple):
-    """A call before the model runs: its rows, a cache with their first columns, the report so far, rough blocks."""
+    """A call before the model runs: its rows, a cache with their first columns, the report so far; of rough blocks."""
 
     rows: list[SequenceRow]
     past: DynamicCache
     columns: int
     report: GenerateReport
-    opened: OpenedPrefix | None = None
+    sparse: Sparse | None = None
 
 
+@dataclass(eq=False, repr=False)
 class CachedModel:
     """A model with a cache beside it. Use it with `with`; one call of `generate` at a time."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: Cache,
-        clock: Clock,
-        settings: NamespaceSettings,
-        seek_profile: Callable[[ModelIdentity], None] | None = None,
-        streaming: StreamSettings | None = None,
-        importance: ImportanceLoads | None = None,
-        state_every_tokens: int | None = None,
-    ) -> None:
-        """seek_profile: has the cache look for the profile of a model; called at the start, and when the model changed.
+    model: Any
+    cache: Cache
+    _clock: Clock
+    # The model's groups of layers, and where the parts of each belong.
+    identity: ModelIdentity
+    prefixes: Prefixes
+    # Where a profile is looked for, at the start and when the model changed, and of which kind; "" for none.
+    _store_url: str
+    _profile_kind: str
+    # How what is not in the fastest tier is streamed; loads only what matters exactly.
+    _streaming: StreamSettings | None
+    _importance: ImportanceLoads | None
 
-        streaming: how what is not in the fastest tier is streamed. importance: loads only what matters exactly.
-        """
-        self.model = model
-        self.cache = cache
+    def __post_init__(self) -> None:
         self.last: GenerateReport | None = None
-        self._clock = clock
-        # The model's groups of layers, and where the parts of each belong.
-        self.identity = ModelIdentity(model, settings)
-        self.prefixes = Prefixes(model, cache, clock, self.identity, settings.block_tokens, state_every_tokens)
-        self._block_tokens = settings.block_tokens
-        self._streaming = streaming
-        self._importance = importance
+        self._block_tokens = self.identity.block_tokens
         self._bypass_logged: set[str] = set()
-        self._seek_profile = seek_profile
         # The fingerprint of the model whose profile was looked for.
         self._sought = b""
 
@@ -126,8 +120,7 @@ class CachedModel:
         """Return how many tokens of the prompt a call of `generate` would try to restore."""
         if self._follow() is not None:
             return 0
-        hit = self.prefixes.find(self.prefixes.row(input_ids[0].cpu().numpy())).hit
-        return self._block_tokens * hit.blocks if hit is not None else 0
+        return self._block_tokens * self.prefixes.find(self.prefixes.row(input_ids[0].cpu().numpy())).hit.blocks
 
     def restored(self, input_ids: torch.Tensor) -> DynamicCache:
         """Return a cache with the longest stored prefix of a prompt, as `generate` would begin with."""
@@ -190,12 +183,19 @@ class CachedModel:
         return refusal
 
     def _look_for_profile(self) -> None:
-        if self._seek_profile is not None and self.identity.refusal is None:
-            self._seek_profile(self.identity)
-        self._sought = self.identity.fingerprint
+        """Look in the store for the profile of the model as it is now; say which command makes it if there is none."""
+        identity = self.identity
+        if self._profile_kind and identity.refusal is None:
+            folder, salt = str(self.model.config._name_or_path), identity.tenant_salt
+            # Without a folder nobody else can know whose profile it is.
+            has_folder = bool(folder) and Path(folder).is_dir()
+            own = identity.given_fingerprint or (b"" if has_folder else identity.fingerprint)
+            command = calibrate_command(folder, self._store_url, self._profile_kind, own, bool(salt))
+            self.cache.profiles.seek(identity.fingerprint, salt, command)
+        self._sought = identity.fingerprint
 
     def _note_bypass(self, reason: str, prompt_tokens: int) -> None:
-        self._note(GenerateReport(prompt_tokens, 0, 0.0, 0, 0, reason))
+        self._note(GenerateReport(prompt_tokens, bypass=reason))
         if reason not in self._bypass_logged:
             self._bypass_logged.add(reason)
             _log.warning("running without the cache: %s", reason)
@@ -209,16 +209,16 @@ class CachedModel:
     ) -> _Begun:
         """Restore what the rows of a call begin with, by the first of the ways that is given and has it; else whole."""
         began_s, row = self._clock.monotonic_s(), rows[0]
-        report = GenerateReport(sum(len(each.tokens) for each in rows), 0, 0.0, 0, 0, None)
         if importance is not None:
             rows, hint = [row := self.prefixes.find(row, hint)], None
-            tokens = self._block_tokens * row.hit.blocks if row.hit is not None else 0
-            metas, is_near = row.metas[0][: tokens // self._block_tokens], self.prefixes.is_near(row, tokens)
+            tokens = self._block_tokens * row.hit.blocks
+            metas, is_near = row.metas[0][: row.hit.blocks], self.prefixes.is_near(row, tokens)
             opened = importance.open(self.model, metas, is_near, len(row.tokens) - tokens)
             if opened is not None:
-                tokens, load_s = opened.load.tokens, self._clock.monotonic_s() - began_s
-                report = report._replace(hit_tokens=tokens, load_s=load_s, found_in=self._found_in(is_near))
-                return _Begun(rows, opened.past, tokens, report, opened)
+                (sparse, past), load_s = opened, self._clock.monotonic_s() - began_s
+                tokens = past.get_seq_length()
+                report = GenerateReport(len(row.tokens), tokens, load_s, found_in=self._found_in(is_near))
+                return _Begun(rows, past, tokens, report, sparse)
         if streaming is not None:
             if hint is not None:
                 self.cache.advise([meta.id for meta in row.metas[0]], hint)
@@ -228,8 +228,9 @@ class CachedModel:
         if importance is None:
             rows = [self.prefixes.find(each, hint) for each in rows]
         restored = self.prefixes.restore(rows, began_s)
-        ended_by = rows[0].hit.ended_by if rows[0].hit is not None else None
-        report = report._replace(
+        ended_by = rows[0].hit.ended_by
+        report = GenerateReport(
+            sum(len(each.tokens) for each in rows),
             hit_tokens=sum(max(0, restored.columns - each.pad) for each in rows),
             load_s=self._clock.monotonic_s() - began_s,
             stored_bytes_read=restored.stored_bytes,
@@ -250,9 +251,9 @@ class CachedModel:
         self.cache.load(metas, streamed, self.cache.judge.deadline_s(len(metas) * self._block_tokens))
         if (found := streamed.report) is None:
             return None
-        tokens = found.tokens
-        report = GenerateReport(len(row.tokens), tokens, found.ready_s, found.received_bytes, 0, None, found)
-        return _Begun([row], engine.past, tokens, report._replace(found_in=self._found_in(is_near=False)))
+        figures = (found.tokens, found.ready_s, found.received_bytes)
+        report = GenerateReport(len(row.tokens), *figures, streamed=found, found_in=self._found_in(is_near=False))
+        return _Begun([row], engine.past, found.tokens, report)
 
     def _run(
         self,
@@ -267,27 +268,27 @@ class CachedModel:
         past: Any = begun.past
         if call.special_cache is not None:
             past = made_cache(self.model, past, input_ids.shape[1], call)
-        started_s, ran, observed = self._clock.monotonic_s(), 0, None
-        states: Sequence[PendingBlock] = ()
-        if not self.identity.is_plain:
-            ran, states = self.prefixes.run_to_cuts(input_ids, past, begun.columns, row)
-        first_token, arguments = watched(self._clock, call.mask, past, arguments, self.prefixes.argument)
-        if begun.opened is None or importance is None:
+        started_s, observed = self._clock.monotonic_s(), None
+        ran, states = self.prefixes.run_to_cuts(input_ids, past, begun.columns, row)
+        first_token = FirstToken(self._clock)
+        criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
+        own = {self.prefixes.argument: past, "attention_mask": call.mask}
+        arguments = {**arguments, **own, "stopping_criteria": criteria, "cache_implementation": None}
+        if begun.sparse is None or importance is None:
             # Models of states alone don't tell `generate` how many tokens their cache has.
             cut = leaving_out(self.model, ran) if self.identity.is_of_states else nullcontext()
             learning = nullcontext() if importance is None else importance.observed(self.model, row.metas[0])
             with learning as observed, cut:
                 output = self.model.generate(input_ids, **arguments)
             if call.is_single and len(row.tokens) - begun.columns >= PREFILL_SAMPLE_TOKENS_MIN:
-                took_s = first_token.seen_s - started_s
-                self.cache.judge.note_prefill(begun.columns, len(row.tokens), took_s)
+                self.cache.judge.note_prefill(begun.columns, len(row.tokens), first_token.seen_s - started_s)
         else:
-            output, layers = importance.answer(self.model, input_ids, begun.opened, arguments)
+            output, layers = importance.answer(self.model, input_ids, begun.sparse, begun.past, arguments)
             absent = len(row.metas[0]) * self._block_tokens - report.hit_tokens
             self.cache.decisions.add_absent(absent, self.identity.namespace)
             report = report._replace(stored_bytes_read=layers.read_bytes, selected=layers)
         if importance is not None:
-            is_part, is_near = begun.opened is not None, self.prefixes.is_near(row, min(1, len(row.metas[0])))
+            is_part, is_near = begun.sparse is not None, self.prefixes.is_near(row, min(1, len(row.metas[0])))
             seconds, now_s = first_token.seen_s - began_s, self._clock.monotonic_s()
             importance.ways.note(is_part, is_near, report.hit_tokens, seconds, now_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -369,7 +370,9 @@ def attach(
             output = cached.generate(input_ids, max_new_tokens=64)
     """
     clock, registry, groups = SystemClock(), CodecRegistry(profiles), groups_of(model, block_tokens)
-    settings, steps = _settings(importance), importance if isinstance(importance, Impress) else Impress(1.0)
+    steps = importance if isinstance(importance, Impress) else Impress(1.0)
+    asked = importance.settings() if isinstance(importance, Impress) else importance
+    settings = SparseSettings(asked) if isinstance(asked, float | int) else asked
     streaming = None
     if (start_within_s, quality, policy) != (None, None, None):
         wanted = None if quality is None else float(quality)
@@ -380,27 +383,12 @@ def attach(
     part_quality = max(made.quality, settings.quality) if settings and settings.ratio < 1 else None
     ranking = ScoreRanking(learner.important_tokens) if settings and steps.is_scored else None
     cache = cache_for(store, made, registry, limits, clock, ranking, quality=part_quality)
-    named = NamespaceSettings(block_tokens, tenant_salt, fingerprint, made.is_lossless and part_quality is None)
-    seek = None
-    if isinstance(made, AwaitingCodec) and not profiles:
-        seek = partial(_seek_profile, cache, model, str(store), made.profile_kind)
+    is_exact = made.is_lossless and part_quality is None
+    identity = ModelIdentity(model, block_tokens, tenant_salt, fingerprint, is_exact)
+    kind = made.profile_kind if isinstance(made, AwaitingCodec) and not profiles else ""
     loads = ImportanceLoads(cache, clock, settings, learner, steps.is_reordered) if settings else None
-    return CachedModel(model, cache, clock, named, seek, streaming, loads, state_every_tokens)
-
-
-def _seek_profile(cache: Cache, model: Any, store: str, kind: str, identity: ModelIdentity) -> None:
-    """Look in the store for the profile of a model as it is now; say which command makes it if there is none."""
-    folder, salt = str(model.config._name_or_path), identity.tenant_salt
-    # Without a folder nobody else can know whose profile it is.
-    has_folder = bool(folder) and Path(folder).is_dir()
-    own = identity.given_fingerprint or (b"" if has_folder else identity.fingerprint)
-    command = calibrate_command(folder, store, kind, own, bool(salt))
-    cache.profiles.seek(identity.fingerprint, salt, command)
-
-
-def _settings(importance: float | Impress | SparseSettings | None) -> SparseSettings | None:
-    asked = importance.settings() if isinstance(importance, Impress) else importance
-    return SparseSettings(asked) if isinstance(asked, float | int) else asked
+    prefixes = Prefixes(model, cache, clock, identity, state_every_tokens)
+    return CachedModel(model, cache, clock, identity, prefixes, str(store), kind, streaming, loads)
 
 
 def _usual_codec(model: Any, groups: Sequence[ModelGroup], importance: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Collection, Iterator, ValuesView
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -20,51 +20,25 @@ import xxhash
 from numpy.typing import NDArray
 from torch.nn.modules import module as torch_module
 
-from kvtide.engines.transformers.groups import ModelGroup, groups_of, is_plain
+from kvtide.engines.transformers.groups import groups_of, is_plain
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import namespace_digest
 from kvtide.types import Namespace
 
 
-class NamespaceSettings(NamedTuple):
-    """Settings besides the model that decide which blocks it may use. fingerprint: the user's, for its beginning."""
-
-    block_tokens: int
-    tenant_salt: bytes
-    fingerprint: bytes | None
-    is_exact: bool
-
-    def namespaces(self, fingerprint: bytes, groups: Sequence[ModelGroup]) -> tuple[Namespace, ...]:
-        """Return the namespace of each group. What lossy codecs store, and what is computed on it, is apart (0005)."""
-        layout = groups[0].group.layout
-        plain = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
-        # What a state's tensors mean is the library's own affair.
-        library = f" by transformers {'.'.join(transformers.__version__.split('.')[:2])}"
-        texts = [f"{each.group.text}{library if each.states else ''}" for each in groups]
-        if is_plain(groups):
-            texts = [plain]
-        return tuple(
-            namespace_digest(
-                fingerprint,
-                each.group.layout.dtype,
-                f"{text} {'exact' if self.is_exact else 'approximate'}",
-                self.block_tokens,
-                self.tenant_salt,
-            )
-            for text, each in zip(texts, groups, strict=True)
-        )
-
-
 class ModelIdentity:
     """A live model's groups and namespaces, kept up with its changes. `refusal`: why it can't be served, or None."""
 
-    def __init__(self, model: Any, settings: NamespaceSettings) -> None:
+    def __init__(
+        self, model: Any, block_tokens: int, tenant_salt: bytes, fingerprint: bytes | None, is_exact: bool
+    ) -> None:
+        """fingerprint: the user's, until the model changes. is_exact: what lossy codecs store is apart (0005)."""
         self._model = model
-        self._settings = settings
+        self._is_exact = is_exact
         self._watch = ModelWatch(model)
-        self.tenant_salt = settings.tenant_salt
-        # The user's, until the model changes.
-        self.given_fingerprint = settings.fingerprint
+        self.block_tokens = block_tokens
+        self.tenant_salt = tenant_salt
+        self.given_fingerprint = fingerprint
         self.fingerprint = b""
         self._take_groups()
         # Of each group's parts; none, and an empty one, before the model has a name. Prompts are named in the first.
@@ -73,9 +47,9 @@ class ModelIdentity:
         self.refusal = self._identify()
 
     def _take_groups(self) -> None:
-        self.groups = groups = groups_of(self._model, self._settings.block_tokens)
+        self.groups = groups = groups_of(self._model, self.block_tokens)
         # How many blocks before a hit's end each group's parts must be there, 0 for all.
-        self.reaches = tuple(each.group.reach_blocks(self._settings.block_tokens) for each in groups)
+        self.reaches = tuple(each.group.reach_blocks(self.block_tokens) for each in groups)
         # Whether the model has blocks and not several parts of each, or keeps no rows of tokens at all.
         self.is_plain = is_plain(groups)
         self.is_of_states = all(each.states for each in groups)
@@ -103,7 +77,17 @@ class ModelIdentity:
             self.fingerprint = self.given_fingerprint or self._watch.fingerprint()
         except UnsupportedModel as error:
             return str(error)
-        self.namespaces = self._settings.namespaces(self.fingerprint, self.groups)
+        # What a state's tensors mean is the library's own affair.
+        library = f" by transformers {'.'.join(transformers.__version__.split('.')[:2])}"
+        texts = [f"{each.group.text}{library if each.states else ''}" for each in self.groups]
+        if self.is_plain:
+            layout = self.layout
+            texts = [f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"]
+        quality, settings = "exact" if self._is_exact else "approximate", (self.block_tokens, self.tenant_salt)
+        self.namespaces = tuple(
+            namespace_digest(self.fingerprint, each.group.layout.dtype, f"{text} {quality}", *settings)
+            for text, each in zip(texts, self.groups, strict=True)
+        )
         self.namespace = self.namespaces[0]
         return None
 

@@ -8,13 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    StaticCache,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria
 from transformers.generation import GenerationMode
 
 from kvtide.clock import Clock
@@ -37,8 +31,6 @@ _NEUTRAL_ARGUMENTS = {
 _CACHES = (None, "static")
 # Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
 _OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
-# Shorter runs say more about the machine's mood than about its prefill speed.
-PREFILL_SAMPLE_TOKENS_MIN = 128
 
 
 class GenerateReport(NamedTuple):
@@ -49,11 +41,11 @@ class GenerateReport(NamedTuple):
     """
 
     prompt_tokens: int
-    hit_tokens: int
-    load_s: float
-    stored_bytes_read: int
-    blocks_queued: int
-    bypass: str | None
+    hit_tokens: int = 0
+    load_s: float = 0.0
+    stored_bytes_read: int = 0
+    blocks_queued: int = 0
+    bypass: str | None = None
     streamed: StreamedReport | None = None
     selected: SelectedLayers | None = None
     ended_by: str | None = None
@@ -95,21 +87,8 @@ def leaving_out(model: Any, tokens: int) -> Iterator[None]:
         hook.remove()
         return arguments, {**named, "input_ids": named["input_ids"][:, tokens:], "attention_mask": None}
 
-    hook = model.register_forward_pre_hook(leave_out, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(leave_out, with_kwargs=True) as hook:
         yield
-    finally:
-        hook.remove()
-
-
-def watched(
-    clock: Clock, mask: torch.Tensor, past: Any, arguments: dict[str, Any], argument: str
-) -> tuple[FirstToken, dict[str, Any]]:
-    """Return what notes the first token of a call that begins with a cache, and the call's arguments."""
-    first_token = FirstToken(clock)
-    criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
-    own = {argument: past, "stopping_criteria": criteria, "cache_implementation": None, "attention_mask": mask}
-    return first_token, {**arguments, **own}
 
 
 class CallSettings(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -79,11 +80,6 @@ class ModelGroup(NamedTuple):
     rows: TokenRows | None
     states: tuple[tuple[StateTensor, ...], ...] = ()
     is_whole: bool = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of the tensors."""
-        return TORCH_DTYPES[self.group.layout.dtype]
 
 
 def groups_of(model: Any, block_tokens: int) -> tuple[ModelGroup, ...]:
@@ -241,39 +237,35 @@ def _state_group(dtype: torch.dtype, layers: dict[int, tuple[StateTensor, ...]])
     return ModelGroup(group, None, tuple(layers.values()))
 
 
+@dataclass(eq=False, repr=False)
 class RestoredRoom:
-    """Room for the restored rows of layers, in the shape that the engine wants."""
+    """Room for the restored rows of layers, in the shape that the engine wants.
 
-    def __init__(
-        self,
-        layout: BlockLayout,
-        tokens: int,
-        pads: Sequence[int] = (0,),
-        group: ModelGroup | None = None,
-        before: int = 0,
-        spare_tokens: int = 0,
-    ) -> None:
-        """pads: columns of padding before each sequence. group: whose layers they are; None for all, of plain rows.
+    pads: columns of padding before each sequence. group: whose layers they are; None for all, of plain rows. before:
+    tokens that a window has left. spare_tokens: room behind, so that nothing is copied for what comes.
+    """
 
-        before: tokens that a window has left. spare_tokens: room behind, so that nothing is copied for what comes.
-        """
-        self._layout = layout
-        self._pads = pads
-        self._group = group
-        self._before = before
-        self._spare_tokens = spare_tokens
-        shape = (layout.layers, 2, len(pads), layout.kv_heads, tokens + spare_tokens, layout.head_dim)
+    layout: BlockLayout
+    tokens: InitVar[int]
+    pads: Sequence[int] = (0,)
+    group: ModelGroup | None = None
+    before: int = 0
+    spare_tokens: int = 0
+
+    def __post_init__(self, tokens: int) -> None:
+        layout, columns = self.layout, tokens + self.spare_tokens
+        shape = (layout.layers, 2, len(self.pads), layout.kv_heads, columns, layout.head_dim)
         # numpy asks for huge pages, torch does not: touching 90 MiB of fresh memory takes 16 ms instead of 65.
         self._room = np.empty(shape, dtype=layout.bits_dtype)
         # It is attended to with a weight of 0, which makes no number of what may be in fresh memory.
-        self._room[..., : max(pads), :] = 0
+        self._room[..., : max(self.pads), :] = 0
 
     def write(self, position: int, bits: BlockBits, sequences: Sequence[int] = (0,)) -> None:
         """Copy a block into sequences that have it, as far as there is room; a BlockSink."""
         # By numpy: torch would start a team of threads for each loading thread.
-        size = self._layout.tokens
+        size = self.layout.tokens
         for sequence in sequences:
-            part = self._room[:, :, sequence, :, self._pads[sequence] + position * size :][:, :, :, :size]
+            part = self._room[:, :, sequence, :, self.pads[sequence] + position * size :][:, :, :, :size]
             part[:] = bits[:, :, : part.shape[3]].transpose(0, 1, 3, 2, 4)
 
     def fill(self, past: DynamicCache, stop: int, device: torch.device) -> None:
@@ -281,14 +273,14 @@ class RestoredRoom:
 
         Without `update`, which would copy all once more (90 MiB and 40 ms of 2,048 tokens of SmolLM2).
         """
-        tokens = stop - self._before
+        tokens = stop - self.before
         if tokens == 0:
             return
-        room = self._room[..., : tokens + self._spare_tokens, :]
-        pages = torch.from_numpy(room.view(f"<i{room.itemsize}")).view(TORCH_DTYPES[self._layout.dtype]).to(device)
-        if self._spare_tokens:
+        room = self._room[..., : tokens + self.spare_tokens, :]
+        pages = torch.from_numpy(room.view(f"<i{room.itemsize}")).view(TORCH_DTYPES[self.layout.dtype]).to(device)
+        if self.spare_tokens:
             past.layers = [_Roomy(keys, values) for keys, values in pages]
-        group = self._group
+        group = self.group
         rows, numbers = (None, range(len(pages))) if group is None else (group.rows, group.group.layers)
         window = 0 if rows is None else rows.window
         first = max(0, tokens - window + 1) if window else 0
@@ -309,20 +301,20 @@ def _both_of(rows: TokenRows, pair: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def filled_cache(model: Any, layout: BlockLayout, blocks: Sequence[BlockBits]) -> DynamicCache:
-def cut_to(past: DynamicCache, tokens: int) -> None:
-    """Forget what a plain model's layers, each maybe of another length, have behind so many tokens."""
-    # Not `crop`: it asks the first layer for the length.
-    for layer in past.layers:
-        if layer.is_initialized:
-            layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
-
-
     """Return an engine's cache of a plain model's leading blocks."""
     past, room = DynamicCache(config=model.config), RestoredRoom(layout, len(blocks) * layout.tokens)
     for position, bits in enumerate(blocks):
         room.write(position, bits)
     room.fill(past, len(blocks) * layout.tokens, model.device)
     return past
+
+
+def cut_to(past: DynamicCache, tokens: int) -> None:
+    """Forget what a plain model's layers, each maybe of another length, have behind so many tokens."""
+    # Not `crop`: it asks the first layer for the length.
+    for layer in past.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
 
 
 class _Roomy(DynamicLayer):  # type: ignore[misc]
@@ -387,15 +379,15 @@ def halves_of(rows: TokenRows, keys: NDArray[Any], values: NDArray[Any]) -> Sequ
 
 def read_states(past: DynamicCache, group: ModelGroup) -> BlockBits:
     """Return a copy of a group's states as they are now. ValueError if one has another shape than the probe's."""
-    layout = group.group.layout
+    layout, dtype = group.group.layout, TORCH_DTYPES[group.group.layout.dtype]
     torch_bits, numpy_bits = BITS_DTYPES[layout.dtype.item_bytes]
     bits: BlockBits = np.zeros(layout.shape, layout.bits_dtype)
     for position, (number, tensors) in enumerate(zip(group.group.layers, group.states, strict=True)):
         flat, start = bits[position].reshape(-1), 0
         for each in tensors:
             tensor = getattr(past.layers[number], each.name)[each.number]
-            if tensor is None or tuple(tensor.shape) != each.shape or tensor.dtype != group.dtype:
-                raise ValueError(f"layer {number} has no {each.name} of {each.shape} in {group.dtype}")
+            if tensor is None or tuple(tensor.shape) != each.shape or tensor.dtype != dtype:
+                raise ValueError(f"layer {number} has no {each.name} of {each.shape} in {dtype}")
             stop = start + tensor.numel()
             flat[start:stop] = tensor.detach().cpu().contiguous().view(torch_bits).numpy().view(numpy_bits).reshape(-1)
             start = stop
@@ -415,14 +407,14 @@ class StateRoom:
 
     def fill(self, past: DynamicCache, stop: int, device: torch.device) -> None:
         """Make an empty cache's layers hold the states, as `read_states` has read them."""
-        group = self._group
+        group, dtype = self._group, TORCH_DTYPES[self._group.group.layout.dtype]
         layers = self._bits.view(f"<i{self._bits.itemsize}").reshape(len(group.states), -1)
         for flat, number, tensors in zip(layers, group.group.layers, group.states, strict=True):
             start, layer = 0, past.layers[number]
             for each in tensors:
                 part = flat[start : start + math.prod(each.shape)]
                 start += len(part)
-                tensor = torch.from_numpy(part.copy()).view(group.dtype).view(each.shape).to(device)
+                tensor = torch.from_numpy(part.copy()).view(dtype).view(each.shape).to(device)
                 named: dict[str, Any] = {each.name: tensor, "state_idx": each.number}
                 layer.lazy_initialization(**named)
                 getattr(layer, each.name)[each.number].copy_(tensor)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from kvtide.evict import Recent
 from kvtide.importance import WRITER_BYTES, Floats, Orders, packing_orders
 from kvtide.plan import Speed
 from kvtide.store import Cache
-from kvtide.store.load.sparse import Sparse, SparseLoad
+from kvtide.store.load.sparse import Sparse
 from kvtide.store.repack import Repacker, UseStore
 from kvtide.types import ObjectId
 
@@ -63,14 +63,6 @@ class Ways:
         self._speeds[is_part, is_near].note(tokens, seconds, now_s)
 
 
-class OpenedPrefix(NamedTuple):
-    """Rough blocks in an engine's cache, of which exact chunks can still be had until `sparse` is closed."""
-
-    sparse: Sparse
-    load: SparseLoad
-    past: DynamicCache
-
-
 class ImportanceLoads:
     """Loads exactly only what matters of blocks that are stored as `packed`, and learns what that is."""
 
@@ -87,8 +79,13 @@ class ImportanceLoads:
         # Last blocks of prefixes that a guard refused, and when: loaded whole for as long as the slower way is.
         self.refused_s: Recent[ObjectId, float] = Recent(REFUSALS_MAX)
 
-    def open(self, model: Any, metas: Sequence[BlockMeta], is_near: bool, spare_tokens: int) -> OpenedPrefix | None:
-        """Load the rough blocks of a hit; None if they are not packed, or are to be loaded whole."""
+    def open(
+        self, model: Any, metas: Sequence[BlockMeta], is_near: bool, spare_tokens: int
+    ) -> tuple[Sparse, DynamicCache] | None:
+        """Load the rough blocks of a hit; None if they are not packed, or are to be loaded whole.
+
+        Of those in the engine's cache exact chunks can still be had, until the load is closed.
+        """
         now_s = self._clock.monotonic_s()
         if not metas or self._settings.ratio == 1.0:
             return None
@@ -103,16 +100,17 @@ class ImportanceLoads:
             return None
         past = DynamicCache(config=model.config)
         pages.fill(past, sparse.opened.tokens, model.device)
-        return OpenedPrefix(sparse, sparse.opened, past)
+        return sparse, past
 
     def answer(
-        self, model: Any, input_ids: torch.Tensor, opened: OpenedPrefix, arguments: dict[str, Any]
+        self, model: Any, input_ids: torch.Tensor, sparse: Sparse, past: DynamicCache, arguments: dict[str, Any]
     ) -> tuple[Any, SelectedLayers]:
         """Answer on rough blocks of which each layer loads what matters."""
-        load, metas = opened.load, opened.load.metas
-        selection = SparsePrefix(load, self._settings)
-        with closing(opened.sparse):
-            selection.probe(model, input_ids[:, load.tokens :], opened.past)
+        load = sparse.opened
+        assert load is not None
+        metas, selection = load.metas, SparsePrefix(load, self._settings)
+        with closing(sparse):
+            selection.probe(model, input_ids[:, load.tokens :], past)
             if selection.report().is_fallback:
                 self._refuse(metas)
             with selection.active(model):
@@ -147,9 +145,7 @@ class ImportanceLoads:
         """Return in which orders to store the observed blocks' tokens."""
         if not self._is_reordered or observed is None or not observed.importance:
             return {}
-        seen = metas[: observed.tokens // metas[0].layout.tokens]
-        orders = self.learner.orders(seen, observed.importance)
-        return {meta.id: order for meta, order in zip(seen, orders, strict=True)}
+        return self.learner.orders(metas[: observed.tokens // metas[0].layout.tokens], observed.importance)
 
 
 class Learner:
@@ -168,14 +164,13 @@ class Learner:
         """Return what `ScoreRanking` wants to know of a block."""
         return self._uses.important_tokens(object_id) if self._uses else 1.0
 
-    def orders(self, metas: Sequence[BlockMeta], importance: Mapping[int, Floats]) -> list[Orders]:
+    def orders(self, metas: Sequence[BlockMeta], importance: Mapping[int, Floats]) -> dict[ObjectId, Orders]:
         """Return in which orders to store blocks: by a prompt over them, and by past uses that this process knows."""
-        by_block = np.split(_by_layer(importance), len(metas), axis=1)
-        uses = self._uses
-        return [
-            packing_orders(part if uses is None else uses.blended(meta, part))
+        by_block, uses = np.split(_by_layer(importance), len(metas), axis=1), self._uses
+        return {
+            meta.id: packing_orders(part if uses is None else uses.blended(meta, part))
             for meta, part in zip(metas, by_block, strict=True)
-        ]
+        }
 
     def note(
         self, cache: Cache, metas: Sequence[BlockMeta], importance: Mapping[int, Floats], bases: Sequence[PackedBase]

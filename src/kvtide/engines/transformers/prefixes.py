@@ -6,10 +6,11 @@ windows or states all that a hit needs comes, or nothing is restored.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from itertools import product
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from kvtide.engines.transformers.groups import (
     read_states,
 )
 from kvtide.evict import Advice
-from kvtide.group import GroupKind, Hit, Parts, part_keys, state_cuts, state_every
+from kvtide.group import GroupKind, Hit, Parts, part_keys, state_every
 from kvtide.importance import Orders
 from kvtide.keys import TokenIds, block_keys
 from kvtide.store import BlockSource, Cache, PendingBlock
@@ -39,13 +40,13 @@ from kvtide.types import BlockKey, ObjectId
 class SequenceRow(NamedTuple):
     """One sequence of a call: columns of padding before it, its tokens, and the parts of full blocks, by group.
 
-    The last token has no part: it always runs, as its logits are the answer's first token. hit: None until looked up.
+    The last token has no part: it always runs, as its logits are the answer's first token. hit: as it was looked up.
     """
 
     pad: int
     tokens: np.ndarray[Any, Any]
     metas: list[list[BlockMeta]]
-    hit: Hit | None = None
+    hit: Hit = Hit(0)
 
 
 class RestoredColumns(NamedTuple):
@@ -60,37 +61,33 @@ class RestoredColumns(NamedTuple):
     is_near: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Prefixes:
     """Prefixes of one live model in a cache. `identity` names its groups of layers; a plain model has one."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: Cache,
-        clock: Clock,
-        identity: ModelIdentity,
-        block_tokens: int,
-        state_every_tokens: int | None = None,
-    ) -> None:
+    _model: Any
+    _cache: Cache
+    _clock: Clock
+    _identity: ModelIdentity
+    state_every_tokens: InitVar[int | None]
+
+    def __post_init__(self, state_every_tokens: int | None) -> None:
         """state_every_tokens: a state is kept so often. ValueError if there are none, or for a bad number."""
-        self._model = model
-        self._cache = cache
-        self._clock = clock
-        self._identity = identity
-        self._block_tokens = block_tokens
+        identity = self._identity
+        self._block_tokens = identity.block_tokens
         # The name by which the model takes its cache.
-        self.argument = cache_argument(model)
-        rows, states = (
-            [each.group.layout for each in identity.groups if bool(each.states) is want] for want in (False, True)
+        self.argument = cache_argument(self._model)
+        # Of a state, and of a block's rows.
+        state_bytes, row_bytes = (
+            sum(each.group.layout.raw_bytes for each in identity.groups if bool(each.states) is want)
+            for want in (True, False)
         )
-        if state_every_tokens is not None and (state_every_tokens < 1 or not states):
+        if state_every_tokens is not None and (state_every_tokens < 1 or not state_bytes):
             raise ValueError(
                 f"state_every_tokens must be positive, and the model keep states, got {state_every_tokens}"
             )
         # Often enough that a prompt that branches has one near.
-        self._state_every_tokens = state_every_tokens or state_every(
-            sum(layout.raw_bytes for layout in states), sum(layout.raw_bytes for layout in rows) / block_tokens
-        )
+        self._state_every_tokens = state_every_tokens or state_every(state_bytes, row_bytes / identity.block_tokens)
 
     def metas(self, tokens: TokenIds, is_latest: bool = False) -> list[list[BlockMeta]]:
         """Return the parts of all full blocks of tokens, by group; a plain model's are its blocks."""
@@ -140,21 +137,17 @@ class Prefixes:
     def restore(self, rows: Sequence[SequenceRow], began_s: float) -> RestoredColumns:
         """Return a cache with the columns that all rows can have, if loading is worth it, as far as they came."""
         cache, size, namespace = self._cache, self._block_tokens, self._identity.namespace
-        stop = rows[0].pad + len(rows[0].tokens) - 1
         for row in rows:
-            hit_tokens = size * row.hit.blocks if row.hit is not None else 0
-            cache.decisions.add_absent((len(row.tokens) - 1) // size * size - hit_tokens, namespace)
-            stop = min(stop, row.pad + hit_tokens)
+            cache.decisions.add_absent(size * (len(row.metas[0]) - row.hit.blocks), namespace)
+        stop = min(row.pad + size * row.hit.blocks for row in rows)
         # Rows that begin alike are loaded once.
-        alike, tokens, begins = dict[BlockKey, list[int]](), 0, list[ObjectId]()
+        alike = defaultdict[BlockKey, list[int]](list)
         for number, row in enumerate(rows):
             if row.pad < stop:
-                same = alike.setdefault(row.metas[0][(stop - row.pad - 1) // size].id.key, [])
-                if not same:
-                    tokens += stop - row.pad
-                    begins += [metas[0].id for metas in self.needed(row, stop - row.pad)]
-                same.append(number)
-        is_near = cache.is_near(begins)
+                alike[row.metas[0][(stop - row.pad - 1) // size].id.key].append(number)
+        loaded = [rows[number] for number, *_ in alike.values()]
+        tokens = sum(stop - row.pad for row in loaded)
+        is_near = cache.is_near([metas[0].id for row in loaded for metas in self.needed(row, stop - row.pad)])
         if alike and cache.is_worth(tokens, is_near, namespace):
             load = partial(self._load, rows, [*alike.values()], stop, tokens, None if is_near else began_s)
             found = cache.guarded("restore", load, None)
@@ -198,12 +191,12 @@ class Prefixes:
         return RestoredColumns(past, columns, stored_bytes)
 
     def cuts(self, tokens: int, restored: int, known: int) -> list[int]:
-        """Return the tokens, after those restored, at which states are to be kept."""
+        """Return after which tokens fresh states are kept: every so often, after `known` blocks, and the last."""
         if not any(each.states for each in self._identity.groups):
             return []
-        size = self._block_tokens
-        cuts = state_cuts(restored // size, (tokens - 1) // size, known, max(1, self._state_every_tokens // size))
-        return [size * block for block in cuts]
+        size, first, last = self._block_tokens, restored // self._block_tokens, (tokens - 1) // self._block_tokens
+        often = range(first, last, max(1, self._state_every_tokens // size))
+        return [size * block for block in sorted({*often, known, last}) if first < block <= last]
 
     def run_to_cuts(
         self, input_ids: torch.Tensor, past: DynamicCache, restored: int, row: SequenceRow
@@ -213,7 +206,7 @@ class Prefixes:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()
         states, nothing = list[PendingBlock](), list[PendingBlock]()
-        for cut in self.cuts(len(row.tokens), restored, row.hit.known if row.hit is not None else 0):
+        for cut in self.cuts(len(row.tokens), restored, row.hit.known):
             # Not in inference mode: what `generate` goes on with is changed in place.
             given = {self.argument: past, "use_cache": True, "logits_to_keep": 1}
             with torch.no_grad():
@@ -237,8 +230,8 @@ class Prefixes:
         tokens: Sequence[np.ndarray[Any, Any]],
         rows: Sequence[SequenceRow],
         loaded: Sequence[Collection[int]],
-        states: Sequence[PendingBlock] = (),
-        orders: Mapping[ObjectId, Orders] = MappingProxyType({}),
+        states: Sequence[PendingBlock],
+        orders: Mapping[ObjectId, Orders],
     ) -> int:
         """Queue the full blocks of rows that were not loaded, and states; return how many wait, of the least group."""
         named, queued = [self.metas(own) for own in tokens], list[int]()
