@@ -76,20 +76,13 @@ class Guard(Protocol):
         """Tell from the scores of all layers, one or more, whether a selection of a share of the tokens will do."""
 
 
-def jaccard(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
-    """Return |a and b| / |a or b| of two sets; 1 for two empty ones."""
-    both = len(np.intersect1d(a, b))
-    either = len(a) + len(b) - both
-    return both / either if either else 1.0
-
-
 class HeadsAgree(Guard):
     """IMPRESS: the top tokens of the probed heads are more alike than t = j^ALPHA, j being the level of chance."""
 
     def score(self, importance: Floats, count: int, kept: NDArray[np.int64]) -> float:
         # One head agrees with itself.
-        tops = [top_tokens(row, count) for row in importance]
-        pairs = [jaccard(a, b) for a, b in combinations(tops, 2)]
+        tops = [set(top_tokens(row, count).tolist()) for row in importance]
+        pairs = [len(one & other) / len(one | other) for one, other in combinations(tops, 2)]
         return float(np.mean(pairs)) if pairs else 1.0
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
@@ -114,17 +107,13 @@ class NeighboursAgree(Guard):
             return 0.0
         mass += np.float32(MASS_MIN)
         known = np.log(mass, out=mass)
-        near, far = _difference(known, 1), np.mean([_difference(known, apart) for apart in APART], axis=0)
+        near, *others = (np.abs(known[:, apart:] - known[:, :-apart]).mean(axis=1) for apart in (1, *APART))
+        far = np.mean(others, axis=0)
         alike = np.where(far > SPREAD_MIN, 1 - near / np.maximum(far, SPREAD_MIN), 0.0)
         return max(0.0, float(np.median(alike)))
 
     def trusts(self, scores: Sequence[float], ratio: float) -> bool:
         return median(scores[len(scores) // 2 :]) >= ALIKE
-
-
-def _difference(values: Floats, apart: int) -> Floats:
-    found: Floats = np.abs(values[:, apart:] - values[:, :-apart]).mean(axis=1)
-    return found
 
 
 WRITER_BYTES = 8
@@ -194,11 +183,9 @@ class UseRecord:
         """Return what both know. ValueError for another block's record."""
         if (self.block, self.layers, self.tokens) != (other.block, other.layers, other.tokens):
             raise ValueError("records of two blocks can't be merged")
-        both = dict(self.entries)
-        for writer, entry in other.entries.items():
-            if writer not in both or _order(writer, entry) > _order(writer, both[writer]):
-                both[writer] = entry
-        return self._with(both)
+        # Of a writer's two entries the later one comes last, and stays.
+        both = sorted([*self.entries.items(), *other.entries.items()], key=lambda item: _order(*item))
+        return self._with(dict(both))
 
     def _with(self, entries: Mapping[bytes, UseEntry]) -> UseRecord:
         last = sorted(entries.items(), key=lambda item: _order(*item), reverse=True)[:WRITERS_MAX]
