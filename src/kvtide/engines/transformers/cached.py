@@ -54,10 +54,10 @@ PREFILL_SAMPLE_TOKENS_MIN = 128
 
 
 class _Begun(NamedTuple):
-    """A call before the model runs: its rows, a cache with their first columns, the report so far; of rough blocks."""
+    """A call before the model runs: its rows, a cache with their first columns, a report, the load of rough blocks."""
 
     rows: list[SequenceRow]
-    past: DynamicCache
+    past: Any
     columns: int
     report: GenerateReport
     sparse: Sparse | None = None
@@ -76,7 +76,7 @@ class CachedModel:
     # Where a profile is looked for, at the start and when the model changed, and of which kind; "" for none.
     _store_url: str
     _profile_kind: str
-    # How what is not in the fastest tier is streamed; loads only what matters exactly.
+    # How what is not in the fastest tier is streamed, and how only what matters is loaded exactly; None: not so.
     _streaming: StreamSettings | None
     _importance: ImportanceLoads | None
 
@@ -158,7 +158,7 @@ class CachedModel:
         if input_ids.ndim != 2 or not input_ids.numel():
             raise ValueError(f"input_ids must be (sequences, tokens), at least one token, got {tuple(input_ids.shape)}")
         call = CallSettings.of(self.model, input_ids, arguments)
-        bypass = bypass_reason(self.model, input_ids, call) or self._follow()
+        bypass = bypass_reason(self.model, call) or self._follow()
         bypass = bypass or misfit_reason(call, self.identity.is_plain, self._importance is not None)
         if bypass is not None:
             self._note_bypass(bypass, input_ids.shape[1])
@@ -169,11 +169,8 @@ class CachedModel:
         began_s, pads = self._clock.monotonic_s(), (input_ids.shape[1] - call.mask.sum(dim=1)).tolist()
         columns = zip(input_ids.cpu().numpy(), pads, strict=True)
         rows = [self.prefixes.row(ids, pad, kvtide_force_latest) for ids, pad in columns]
-        if call.is_single:
-            begun = self._begin(rows, streaming if self.identity.is_plain else None, kvtide_hint, self._importance)
-        else:
-            begun = self._begin(rows)
-        return self._run(input_ids, call, begun, began_s, arguments)
+        ways = (streaming if self.identity.is_plain else None, kvtide_hint, self._importance) if call.is_single else ()
+        return self._run(call, self._begin(rows, *ways), began_s, arguments)
 
     def _follow(self) -> str | None:
         """Follow changes of the model, and look for the profile of what it is now. Return why it can't be served."""
@@ -251,39 +248,30 @@ class CachedModel:
         self.cache.load(metas, streamed, self.cache.judge.deadline_s(len(metas) * self._block_tokens))
         if (found := streamed.report) is None:
             return None
-        figures = (found.tokens, found.ready_s, found.received_bytes)
-        report = GenerateReport(len(row.tokens), *figures, streamed=found, found_in=self._found_in(is_near=False))
-        return _Begun([row], engine.past, found.tokens, report)
+        report = GenerateReport(len(row.tokens), found.tokens, found.ready_s, found.received_bytes, streamed=found)
+        return _Begun([row], engine.past, found.tokens, report._replace(found_in=self._found_in(is_near=False)))
 
-    def _run(
-        self,
-        input_ids: torch.Tensor,
-        call: CallSettings,
-        begun: _Begun,
-        began_s: float,
-        arguments: dict[str, Any],
-    ) -> Any:
+    def _run(self, call: CallSettings, begun: _Begun, began_s: float, arguments: dict[str, Any]) -> Any:
         """Answer from what was restored on, learn from it, queue what is new."""
         row, report, importance = begun.rows[0], begun.report, self._importance if call.is_single else None
-        past: Any = begun.past
         if call.special_cache is not None:
-            past = made_cache(self.model, past, input_ids.shape[1], call)
+            begun = begun._replace(past=made_cache(self.model, begun.past, call))
         started_s, observed = self._clock.monotonic_s(), None
-        ran, states = self.prefixes.run_to_cuts(input_ids, past, begun.columns, row)
+        ran, states = self.prefixes.run_to_cuts(call.input_ids, begun.past, begun.columns, row)
         first_token = FirstToken(self._clock)
         criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
-        own = {self.prefixes.argument: past, "attention_mask": call.mask}
+        own = {self.prefixes.argument: begun.past, "attention_mask": call.mask}
         arguments = {**arguments, **own, "stopping_criteria": criteria, "cache_implementation": None}
         if begun.sparse is None or importance is None:
             # Models of states alone don't tell `generate` how many tokens their cache has.
             cut = leaving_out(self.model, ran) if self.identity.is_of_states else nullcontext()
             learning = nullcontext() if importance is None else importance.observed(self.model, row.metas[0])
             with learning as observed, cut:
-                output = self.model.generate(input_ids, **arguments)
+                output = self.model.generate(call.input_ids, **arguments)
             if call.is_single and len(row.tokens) - begun.columns >= PREFILL_SAMPLE_TOKENS_MIN:
                 self.cache.judge.note_prefill(begun.columns, len(row.tokens), first_token.seen_s - started_s)
         else:
-            output, layers = importance.answer(self.model, input_ids, begun.sparse, begun.past, arguments)
+            output, layers = importance.answer(self.model, call.input_ids, begun.sparse, begun.past, arguments)
             absent = len(row.metas[0]) * self._block_tokens - report.hit_tokens
             self.cache.decisions.add_absent(absent, self.identity.namespace)
             report = report._replace(stored_bytes_read=layers.read_bytes, selected=layers)
@@ -292,7 +280,7 @@ class CachedModel:
             seconds, now_s = first_token.seen_s - began_s, self._clock.monotonic_s()
             importance.ways.note(is_part, is_near, report.hit_tokens, seconds, now_s)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        store = partial(self._store, sequences, call, past, begun, states, observed)
+        store = partial(self._store, sequences, call, begun, states, observed)
         self._note(report._replace(blocks_queued=self.cache.guarded("queue blocks", store, 0)))
         return output
 
@@ -309,7 +297,6 @@ class CachedModel:
         self,
         sequences: torch.Tensor,
         call: CallSettings,
-        past: Any,
         begun: _Begun,
         states: Sequence[PendingBlock],
         observed: ObservedPrefix | None,
@@ -317,7 +304,7 @@ class CachedModel:
         """Queue what is new of each row, up to the end of its own answer; return how many blocks wait now."""
         size = self._block_tokens
         # The last token of an answer was never run, so the cache ends before it.
-        last = 0 if self.identity.is_of_states else int(past.get_seq_length())
+        last = 0 if self.identity.is_of_states else int(begun.past.get_seq_length())
         tokens, loaded = [], list[Collection[int]]()
         for row, sequence in zip(begun.rows, sequences.cpu().numpy(), strict=True):
             ended = next((at for at in range(call.mask.shape[1], last) if int(sequence[at]) in call.ends), last)
@@ -332,7 +319,7 @@ class CachedModel:
         orders = {}
         if self._importance is not None and observed is not None:
             orders = self._importance.orders(self.prefixes.metas(tokens[0])[0], observed)
-        return self.prefixes.store(past, tokens, begun.rows, loaded, states, orders)
+        return self.prefixes.store(begun.past, tokens, begun.rows, loaded, states, orders)
 
 
 def attach(
@@ -403,8 +390,7 @@ def _made(
     """Return the codec of a model; of profiles that are given each group must have its own. ValueError otherwise."""
     if has_profiles and is_plain(groups):
         return registry.make(spec, groups[0].group.layout)
-    shapes = profile_shapes(groups)
-    if not shapes:
+    if not (shapes := profile_shapes(groups)):
         # States are kept losslessly by any codec.
         return registry.make(spec)
     made = registry.make_by_group(spec, shapes)

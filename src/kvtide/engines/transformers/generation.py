@@ -27,12 +27,6 @@ _NEUTRAL_ARGUMENTS = {
 }
 
 
-# Caches that are filled as transformers makes them, besides the usual one.
-_CACHES = (None, "static")
-# Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
-_OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
-
-
 class GenerateReport(NamedTuple):
     """The cache's part in the last call. `bypass` names the reason if it was left out.
 
@@ -94,11 +88,12 @@ def leaving_out(model: Any, tokens: int) -> Iterator[None]:
 class CallSettings(NamedTuple):
     """A call of `generate` as transformers takes it.
 
-    settings: the model's with the call's own. others: names of the arguments that are none of them. mask: (rows,
-    tokens), 1 for tokens. is_single: of one sequence without padding. ends: the tokens that end an answer.
-    special_cache: the kind of cache it wants, where that is not the usual one.
+    input_ids: (rows, tokens). settings: the model's with the call's own. others: names of the arguments that are none
+    of them. mask: as input_ids, 1 for tokens. is_single: of one sequence without padding. ends: the tokens that end an
+    answer. special_cache: the kind of cache it wants, where that is not the usual one.
     """
 
+    input_ids: torch.Tensor
     settings: GenerationConfig
     others: frozenset[str]
     mask: torch.Tensor
@@ -109,12 +104,9 @@ class CallSettings(NamedTuple):
     @classmethod
     def of(cls, model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Self:
         """Return what a call's arguments say."""
-        given, said = arguments.get("generation_config"), dict[str, Any]()
         # What a given configuration leaves open, the model's own says.
-        for config in (model.generation_config, given):
-            for name, value in config.to_dict().items() if config is not None else ():
-                if value is not None:
-                    said[name] = value
+        configs = [each for each in (model.generation_config, arguments.get("generation_config")) if each is not None]
+        said = {name: value for each in configs for name, value in each.to_dict().items() if value is not None}
         settings = GenerationConfig.from_dict(said)
         # None overrides a configuration, and says nothing where it is no field of one.
         others = frozenset(name for name in settings.update(**arguments) if arguments[name] is not None)
@@ -125,14 +117,14 @@ class CallSettings(NamedTuple):
             mask = (input_ids != pad) if is_padded else torch.ones_like(input_ids)
         is_single = len(input_ids) == 1 and bool(mask.all())
         how = settings.cache_implementation
-        return cls(settings, others, mask.long(), is_single, ends, None if how == "dynamic" else how)
+        return cls(input_ids, settings, others, mask.long(), is_single, ends, None if how == "dynamic" else how)
 
 
-def bypass_reason(model: Any, input_ids: torch.Tensor, call: CallSettings) -> str | None:
+def bypass_reason(model: Any, call: CallSettings) -> str | None:
     """Return why the cache can't help with this call, or None if it can."""
     if model.training:
         return "the model is in training mode"
-    settings, mask = call.settings, call.mask
+    input_ids, settings, mask = call.input_ids, call.settings, call.mask
     if torch.is_autocast_enabled(input_ids.device.type):
         return "autocast computes keys and values in another precision"
     foreign = sorted(call.others - _NEUTRAL_ARGUMENTS)
@@ -141,11 +133,13 @@ def bypass_reason(model: Any, input_ids: torch.Tensor, call: CallSettings) -> st
     mode = settings.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"{mode.value} keeps a cache of its own shape"
-    if settings.use_cache is False or call.special_cache not in _CACHES:
+    # A static cache is filled as transformers makes it.
+    if settings.use_cache is False or call.special_cache not in (None, "static"):
         return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
     if (settings.num_return_sequences or 1) != 1:
         return f"num_return_sequences={settings.num_return_sequences}"
-    for name in _OF_ALL_TOKENS:
+    # Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
+    for name in ("output_hidden_states", "output_attentions"):
         if getattr(settings, name):
             return f"{name} wants every token of the prompt to run"
     # Left padding: once a row has begun, it goes on.
@@ -166,10 +160,10 @@ def misfit_reason(call: CallSettings, is_plain: bool, has_importance: bool) -> s
 NEW_TOKENS = 20
 
 
-def made_cache(model: Any, past: DynamicCache, tokens: int, call: CallSettings) -> Any:
-    """Return the static cache that a call of so many tokens wants, with what `past` holds."""
+def made_cache(model: Any, past: DynamicCache, call: CallSettings) -> Any:
+    """Return the static cache that a call wants, with what `past` holds."""
     settings = call.settings
-    length: int = tokens + (settings.max_new_tokens or NEW_TOKENS)
+    length: int = call.input_ids.shape[1] + (settings.max_new_tokens or NEW_TOKENS)
     if settings.max_new_tokens is None:
         length = max(length, settings.max_length or 0)
     made = StaticCache(model.config, max(length, settings.max_cache_len or 0))

@@ -26,11 +26,7 @@ from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind, LayerGroup, row_group
 from kvtide.tier.buffers import aligned_buffer
 
-TORCH_DTYPES = {
-    KVDtype.FLOAT32: torch.float32,
-    KVDtype.FLOAT16: torch.float16,
-    KVDtype.BFLOAT16: torch.bfloat16,
-}
+TORCH_DTYPES: dict[KVDtype, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in KVDtype}
 _KVTIDE_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 BITS_DTYPES = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 _LAYER_TYPES = (
@@ -171,10 +167,7 @@ def model_groups(model: Any, cache: DynamicCache, block_tokens: int) -> tuple[Mo
                 states.setdefault(dtype, {})[number] = tensors
     if not rows and not states:
         raise UnsupportedModel("the model's config does not say how many layers its cache has")
-    found = [
-        _row_group(each, layers, block_tokens)._replace(is_whole=len(layers) == len(cache.layers))
-        for each, layers in rows.items()
-    ]
+    found = (_row_group(each, layers, block_tokens, len(cache.layers)) for each, layers in rows.items())
     return (*found, *(_state_group(dtype, layers) for dtype, layers in states.items()))
 
 
@@ -205,7 +198,7 @@ def _rows_of(layer: DynamicLayer, number: int) -> TokenRows:
     return TokenRows((key_heads, key_dims), (value_heads, value_dims), layer.keys.dtype, window)
 
 
-def _row_group(rows: TokenRows, layers: list[int], block_tokens: int) -> ModelGroup:
+def _row_group(rows: TokenRows, layers: list[int], block_tokens: int, all_layers: int) -> ModelGroup:
     elements = math.prod(rows.key) + math.prod(rows.value)
     heads, dims = (1, elements // 2) if rows.is_latent else rows.key
     if elements % 2 or dims > HEAD_DIM_MAX:
@@ -213,7 +206,7 @@ def _row_group(rows: TokenRows, layers: list[int], block_tokens: int) -> ModelGr
     layout = BlockLayout(len(layers), block_tokens, heads, dims, _KVTIDE_DTYPES[rows.dtype])
     # What is rotated comes first in a latent row, which the name tells from an order that once was.
     latent = f"{rows.value[1]}+{rows.key[1]}" if rows.is_latent else ""
-    return ModelGroup(row_group(layers, layout, rows.window, latent), rows)
+    return ModelGroup(row_group(layers, layout, rows.window, latent), rows, is_whole=len(layers) == all_layers)
 
 
 def _states_of(layer: LinearAttentionLayer) -> dict[torch.dtype, tuple[StateTensor, ...]]:
@@ -326,15 +319,12 @@ class _Roomy(DynamicLayer):  # type: ignore[misc]
         self.keys: torch.Tensor = keys[..., :0, :]
         self.values: torch.Tensor = values[..., :0, :]
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **named: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         start, stop = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
         keys, values = self._room
         is_ours = self.keys.data_ptr() == keys.data_ptr() and key_states.dtype == keys.dtype
         if not is_ours or stop > keys.shape[-2]:
-            copied: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *arguments, **named)
-            return copied
+            return super().update(key_states, value_states, *arguments, **named)
         keys[..., start:stop, :], values[..., start:stop, :] = key_states, value_states
         self.keys, self.values = keys[..., :stop, :], values[..., :stop, :]
         return self.keys, self.values

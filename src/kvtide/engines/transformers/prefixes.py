@@ -115,10 +115,9 @@ class Prefixes:
         """Look up how much of a sequence can be restored."""
         if self._identity.is_plain:
             return row._replace(hit=Hit(self._cache.match([meta.id for meta in row.metas[0]], hint)))
-        groups, reaches = self._identity.groups, self._identity.reaches
         parts = [
-            Parts([meta.id for meta in metas], reach, bool(each.states))
-            for each, metas, reach in zip(groups, row.metas, reaches, strict=True)
+            Parts([meta.id for meta in metas], each.group.reach_blocks(self._block_tokens), bool(each.states))
+            for each, metas in zip(self._identity.groups, row.metas, strict=True)
         ]
         return row._replace(hit=self._cache.match_parts(parts, hint))
 
@@ -150,8 +149,7 @@ class Prefixes:
         is_near = cache.is_near([metas[0].id for row in loaded for metas in self.needed(row, stop - row.pad)])
         if alike and cache.is_worth(tokens, is_near, namespace):
             load = partial(self._load, rows, [*alike.values()], stop, tokens, None if is_near else began_s)
-            found = cache.guarded("restore", load, None)
-            if found is not None:
+            if (found := cache.guarded("restore", load, None)) is not None:
                 return found._replace(is_near=is_near)
         return RestoredColumns(DynamicCache(config=self._model.config))
 

