@@ -65,11 +65,9 @@ class FaultyFiles(UnsyncedFiles):
 
 
 def _checked(name: str) -> Callable[..., Any]:
-    plain = getattr(UnsyncedFiles, name)
-
     def call(files: FaultyFiles, *arguments: Any) -> Any:
         files._check(name)
-        return plain(files, *arguments)
+        return getattr(super(FaultyFiles, files), name)(*arguments)
 
     return call
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -34,11 +35,9 @@ def aligned_buffer(size: int) -> memoryview:
     memory = _private(size + _HUGE_PAGE_BYTES)
     view = memoryview(memory)
     start = -_address(view) % _HUGE_PAGE_BYTES
-    try:
+    # A kernel without huge pages has small ones, which do.
+    with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
-    except OSError:
-        # A kernel without huge pages: small ones do.
-        return view[start : start + size]
     return view[start : start + size]
 
 

@@ -33,6 +33,12 @@ class FileInfo(NamedTuple):
 class Files:
     """The operating system's files. Everything raises OSError as the system does."""
 
+    # As the system has them. Locks go with a descriptor that is closed, what lies behind a new end is given back.
+    close = staticmethod(os.close)
+    truncate = staticmethod(os.ftruncate)
+    unlink = staticmethod(os.unlink)
+    rename = staticmethod(os.rename)
+
     def open(self, path: Path | str, flags: int) -> int:
         """Open a regular file, or with O_DIRECTORY a folder or a link to one, and return its descriptor."""
         if flags & os.O_DIRECTORY:
@@ -69,9 +75,6 @@ class Files:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return True
 
-    def close(self, descriptor: int) -> None:
-        """Close a descriptor; locks on it go with it."""
-        os.close(descriptor)
 
     def preadv(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
         """Read once, as the system call does: possibly less than asked for."""
@@ -85,21 +88,11 @@ class Files:
         """Reserve disk space for the first `size` bytes."""
         os.posix_fallocate(descriptor, 0, size)
 
-    def truncate(self, descriptor: int, size: int) -> None:
-        """Set a file's length and give back what lies behind."""
-        os.ftruncate(descriptor, size)
 
     def sync(self, descriptor: int) -> None:
         """Wait until a file's content is on the disk for good."""
         os.fdatasync(descriptor)
 
-    def unlink(self, path: Path | str) -> None:
-        """Remove a file's name."""
-        os.unlink(path)  # noqa: PTH108 - making a Path for each of them costs more than the call
-
-    def rename(self, path: Path, target: Path) -> None:
-        """Give a file the name of another, in one step."""
-        path.rename(target)
 
     def content(self, path: Path, bytes_max: int) -> bytes:
         """Return a file's bytes, the last `bytes_max` if it has more."""

@@ -40,14 +40,17 @@ def read_ranges(tier: Tier, object_id: ObjectId, ranges: Sequence[RangeRead]) ->
     return sizes
 
 
-# Reads on from a position up to the end of a range; else as `Tier.read_range`.
-ReadOn = Callable[[int, Take], bool]
-
-
 def read_from_any(
-    reads: Iterable[ReadOn], start: int, stop: int, take: Take, note: Callable[[int, Exception], None]
+    reads: Iterable[Callable[[int, int, Take], bool]],
+    start: int,
+    stop: int,
+    take: Take,
+    note: Callable[[int, Exception], None],
 ) -> bool:
-    """Do `Tier.read_range` at the first place, going on at the next where one breaks off; `note` hears each fault."""
+    """Do `Tier.read_range` of one object at the first place, going on at the next where one breaks off.
+
+    reads: `Tier.read_range` at each place. `note` hears each fault.
+    """
     position, is_wanted, problem = start, True, ""
 
     def taking(part: memoryview) -> bool:
@@ -58,7 +61,7 @@ def read_from_any(
 
     for number, read_on in enumerate(reads):
         try:
-            if read_on(position, taking):
+            if read_on(position, stop, taking):
                 return True
         except (TierUnavailable, OSError, MemoryError) as error:
             if is_wanted and position < stop:
@@ -70,18 +73,6 @@ def read_from_any(
         raise TierUnavailable(f"broke off at byte {position}: {problem}")
     return False
 
-
-def read_range_of_any(
-    tiers: Sequence[RangeSource],
-    object_id: ObjectId,
-    start: int,
-    stop: int,
-    take: Take,
-    note: Callable[[int, Exception], None],
-) -> bool:
-    """Do `read_from_any` with tiers."""
-    reads = [lambda at, take, tier=tier: tier.read_range(object_id, at, stop, take) for tier in tiers]
-    return read_from_any(reads, start, stop, take, note)
 
 
 def read_heads(

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from tests.suites import block_meta
@@ -20,7 +21,7 @@ from kvtide.store.load.run import FetchJob, LoadRequest, layered_job
 from kvtide.tier.base import Buffer, ObjectInfo, Take, Tier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.faults import FaultGuard
-from kvtide.tier.source import read_range_of_any
+from kvtide.tier.source import read_from_any
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section, SectionId, SectionKind, TierStats
 from kvtide.wire import StoredObject, pack_object, parse_object
@@ -174,7 +175,8 @@ class AnyOf:
         self._sources = sources
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
-        return read_range_of_any(self._sources, object_id, start, stop, take, lambda position, error: None)
+        reads = [partial(each.read_range, object_id) for each in self._sources]
+        return read_from_any(reads, start, stop, take, lambda position, error: None)
 
 
 class MadeEngine:

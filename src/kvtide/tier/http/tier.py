@@ -173,7 +173,7 @@ class HttpTier(CountingTier):
         target, headers = object_target(object_id)
         peers = self._in_order()
 
-        def read_on(peer: Peer, at: int, take: Take) -> bool:
+        def read_on(peer: Peer, at: int, stop: int, take: Take) -> bool:
             into = memoryview(bytearray(stop - at))
             call = Call("GET", target, [*headers, ("Range", f"bytes={at}-{stop - 1}")], into=into, start=at)
             # However slow the link: what counts is that bytes come.

@@ -23,7 +23,7 @@ from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take, 
 from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.pool.membership import ETCD_OPTIONS, Membership, Watcher, membership_of
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
-from kvtide.tier.source import read_range_of_any, read_ranges
+from kvtide.tier.source import read_from_any, read_ranges
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 
 _log = logging.getLogger(__name__)
@@ -241,7 +241,8 @@ class PoolTier(CountingTier):
                 # A server has a newer map than we have; the next read goes by that.
                 self._watcher.refresh()
 
-        return read_range_of_any([each.tier for each in members], object_id, start, stop, take, note)
+        reads = [partial(each.tier.read_range, object_id) for each in members]
+        return read_from_any(reads, start, stop, take, note)
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store at every owner, at the same time. True if one has it."""

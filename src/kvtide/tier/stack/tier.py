@@ -26,7 +26,7 @@ from kvtide.tier.base import Buffer, Fill, LentObject, ObjectInfo, RangeRead, Ta
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
 from kvtide.tier.faults import TIER_FAULTS, FaultGuard
-from kvtide.tier.source import read_range_of_any, read_ranges
+from kvtide.tier.source import read_from_any, read_ranges
 from kvtide.types import DIGEST_BYTES, BlockKey, NamedId, Namespace, ObjectId, TierStats
 
 if TYPE_CHECKING:
@@ -362,7 +362,8 @@ class TierStack(Tier):
         def note(position: int, error: Exception) -> None:
             self.guard.note("read", error, places[position].label)
 
-        return read_range_of_any([place.tier for place in places], present, start, stop, take, note)
+        reads = [partial(place.tier.read_range, present) for place in places]
+        return read_from_any(reads, start, stop, take, note)
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         present = self._present(object_id)
