@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvtide.clock import Clock
-from kvtide.errors import TierUnavailable, WrongServer
+from kvtide.errors import TierFull, TierUnavailable, WrongServer
 from kvtide.evict import EvictionOrder, Hint, Recent, States
 from kvtide.outcomes import Decided
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
@@ -272,6 +272,36 @@ class CountingTier(Tier):
         except TierUnavailable as error:
             self._note_fault(error)
             raise
+
+
+class OwnTier(CountingTier):
+    """Keeps objects on this machine, at most `bytes_max`, and says what leaves."""
+
+    is_own = can_replace = True
+
+    def __init__(self, bytes_max: int, clock: Clock) -> None:
+        super().__init__()
+        if bytes_max <= 0:
+            raise ValueError(f"bytes_max of the {self.name} tier must be positive, got {bytes_max}")
+        self._bytes_max = bytes_max
+        self._clock = clock
+        self._evictions = 0
+        self._on_removed: OnRemoved = lambda object_ids: None
+        self._offer: Offer = lambda object_id, size, fill: None
+
+    def report_to(self, on_removed: OnRemoved) -> None:
+        self._on_removed = on_removed
+
+    def offer_to(self, offer: Offer) -> None:
+        self._offer = offer
+
+    def _check_size(self, object_id: ObjectId, size: int) -> None:
+        if size > self._bytes_max:
+            raise TierFull(f"{object_id} has {size} bytes, the {self.name} tier may hold {self._bytes_max}")
+
+    def _stats(self, objects: int, used_bytes: int) -> TierStats:
+        counts = (self._hits, self._misses, self._evictions, self._faults)
+        return TierStats(self.name, objects, used_bytes, self._bytes_max, *counts)
 
 
 class WrappedTier(Tier):

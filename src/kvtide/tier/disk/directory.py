@@ -175,11 +175,7 @@ class SegmentDirectory:
 
     def make(self) -> None:
         """Make the directory if need be. OSError if there is none and it can't be made."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            if not self.folder.is_dir():
-                raise
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def open(self) -> None:
         """Learn what the directory holds, without writing. OSError if it can't be used at all."""
@@ -243,12 +239,11 @@ class SegmentDirectory:
     def release_mine(self, number: int, tail: int) -> None:
         """Note that nobody appends to one's segment any more; with a tail of 0 it has been removed."""
         with self._lock:
-            segment = self.segments.get(number)
-            if segment is not None and tail:
+            if not tail:
+                self._forget(number)
+            elif segment := self.segments.get(number):
                 segment.is_mine = False
                 segment.tail = segment.length = segment.size = tail
-            elif segment is not None:
-                self._forget(number)
 
     def refresh(self, scan_each: Callable[..., Iterable[Scan | None]] = map) -> None:
         """Learn of segments and records that others added, and of segments that they removed."""
@@ -348,12 +343,10 @@ class SegmentDirectory:
 
     def remove_empty(self, number: int) -> None:
         """Remove a segment that has been shortened to nothing. OSError leaves it known as one that takes no space."""
-        segment = self.segments.get(number)
-        if segment is not None:
+        if segment := self.segments.get(number):
             segment.length = segment.size = 0
         self._files.unlink(self.path(number))
-        self.segments.pop(number, None)
-        self.opened.drop(number)
+        self._forget(number)
 
     def mark_removed(self, expected: RecordHeader) -> None:
         """Rewrite a record's header, if it stands there, as that of a removed one. Call it under the lock."""

@@ -89,26 +89,21 @@ class SegmentLog:
         self._reader = RecordReader(files, self._directory.opened, Recycler(_STAGING_BYTES_MAX))
         self._is_open = False
 
-    def open(self) -> None:
-        """Make the directory if need be, learn what it holds. OSError if it can't be used; a read-only one opens."""
-        self._directory.make()
-        self.open_read_only()
-        try:
-            with self._write_lock, self._directory.locked():
-                self._directory.seal_abandoned()
-        except BaseException:
-            self._stop()
-            raise
-        self._is_writable = True
+    def open(self, is_writable: bool) -> None:
+        """Learn what the directory holds. OSError if it can't be used; one that can only be read opens.
 
-    def open_read_only(self) -> None:
-        """Learn what the directory holds; nothing is written, then or at `close`. OSError if it can't be read."""
-        self._is_open = True
-        try:
+        Without `is_writable` nothing is made or written, then or at `close`.
+        """
+        with ExitStack() as failing:
+            failing.callback(self._stop)
+            if is_writable:
+                self._directory.make()
             self._directory.open()
-        except BaseException:
-            self._stop()
-            raise
+            if is_writable:
+                with self._write_lock, self._directory.locked():
+                    self._directory.seal_abandoned()
+            failing.pop_all()
+        self._is_open, self._is_writable = True, is_writable
 
     def close(self) -> None:
         """Give back reserved space, save the checkpoint, forget everything. Idempotent. OSError after all is closed."""
@@ -140,41 +135,28 @@ class SegmentLog:
         """Tell whether the object is here, looking at what other processes did if we don't know it."""
         if self.knows(object_id):
             return True
-        self._directory.refresh()
+        self.refresh()
         return self.knows(object_id)
 
     def find(self, object_id: ObjectId) -> CatalogEntry | None:
         """Return where the object is, looking at what other processes did if we don't know it."""
-        entry = self.catalog.find(object_id)
-        if entry is None:
-            self._directory.refresh()
-            entry = self.catalog.find(object_id)
-        return entry
+        if (entry := self.catalog.find(object_id)) is not None:
+            return entry
+        self.refresh()
+        return self.catalog.find(object_id)
 
     def refresh(self) -> None:
         """Learn what other processes did."""
         self._directory.refresh()
 
     def read(self, entry: CatalogEntry, buffer: memoryview, offset: int) -> RecordState | None:
-        """Fill `buffer` with the object's bytes from `offset` on and tell the state of the record that was read.
-
-        None if another record, or none, is there: the copy was evicted or its header is damaged.
-        """
+        """Do `RecordReader.read`. None if the copy was evicted or its header is damaged."""
         assert self._is_open, "read before open"
-        try:
-            return self._reader.read(entry, buffer, offset)
-        except (FileNotFoundError, EOFError):
-            return None
+        return self._reader.read(entry, buffer, offset)
 
     def lend(self, entry: CatalogEntry, can_wait: bool) -> tuple[RecordState | None, LentObject | None]:
-        """Open the object's place for sending; state as in `read`, and nothing is lent unless it is live.
-
-        Without `can_wait` also if reading its header would wait for the disk; its state is then unknown: None.
-        """
-        try:
-            return lend_record(self._files, self._directory.path(entry.header.segment), entry.header, can_wait)
-        except FileNotFoundError:
-            return None, None
+        """Do `lend_record` of a copy."""
+        return lend_record(self._files, self._directory.path(entry.header.segment), entry.header, can_wait)
 
     def append(self, object_id: ObjectId, body: Buffer) -> CatalogEntry:
         """Store an object. TierFull if there is no room."""
@@ -198,16 +180,11 @@ class SegmentLog:
 
     def _writer_for(self, need: int, object_id: ObjectId, label: ObjectLabel) -> SegmentWriter:
         writer = self._writer
-        if (
-            writer is not None
-            and self._files.is_here(writer.cached, writer.path, writer.size)
-            and writer.size - writer.tail >= need
-        ):
+        if writer is not None and writer.has_room(need):
             return writer
         with self._directory.locked():
-            if writer is not None:
-                self._retire_writer()
-            self._directory.refresh()
+            self._retire_writer()
+            self.refresh()
             self._directory.seal_abandoned()
             ancestors = self._lineage.ancestors(object_id.namespace, label)
             try:
@@ -309,16 +286,14 @@ class SegmentLog:
 
     def _candidates(self, ancestors: frozenset[BlockKey]) -> list[int]:
         """Return the segments in the order in which they go: oldest first, or those with most that was given up."""
-        numbers = sorted(self._directory.segments)
-        if self.given_up is None:
-            return numbers
-        # Of a copy, made in one step: others' segments are learnt of meanwhile.
+        # A copy, made in one step: others' segments are learnt of meanwhile.
         known = self._directory.segments.copy()
+        if self.given_up is None:
+            return sorted(known)
         sizes = {number: found.size for number, found in known.items() if not found.is_mine}
-        held = partial(self._is_held, ancestors)
         self.given_up.catch_up(self.catalog.newest)
-        ranked = self.given_up.segments(sizes, self.catalog.find, lambda object_id: not held(object_id))
-        return [*dict.fromkeys([*ranked, *numbers])]
+        ranked = self.given_up.segments(sizes, self.catalog.find, lambda each: not self._is_held(ancestors, each))
+        return [*dict.fromkeys([*ranked, *sorted(known)])]
 
     def _is_held(self, ancestors: frozenset[BlockKey], object_id: ObjectId) -> bool:
         return object_id.key in ancestors or self._is_pinned(object_id.key)
@@ -340,7 +315,7 @@ class SegmentLog:
                 self._on_evicted(self.catalog.drop_segment(number))
                 self._directory.remove_empty(number)
         except FileNotFoundError:
-            self._directory.refresh()
+            self.refresh()
         return True
 
     def _offer_rest(self, number: int) -> None:
@@ -365,7 +340,7 @@ class SegmentLog:
     def mark_removed(self, object_id: ObjectId) -> bool:
         """Remove every copy of an object, for all processes. False if there was none."""
         with self._write_lock, self._directory.locked():
-            self._directory.refresh()
+            self.refresh()
             copies = self.catalog.copies(object_id)
             self._remove_copies(copies)
             return bool(copies)

@@ -6,10 +6,12 @@ Invariant: a record's header page is written after its body, so a header that st
 from __future__ import annotations
 
 import os
+import re
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -27,10 +29,12 @@ from kvtide.wire import HEADER_BYTES, ObjectLabel
 _RECORD_MAGIC = b"\x89KVREC\r\n"
 _SEGMENT_MAGIC = b"\x89KVSEG\r\n"
 _VERSION = 2
+_HEADER_BYTES = 256
+# Of headers that are read.
+_FORM = (_VERSION, _HEADER_BYTES)
 _RECORD = struct.Struct("<8sHHI32s32s16sQQQQQ32sI68s")
 _SEGMENT = struct.Struct("<8sHHIQQQ200s")
 _CHECKED_BYTES = 240
-_HEADER_BYTES = 256
 # The checksum in a header page: equal ones are of equal headers.
 _SEAL = slice(_CHECKED_BYTES, _HEADER_BYTES)
 # The end of the year 9999: times after it are a clock's fault.
@@ -89,8 +93,8 @@ def pack_record_header(header: RecordHeader) -> bytes:
     """Return the record's header page."""
     names = (header.id.key, header.id.namespace, header.label.codec)
     place = (header.segment, header.sequence, header.offset, header.size, header.stored_ms)
-    first = (_RECORD_MAGIC, _VERSION, _HEADER_BYTES, header.state)
-    return _page(_RECORD.pack(*first, *names, *place, header.label.parent, header.label.start, b""))
+    origin = (header.label.parent, header.label.start)
+    return _page(_RECORD.pack(_RECORD_MAGIC, *_FORM, header.state, *names, *place, *origin, b""))
 
 
 def _page(fields: bytes) -> bytes:
@@ -103,10 +107,10 @@ def record_state(page: memoryview, expected: RecordHeader) -> RecordState | None
     return found.state if found is not None and replace(found, state=expected.state) == expected else None
 
 
-def parse_record_header(page: bytes | bytearray | memoryview, segment: int, offset: int) -> RecordHeader | None:
+def parse_record_header(page: Buffer, segment: int, offset: int) -> RecordHeader | None:
     """Return the record header at this place; None if there is none or anything is off."""
-    fields = _checked_fields(page, _RECORD, _RECORD_MAGIC)
-    if fields is None:
+    fields = _whole_fields(page, _RECORD, _RECORD_MAGIC)
+    if fields is None or fields[1:3] != _FORM:
         return None
     state, key, namespace, codec, number, sequence, at, size, stored_ms, parent, start = fields[3:14]
     if (number, at) != (segment, offset) or state not in RecordState.__members__.values():
@@ -118,41 +122,31 @@ def parse_record_header(page: bytes | bytearray | memoryview, segment: int, offs
 
 def pack_segment_header(header: SegmentHeader) -> bytes:
     """Return the segment's first page."""
-    first = (_SEGMENT_MAGIC, _VERSION, _HEADER_BYTES, 0)
-    return _page(_SEGMENT.pack(*first, header.number, header.created_ms, header.removals, b""))
+    return _page(_SEGMENT.pack(_SEGMENT_MAGIC, *_FORM, 0, header.number, header.created_ms, header.removals, b""))
 
 
-def parse_segment_header(page: bytes | bytearray | memoryview) -> SegmentHeader | None:
+def parse_segment_header(page: Buffer) -> SegmentHeader | None:
     """Return the segment header; None if anything is off."""
-    fields = _checked_fields(page, _SEGMENT, _SEGMENT_MAGIC)
-    return None if fields is None else SegmentHeader(*fields[4:7])
+    fields = _whole_fields(page, _SEGMENT, _SEGMENT_MAGIC)
+    return None if fields is None or fields[1:3] != _FORM else SegmentHeader(*fields[4:7])
 
 
-def is_of_other_version(page: bytes | bytearray | memoryview) -> bool:
+def is_of_other_version(page: Buffer) -> bool:
     """Tell whether this whole segment header is of a version that this code does not read."""
-    return _is_whole(page, _SEGMENT_MAGIC) and _SEGMENT.unpack_from(page)[1] != _VERSION
+    fields = _whole_fields(page, _SEGMENT, _SEGMENT_MAGIC)
+    return fields is not None and fields[1] != _VERSION
 
 
-def _checked_fields(
-    page: bytes | bytearray | memoryview, layout: struct.Struct, magic: bytes
-) -> tuple[Any, ...] | None:
-    if not _is_whole(page, magic):
-        return None
-    fields = layout.unpack_from(page)
-    return fields if fields[1:3] == (_VERSION, _HEADER_BYTES) else None
-
-
-def _is_whole(page: bytes | bytearray | memoryview, magic: bytes) -> bool:
+def _whole_fields(page: Buffer, layout: struct.Struct, magic: bytes) -> tuple[Any, ...] | None:
     view = memoryview(page)
     if len(view) < _HEADER_BYTES or view[: len(magic)] != magic:
-        return False
-    return xxhash.xxh3_128_digest(view[:_CHECKED_BYTES]) == view[_SEAL]
+        return None
+    return layout.unpack_from(view) if xxhash.xxh3_128_digest(view[:_CHECKED_BYTES]) == view[_SEAL] else None
 
 
 # Bodies that are not page-aligned in memory pass through buffers of this size; the last two pages take ends.
 STAGING_BYTES = 1 << 20
-_SUFFIX = ".seg"
-_DIGITS = 12
+_NAME = re.compile(r"([0-9]{12})\.seg")
 
 
 class Scan(NamedTuple):
@@ -165,14 +159,13 @@ class Scan(NamedTuple):
 
 def segment_name(number: int) -> str:
     """Return a segment's file name."""
-    return f"{number:0{_DIGITS}d}{_SUFFIX}"
+    return f"{number:012d}.seg"
 
 
 def segment_number(name: str) -> int | None:
     """Return the number in a segment's file name; None for a file that is not ours."""
-    digits = name.removesuffix(_SUFFIX)
-    is_ours = len(digits) == _DIGITS and digits.isdecimal() and digits.isascii() and name.endswith(_SUFFIX)
-    return int(digits) if is_ours else None
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def scan_segment(files: Files, path: Path | str, number: int, tail: int | None = None) -> Scan:
@@ -237,23 +230,24 @@ class SegmentWriter:
     @classmethod
     def create(cls, files: Files, path: str, header: SegmentHeader, size: int) -> SegmentWriter:
         """Make a segment file with all its space reserved. OSError, and no file, if that can't be done."""
-        cached = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        direct = -1
-        try:
+        with ExitStack() as failing:
+            cached = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            failing.callback(files.close, cached)
+            failing.callback(files.unlink, path)
+            # Given back before the name goes: others may hold the file open.
+            failing.callback(files.truncate, cached, 0)
             is_locked = files.try_lock(cached)
             assert is_locked, "a new segment is locked by somebody else"
             files.allocate(cached, size)
             direct = files.open_direct(path, os.O_WRONLY)
+            failing.callback(files.close, direct)
             files.write_full(cached, [pack_segment_header(header)], 0)
-        except BaseException:
-            # Given back before the name goes: others may hold the file open.
-            files.truncate(cached, 0)
-            files.unlink(path)
-            if direct >= 0:
-                files.close(direct)
-            files.close(cached)
-            raise
+            failing.pop_all()
         return cls(files, path, header, size, direct, cached)
+
+    def has_room(self, need: int) -> bool:
+        """Tell whether the file stands where it was made, and so many bytes fit behind its records."""
+        return self.files.is_here(self.cached, self.path, self.size) and self.size - self.tail >= need
 
     def append(self, header: RecordHeader, body: Buffer, staging: memoryview) -> bytes:
         """Write a record at the tail: its body, then its header. Return its seal. OSError leaves it invisible."""
@@ -283,7 +277,7 @@ class SegmentWriter:
         False if it holds nothing, or is lost.
         """
         try:
-            if not self.files.is_here(self.cached, self.path, self.size):
+            if not self.has_room(0):
                 return False
             if self.sequence == 0:
                 self.files.truncate(self.cached, 0)
@@ -331,17 +325,17 @@ class RecordReader:
     def read(self, entry: CatalogEntry, buffer: memoryview, offset: int) -> RecordState | None:
         """Fill `buffer` with the object's bytes from `offset` on and tell the state of the record that they are of.
 
-        None if another record than the expected one, or none, is there; EOFError if the file ends before it does. The
-        buffer may hold no more than the object has from `offset` on.
+        None if another record than the expected one, or none, is there whole. The buffer may hold no more than the
+        object has from `offset` on.
         """
         header = entry.header
         assert offset + len(buffer) <= header.size
-        segment = self._opened.take(header.segment)
         try:
             ends = self._ends.pop()
         except IndexError:
             ends = aligned_buffer(2 * ALIGN_BYTES)
         try:
+            segment = self._opened.take(header.segment)
             self._read(segment.descriptor, header.offset, ends, buffer, offset)
             seal = bytes(ends[_SEAL])
             if seal == entry.seal:
@@ -350,9 +344,11 @@ class RecordReader:
             if state is RecordState.LIVE:
                 entry.seal = seal
             return state
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
             # Whatever it was: the next read shall meet a file opened again.
             self._opened.drop(header.segment)
+            if isinstance(error, FileNotFoundError | EOFError):
+                return None
             raise
         finally:
             self._ends.append(ends)
@@ -364,16 +360,14 @@ class RecordReader:
             self._read_parts(descriptor, [page], at)
             self._read_staged(descriptor, body, buffer, offset)
             return
-        is_padded = whole < len(buffer)
-        parts = [buffer[:whole], last] if is_padded else [buffer]
+        parts = [buffer[:whole], last] if whole < len(buffer) else [buffer]
         if offset:
             self._read_parts(descriptor, [page], at)
             self._read_parts(descriptor, parts, body + offset)
         else:
             # Most reads: one call takes the header and the body.
             self._read_parts(descriptor, [page, *parts], at)
-        if is_padded:
-            copy_bytes(buffer[whole:], last[: len(buffer) - whole])
+        copy_bytes(buffer[whole:], last[: len(buffer) - whole])
 
     def _read_staged(self, descriptor: int, body: int, buffer: memoryview, offset: int) -> None:
         scratch, done = self._staging.take(STAGING_BYTES), 0
@@ -399,21 +393,22 @@ def lend_record(
 
     Without `can_wait` nothing but the page cache is read; the state is None if that is not enough.
     """
-    descriptor = files.open(path, os.O_RDONLY)
-    body = expected.offset + ALIGN_BYTES
-    pages = memoryview(bytearray(ALIGN_BYTES + min(HEADER_BYTES, expected.size)))
+    try:
+        descriptor = files.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None, None
+    state, pages = None, memoryview(bytearray(ALIGN_BYTES + min(HEADER_BYTES, expected.size)))
     try:
         read = files.read_full if can_wait else files.read_cached
-        is_whole = read(descriptor, [pages], expected.offset) == len(pages)
-        state = record_state(pages[:ALIGN_BYTES], expected) if is_whole else None
-    except BaseException:
-        files.close(descriptor)
-        raise
+        if read(descriptor, [pages], expected.offset) == len(pages):
+            state = record_state(pages[:ALIGN_BYTES], expected)
+    finally:
+        if state is not RecordState.LIVE:
+            files.close(descriptor)
     if state is not RecordState.LIVE:
-        files.close(descriptor)
         return state, None
-    head, release = bytes(pages[ALIGN_BYTES:]), partial(files.close, descriptor)
-    return state, LentObject(expected.size, head, (), FilePart(descriptor, body), release)
+    place, release = FilePart(descriptor, expected.offset + ALIGN_BYTES), partial(files.close, descriptor)
+    return state, LentObject(expected.size, bytes(pages[ALIGN_BYTES:]), (), place, release)
 
 
 OPEN_MAX = 64

@@ -13,9 +13,9 @@ from operator import attrgetter
 from pathlib import Path
 
 from kvtide.clock import Clock
-from kvtide.errors import TierFull, TierUnavailable
+from kvtide.errors import TierUnavailable
 from kvtide.evict import EvictionOrder, Hint, States
-from kvtide.tier.base import Buffer, CountingTier, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved
+from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, Offer, OwnTier
 from kvtide.tier.disk.directory import JOURNAL_BYTES_MAX, RemovalJournal, side_file_bytes_max
 from kvtide.tier.disk.log import SegmentLog
 from kvtide.tier.disk.segment import CatalogEntry, RecordState, stamp_ms
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 READ_TRIES_MAX = 3
 
 
-class DiskTier(CountingTier):
+class DiskTier(OwnTier):
     """A store directory of at most `bytes_max` on the disk; whole segments are evicted."""
 
     name = "disk"
-    is_own = can_lend = can_replace = True
+    can_lend = True
 
     def __init__(
         self,
@@ -48,17 +48,11 @@ class DiskTier(CountingTier):
 
         Without it the oldest segment goes, and what was used in it since may stay.
         """
-        super().__init__()
-        if bytes_max <= 0:
-            raise ValueError(f"bytes_max of the disk tier must be positive, got {bytes_max}")
+        super().__init__(bytes_max, clock)
         self.root = root
-        self._bytes_max = bytes_max
-        self._clock = clock
         self._journal = RemovalJournal(root / "removed.log", min(JOURNAL_BYTES_MAX, side_file_bytes_max(bytes_max)))
         self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files(), order_of)
         self.hears_requests = order_of is not None
-        self._evictions = 0
-        self._on_removed: OnRemoved = lambda object_ids: None
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         """Note a prompt; what its advice is worth is found when something must go, so none counts as taken."""
@@ -70,23 +64,20 @@ class DiskTier(CountingTier):
     def offer_to(self, offer: Offer) -> None:
         self._log.offer = offer
 
-    def report_to(self, on_removed: OnRemoved) -> None:
-        self._on_removed = on_removed
-
     def open(self) -> None:
         """Make the directory if need be and learn what it holds.
 
         TierUnavailable if it is no directory or can't be made; one that can only be read opens.
         """
-        self._start(self._log.open)
+        self._open(is_writable=True)
 
     def open_read_only(self) -> None:
         """Learn what the directory holds, to look at it: nothing is made or written. TierUnavailable if it can't be."""
-        self._start(self._log.open_read_only)
+        self._open(is_writable=False)
 
-    def _start(self, action: Callable[[], None]) -> None:
+    def _open(self, is_writable: bool) -> None:
         try:
-            action()
+            self._log.open(is_writable)
         except OSError as error:
             raise TierUnavailable(f"store directory {self.root} can't be used: {error}") from error
 
@@ -131,8 +122,7 @@ class DiskTier(CountingTier):
             if entry is None:
                 break
             yield entry
-        with self._lock:
-            self._misses += 1
+        self._note(is_hit=False)
 
     def _is_live(self, entry: CatalogEntry, state: RecordState | None) -> bool:
         """Count a hit; a place at which the object is no longer is forgotten."""
@@ -142,14 +132,11 @@ class DiskTier(CountingTier):
             self._log.refresh()
             return False
         self._log.catalog.note_use(entry, stamp_ms(self._clock.wall_s()))
-        with self._lock:
-            self._hits += 1
+        self._note(is_hit=True)
         return True
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        size = len(buffer)
-        if size > self._bytes_max:
-            raise TierFull(f"{object_id} has {size} bytes, the disk tier may hold {self._bytes_max}")
+        self._check_size(object_id, len(buffer))
         with self._serving("write"):
             if not self._log.knows(object_id):
                 self._log.append(object_id, buffer)
@@ -184,26 +171,25 @@ class DiskTier(CountingTier):
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield every object in the log. Last use is known of this process's reads and those before it opened."""
-        with self._serving("list"):
-            self._log.refresh()
-        for entry in self._log.catalog.newest():
+        for entry in self._listed():
             yield ObjectInfo(entry.header.id, entry.header.size, entry.last_use_ms / 1000)
 
     def parents(self) -> Iterator[tuple[ObjectId, BlockKey]]:
-        with self._serving("list"):
-            self._log.refresh()
-        for entry in sorted(self._log.catalog.newest(), key=lambda entry: entry.header.label.start):
+        for entry in sorted(self._listed(), key=lambda entry: entry.header.label.start):
             # What was no object when it came has no label.
             if entry.header.label != ObjectLabel():
                 yield entry.header.id, BlockKey(entry.header.label.parent)
+
+    def _listed(self) -> list[CatalogEntry]:
+        with self._serving("list"):
+            self._log.refresh()
+        return self._log.catalog.newest()
 
     def stats(self) -> TierStats:
         """Return the counters; bytes are those of the objects, without headers and reserved space."""
         with self._serving("list"):
             self._log.refresh()
-        catalog = self._log.catalog
-        counts = (self._hits, self._misses, self._evictions, self._faults)
-        return TierStats(self.name, len(catalog), catalog.used_bytes, self._bytes_max, *counts)
+        return self._stats(len(self._log.catalog), self._log.catalog.used_bytes)
 
     def check(self) -> None:
         self._log.catalog.check()

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvtide.clock import Clock
 from kvtide.errors import TierFull, TierUnavailable
 from kvtide.evict import EvictionOrder, Hint, RankedOrder, States
-from kvtide.tier.base import Buffer, CountingTier, IsPinned, LentObject, ObjectInfo, Offer, OnRemoved
+from kvtide.tier.base import Buffer, IsPinned, LentObject, ObjectInfo, OwnTier
 from kvtide.tier.buffers import ALIGN_BYTES, aligned_buffer, copy_bytes, touch
 from kvtide.types import BlockKey, ObjectId, TierStats
 from kvtide.wire import HEADER_BYTES, ObjectLabel
@@ -128,13 +128,13 @@ class Resident:
     is_dropped: bool = False
 
 
-class FramedTier(CountingTier, ABC, Generic[FramesT]):
+class FramedTier(OwnTier, ABC, Generic[FramesT]):
     """Keeps copies of objects in at most `bytes_max`; they leave in an order of this tier's, by default by last use.
 
     Objects take whole frames of `frame_bytes`, a multiple of a page; by default a size that suits `bytes_max`.
     """
 
-    is_own = can_replace = hears_requests = True
+    hears_requests = True
 
     def __init__(
         self,
@@ -144,23 +144,17 @@ class FramedTier(CountingTier, ABC, Generic[FramesT]):
         order: EvictionOrder | None = None,
         frame_bytes: int | None = None,
     ) -> None:
-        super().__init__()
-        if bytes_max <= 0:
-            raise ValueError(f"bytes_max of the {self.name} tier must be positive, got {bytes_max}")
+        super().__init__(bytes_max, clock)
         if frame_bytes is not None and (frame_bytes <= 0 or frame_bytes % ALIGN_BYTES):
             raise ValueError(f"frame_bytes must be a multiple of {ALIGN_BYTES}, got {frame_bytes}")
         self._frame_bytes = frame_bytes or frame_bytes_for(bytes_max)
-        self._bytes_max = bytes_max
-        self._clock = clock
         self._is_pinned = is_pinned
         self.order = RankedOrder() if order is None else order
         self._frames: FramesT | None = None
         self._residents: dict[ObjectId, Resident] = {}
         # Dropped, but somebody reads them; and being written, so not yet to be found.
         self._unlisted: list[Resident] = []
-        self._used_bytes = self._evictions = 0
-        self._on_removed: OnRemoved = lambda object_ids: None
-        self._offer: Offer = lambda object_id, size, fill: None
+        self._used_bytes = 0
 
     @abstractmethod
     def _reserve(self) -> FramesT:
@@ -180,11 +174,6 @@ class FramedTier(CountingTier, ABC, Generic[FramesT]):
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         return self.order.note_request(object_ids[0].namespace, [*map(attrgetter("key"), object_ids)], hint, states)
 
-    def offer_to(self, offer: Offer) -> None:
-        self._offer = offer
-
-    def report_to(self, on_removed: OnRemoved) -> None:
-        self._on_removed = on_removed
 
     def open(self) -> None:
         with self._lock:
@@ -237,8 +226,7 @@ class FramedTier(CountingTier, ABC, Generic[FramesT]):
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Copy an object in, evicting others first. False after `close`, and for one worth less than what is here."""
         size = len(buffer)
-        if size > self._bytes_max:
-            raise TierFull(f"{object_id} has {size} bytes, the {self.name} tier may hold {self._bytes_max}")
+        self._check_size(object_id, size)
         with self._lock:
             frames = self._frames
             if object_id in self._residents or frames is None:
@@ -344,8 +332,7 @@ class FramedTier(CountingTier, ABC, Generic[FramesT]):
 
     def stats(self) -> TierStats:
         with self._lock:
-            counts = (self._hits, self._misses, self._evictions, 0)
-            return TierStats(self.name, len(self._residents), self._used_bytes, self._bytes_max, *counts)
+            return self._stats(len(self._residents), self._used_bytes)
 
     def check(self) -> None:
         with self._lock:
