@@ -75,7 +75,6 @@ class Files:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return True
 
-
     def preadv(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
         """Read once, as the system call does: possibly less than asked for."""
         return os.preadv(descriptor, parts, offset)
@@ -88,11 +87,9 @@ class Files:
         """Reserve disk space for the first `size` bytes."""
         os.posix_fallocate(descriptor, 0, size)
 
-
     def sync(self, descriptor: int) -> None:
         """Wait until a file's content is on the disk for good."""
         os.fdatasync(descriptor)
-
 
     def content(self, path: Path, bytes_max: int) -> bytes:
         """Return a file's bytes, the last `bytes_max` if it has more."""

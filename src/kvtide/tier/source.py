@@ -74,7 +74,6 @@ def read_from_any(
     return False
 
 
-
 def read_heads(
     source: RangeSource, ids: Sequence[ObjectId], deadline_s: float, requests_max: int
 ) -> list[StoredObject]:

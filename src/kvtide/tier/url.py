@@ -50,32 +50,16 @@ def open_tier(
 
     What leaves memory and a device is decided by the URL's `?policy=`, by default by `ranking`, if there is one.
     """
-    plain, seal = _split_seal(url)
-    if seal is not None and plain.startswith((_MEMORY, _DEVICE)):
-        raise ValueError("memory is not sealed: its objects never leave the process")
-    tier = _open_plain(plain, limits, clock, is_pinned, ranking, device)
-    if seal is None:
-        return tier
-    with _needing("seal"):
-        from kvtide.tier.seal import sealed
+    url, seal = _split_seal(url)
+    if seal is not None:
+        if url.startswith((_MEMORY, _DEVICE)):
+            raise ValueError("memory is not sealed: its objects never leave the process")
+        tier = open_tier(url, limits, clock, is_pinned)
+        with _needing("seal"):
+            from kvtide.tier.seal import sealed
 
-        return sealed(tier, seal, clock)
-
-
-def _split_seal(url: str) -> tuple[str, str | None]:
-    if "seal=" in url:
-        from kvtide.tier.seal import split_seal
-
-        return split_seal(url)
-    return url, None
-
-
-def _open_plain(
-    url: str, limits: Limits, clock: Clock, is_pinned: IsPinned, ranking: Ranking | None, device: DeviceMemory | None
-) -> Tier:
-    parts = _parts(url)
-    path = disk_path(url)
-    if path is not None:
+            return sealed(tier, seal, clock)
+    if (path := disk_path(url)) is not None:
         _check_folder(path)
         from kvtide.tier.disk import DiskTier
 
@@ -90,14 +74,23 @@ def _open_plain(
             raise ValueError("device:// is for engines that hand a device's memory to the cache")
         size = limits.device_bytes_max
         return device.tier(size, clock, is_pinned, _order_of(url, clock, size, ranking))
-    if parts.scheme not in _HOUSES:
+    scheme = _parts(url).scheme
+    if scheme not in _HOUSES:
         expected = ", ".join(f"{known}://" for known in ("disk", "memory", *_HOUSES))
-        raise ValueError(f"unknown store scheme {parts.scheme!r}, expected one of {expected}")
-    house, make = _HOUSES[parts.scheme]
+        raise ValueError(f"unknown store scheme {scheme!r}, expected one of {expected}")
+    house, make = _HOUSES[scheme]
     # Its module is imported for a store that needs it.
     with _needing(house):
-        tier: Tier = getattr(import_module(f"kvtide.tier.{house}"), make)(url, clock)
-    return tier
+        made: Tier = getattr(import_module(f"kvtide.tier.{house}"), make)(url, clock)
+    return made
+
+
+def _split_seal(url: str) -> tuple[str, str | None]:
+    if "seal=" in url:
+        from kvtide.tier.seal import split_seal
+
+        return split_seal(url)
+    return url, None
 
 
 def disk_path(url: str) -> Path | None:

@@ -174,7 +174,6 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
         return self.order.note_request(object_ids[0].namespace, [*map(attrgetter("key"), object_ids)], hint, states)
 
-
     def open(self) -> None:
         with self._lock:
             if self._frames is None:
@@ -201,27 +200,23 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
         """Keep an object and its frames for a reader meanwhile; a use of it. None if it is not here."""
         with self._lock:
             resident, frames = self._residents.get(object_id), self._frames
-            if resident is None or frames is None:
-                self._misses += 1
-                held = None
-            else:
-                self._hits += 1
+            self._hits += resident is not None
+            self._misses += resident is None
+            if resident is not None:
                 resident.leases += 1
                 resident.last_use_s = self._clock.wall_s()
                 self.order.note_use(object_id)
-                held = resident, frames
+        if resident is None or frames is None:
+            yield None
+            return
         try:
-            yield held
+            yield resident, frames
         finally:
-            if held is not None:
-                self._let_go(*held)
-
-    def _let_go(self, resident: Resident, frames: FramesT) -> None:
-        with self._lock:
-            resident.leases -= 1
-            if resident.is_dropped and resident.leases == 0 and frames is self._frames:
-                self._unlisted.remove(resident)
-                frames.give_back(resident.runs)
+            with self._lock:
+                resident.leases -= 1
+                if resident.is_dropped and resident.leases == 0 and frames is self._frames:
+                    self._unlisted.remove(resident)
+                    frames.give_back(resident.runs)
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Copy an object in, evicting others first. False after `close`, and for one worth less than what is here."""
@@ -361,8 +356,7 @@ class MemoryTier(FramedTier[Arena]):
 
     def touch(self, bytes_max: int, is_wanted: Callable[[], bool]) -> None:
         """Have the system give up to `bytes_max` of the memory now, as long as `is_wanted`."""
-        frames = self._frames
-        if frames is not None:
+        if (frames := self._frames) is not None:
             touch(frames.memory[:bytes_max], is_wanted)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
@@ -395,10 +389,9 @@ class MemoryTier(FramedTier[Arena]):
             views = lease.enter_context(self.lease(object_id))
             if views is None:
                 return None
-            head = bytearray()
-            for view in views:
-                head += view[: HEADER_BYTES - len(head)]
-            return LentObject(sum(map(len, views)), bytes(head), views, None, lease.pop_all().close)
+            # A frame holds a whole header.
+            head = bytes(views[0][:HEADER_BYTES]) if views else b""
+            return LentObject(sum(map(len, views)), head, views, None, lease.pop_all().close)
 
     def _write(self, frames: Arena, resident: Resident, buffer: Buffer) -> None:
         rest = memoryview(buffer)

@@ -21,7 +21,7 @@ import msgspec
 from kvtide.clock import SystemClock
 from kvtide.evict import Hint, Ranking, RecencyRanking, States
 from kvtide.outcomes import Decided
-from kvtide.tier.background import Background
+from kvtide.tier.background import CLOSE_S_MAX, Background
 from kvtide.tier.base import Buffer, Fill, LentObject, ObjectInfo, RangeRead, Take, Tier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.buffers import aligned_buffer, copy_bytes
@@ -40,7 +40,6 @@ LOOK_UPS_MAX = 256
 USES_BEFORE_PROMOTION = 2
 # Names in advice that waits to be passed on.
 ADVICE_BYTES_MAX = 16 << 20
-CLOSE_S_MAX = 30.0
 # Evicted objects that wait for a slower tier; what finds no room is dropped.
 DEMOTE_BYTES_MAX = 256 << 20
 PREFETCH_THREADS = 2
@@ -72,12 +71,12 @@ def wants_latest(object_id: ObjectId) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A read under way. Once `done`, and unless it has failed, `answer` is None for a miss, or all that came."""
+    """A read under way. Once `done`, `size` is what it returned, and `data` all that came if anybody waits for it."""
 
     done: threading.Event = field(default_factory=threading.Event)
     followers: int = 0
-    has_answer: bool = False
-    answer: bytes | None = None
+    size: int | None = _FAILED
+    data: bytes = b""
     # There may be more than the reader had room for.
     is_cut: bool = False
 
@@ -104,26 +103,25 @@ class SingleFlight:
         if leading is not mine:
             return _follow(leading, buffer, read)
         try:
-            size = read()
-            mine.has_answer = size != _FAILED
+            mine.size = read()
         finally:
             with self._lock:
                 del self._under_way[name]
-            if mine.has_answer and mine.followers and size is not None:
-                mine.answer, mine.is_cut = bytes(buffer[:size]), size == len(buffer)
+            if mine.followers and mine.size is not None and mine.size != _FAILED:
+                mine.data, mine.is_cut = bytes(buffer[: mine.size]), mine.size == len(buffer)
             mine.done.set()
-        return size
+        return mine.size
 
 
 def _follow(leading: _Reading, buffer: memoryview, read: Read) -> int | None:
     wait_s = min(FOLLOW_S_MAX, caller_deadline_s() - SystemClock().monotonic_s())
-    if not leading.done.wait(max(0.0, wait_s)) or not leading.has_answer:
+    has_ended = leading.done.wait(max(0.0, wait_s))
+    if not has_ended or leading.size == _FAILED or (leading.is_cut and len(buffer) > len(leading.data)):
         return read()
-    answer = leading.answer
-    if answer is None or (leading.is_cut and len(buffer) > len(answer)):
-        return None if answer is None else read()
-    size = min(len(buffer), len(answer))
-    copy_bytes(buffer[:size], answer[:size])
+    if leading.size is None:
+        return None
+    size = min(len(buffer), leading.size)
+    copy_bytes(buffer[:size], leading.data[:size])
     return size
 
 
@@ -358,12 +356,10 @@ class TierStack(Tier):
         if start == 0:
             self._ranking.note_use(present)
         places = self._allowed(present)
-
-        def note(position: int, error: Exception) -> None:
-            self.guard.note("read", error, places[position].label)
-
         reads = [partial(place.tier.read_range, present) for place in places]
-        return read_from_any(reads, start, stop, take, note)
+        return read_from_any(
+            reads, start, stop, take, lambda at, error: self.guard.note("read", error, places[at].label)
+        )
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         present = self._present(object_id)
