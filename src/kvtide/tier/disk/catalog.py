@@ -48,9 +48,8 @@ class Catalog:
         """Note a copy. What was known at its place is forgotten; the newest copy is found first."""
         header = entry.header
         with self._lock:
-            places = self._by_segment.setdefault(header.segment, {})
-            if header.offset in places:
-                self._remove(places[header.offset])
+            if known := self._by_segment.get(header.segment, {}).get(header.offset):
+                self._remove(known)
             self._by_segment.setdefault(header.segment, {})[header.offset] = entry
             copies = self._by_id.setdefault(header.id, [])
             if self._order is not None and not copies:

@@ -33,8 +33,8 @@ from kvtide.tier.disk.segment import (
     SegmentHeader,
     pack_record_header,
     pack_segment_header,
-    parse_record_header,
     parse_segment_header,
+    record_state,
     scan_segment,
     segment_name,
     segment_number,
@@ -248,14 +248,11 @@ class SegmentDirectory:
     def refresh(self, scan_each: Callable[..., Iterable[Scan | None]] = map) -> None:
         """Learn of segments and records that others added, and of segments that they removed."""
         with self._lock:
-            grown, seen = list[tuple[int, FileInfo]](), set[int]()
-            try:
+            grown, seen, found = list[tuple[int, FileInfo]](), set[int](), list[FileInfo]()
+            with suppress(FileNotFoundError):
                 found = self._files.listing(self.folder)
-            except FileNotFoundError:
-                found = []
             for info in found:
-                number = segment_number(info.name)
-                if number is None:
+                if (number := segment_number(info.name)) is None:
                     continue
                 # Names that something else has can't be had either.
                 self._number_max = max(self._number_max, number)
@@ -327,10 +324,7 @@ class SegmentDirectory:
 
     @contextmanager
     def unused_segment(self, number: int) -> Iterator[int | None]:
-        """Open a segment for writing that no living process appends to; None if one does, or it is another user's.
-
-        OSError as opening has.
-        """
+        """Open a segment for writing that no living process appends to; None if one does, or it is another user's."""
         try:
             descriptor = self._files.open(self.path(number), os.O_RDWR)
         except PermissionError:
@@ -350,15 +344,14 @@ class SegmentDirectory:
 
     def mark_removed(self, expected: RecordHeader) -> None:
         """Rewrite a record's header, if it stands there, as that of a removed one. Call it under the lock."""
-        number, offset = expected.segment, expected.offset
         page = memoryview(bytearray(ALIGN_BYTES))
-        with suppress(FileNotFoundError), self._files.opened(self.path(number), os.O_RDWR) as descriptor:
+        with suppress(FileNotFoundError), self._files.opened(self.path(expected.segment), os.O_RDWR) as descriptor:
             # First: a checkpoint with another count is older than this removal, whatever becomes of it.
             self._count_removal(descriptor, page)
-            self._files.read_full(descriptor, [page], offset)
-            if parse_record_header(page, number, offset) == expected:
+            self._files.read_full(descriptor, [page], expected.offset)
+            if record_state(page, expected) is RecordState.LIVE:
                 removed = replace(expected, state=RecordState.REMOVED)
-                self._files.write_full(descriptor, [pack_record_header(removed)], offset)
+                self._files.write_full(descriptor, [pack_record_header(removed)], expected.offset)
 
     def _count_removal(self, descriptor: int, page: memoryview) -> None:
         self._files.read_full(descriptor, [page], 0)

@@ -309,7 +309,9 @@ class SegmentLog:
                 if writer is not None:
                     for entry in keep:
                         self._move(entry, writer)
-                self._offer_rest(number)
+                for entry in self.catalog.in_segment(number):
+                    if len(self.catalog.copies(entry.header.id)) == 1:
+                        self.offer(entry.header.id, entry.header.size, partial(self._copy_out, entry))
                 # Free at once, whoever has the file open. What it held is gone, also if its name should stay.
                 self._files.truncate(descriptor, 0)
                 self._on_evicted(self.catalog.drop_segment(number))
@@ -318,11 +320,6 @@ class SegmentLog:
             self.refresh()
         return True
 
-    def _offer_rest(self, number: int) -> None:
-        """Offer what a segment holds alone before it goes."""
-        for entry in self.catalog.in_segment(number):
-            if len(self.catalog.copies(entry.header.id)) == 1:
-                self.offer(entry.header.id, entry.header.size, partial(self._copy_out, entry))
 
     def _copy_out(self, entry: CatalogEntry, buffer: memoryview) -> bool:
         try:

@@ -118,7 +118,6 @@ class Invalidations:
         self._shared = SharedInvalidations(path.parent, clock) if path is not None else None
         self.generations = Generations(own, self._shared.landing) if self._shared is not None else Generations(own)
         self._path = path
-        self._clock = clock
         self._known: _Generations = {}
         self._clients: list[tuple[RecordsClient, int]] = []
         self._asked = threading.Event()

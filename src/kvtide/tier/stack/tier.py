@@ -316,8 +316,7 @@ class TierStack(Tier):
         """Return the fastest tier of each object of the longest leading run that is here now."""
         found: list[int] = []
         while len(found) < len(object_ids):
-            number = next(self.places(object_ids[len(found)]), None)
-            if number is None:
+            if (number := next(self.places(object_ids[len(found)]), None)) is None:
                 break
             found.append(number)
             place = self._places[number]
