@@ -11,7 +11,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,12 +159,10 @@ class Files:
         infos = []
         with os.scandir(folder) as found:
             for item in found:
-                try:
+                with suppress(FileNotFoundError):
                     status = item.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                size = max(status.st_size, status.st_blocks * 512)
-                infos.append(FileInfo(item.name, status.st_size, size, stat.S_ISREG(status.st_mode)))
+                    size = max(status.st_size, status.st_blocks * 512)
+                    infos.append(FileInfo(item.name, status.st_size, size, stat.S_ISREG(status.st_mode)))
         return infos
 
     def read_full(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:

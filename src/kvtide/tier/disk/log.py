@@ -27,7 +27,6 @@ from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
 from kvtide.tier.disk.segment import (
     STAGING_BYTES,
     CatalogEntry,
-    RecordHeader,
     RecordReader,
     RecordState,
     SegmentHeader,
@@ -165,16 +164,12 @@ class SegmentLog:
             return self._append_to(self._writer_for(record_bytes(len(body)), object_id, label), object_id, body, label)
 
     def _append_to(self, writer: SegmentWriter, object_id: ObjectId, body: Buffer, label: ObjectLabel) -> CatalogEntry:
-        now_ms = stamp_ms(self._clock.wall_s())
-        number = writer.header.number
-        header = RecordHeader(object_id, label, number, writer.sequence, writer.tail, len(body), now_ms)
         try:
-            seal = writer.append(header, body, self._staging)
+            entry = writer.append(object_id, body, label, stamp_ms(self._clock.wall_s()), self._staging)
         except OSError:
             # What stands after the tail now is unknown: nothing may follow it.
             self._retire_writer()
             raise
-        entry = CatalogEntry(header, now_ms, seal=seal)
         self.catalog.add(entry)
         return entry
 
@@ -319,7 +314,6 @@ class SegmentLog:
         except FileNotFoundError:
             self.refresh()
         return True
-
 
     def _copy_out(self, entry: CatalogEntry, buffer: memoryview) -> bool:
         try:

@@ -249,9 +249,11 @@ class SegmentWriter:
         """Tell whether the file stands where it was made, and so many bytes fit behind its records."""
         return self.files.is_here(self.cached, self.path, self.size) and self.size - self.tail >= need
 
-    def append(self, header: RecordHeader, body: Buffer, staging: memoryview) -> bytes:
-        """Write a record at the tail: its body, then its header. Return its seal. OSError leaves it invisible."""
-        assert (header.offset, header.sequence, header.segment) == (self.tail, self.sequence, self.header.number)
+    def append(
+        self, object_id: ObjectId, body: Buffer, label: ObjectLabel, now_ms: int, staging: memoryview
+    ) -> CatalogEntry:
+        """Write a record at the tail: its body, then its header. OSError leaves it invisible."""
+        header = RecordHeader(object_id, label, self.header.number, self.sequence, self.tail, len(body), now_ms)
         assert self.tail + record_bytes(header.size) <= self.size
         view, at = memoryview(body), self.tail + ALIGN_BYTES
         if is_aligned(view):
@@ -268,7 +270,7 @@ class SegmentWriter:
         self.files.write_full(self.direct, [page], self.tail)
         self.tail += record_bytes(header.size)
         self.sequence += 1
-        return bytes(page[_SEAL])
+        return CatalogEntry(header, now_ms, seal=bytes(page[_SEAL]))
 
     def close(self) -> bool:
         """Give back the space after the last record, and the lock. A segment without records is removed.

@@ -118,14 +118,13 @@ class Arena(Frames):
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """An object in its frames, `parent` the block before it; `leases` are those who read it."""
+    """An object in its frames, `parent` the block before it. `holders` are those who read or write it, and its tier."""
 
     runs: list[Span]
     size: int
     parent: BlockKey
     last_use_s: float
-    leases: int = 0
-    is_dropped: bool = False
+    holders: int = 1
 
 
 class FramedTier(OwnTier, ABC, Generic[FramesT]):
@@ -152,8 +151,8 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
         self.order = RankedOrder() if order is None else order
         self._frames: FramesT | None = None
         self._residents: dict[ObjectId, Resident] = {}
-        # Dropped, but somebody reads them; and being written, so not yet to be found.
-        self._unlisted: list[Resident] = []
+        # Also those that are still read though they were dropped, or being written and not yet to be found.
+        self._in_frames: set[Resident] = set()
         self._used_bytes = 0
 
     @abstractmethod
@@ -188,7 +187,7 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
             for object_id in self._residents:
                 self.order.leave(object_id)
             self._residents.clear()
-            self._unlisted.clear()
+            self._in_frames.clear()
             self._used_bytes = 0
 
     def contains(self, object_id: ObjectId) -> bool:
@@ -203,7 +202,7 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
             self._hits += resident is not None
             self._misses += resident is None
             if resident is not None:
-                resident.leases += 1
+                resident.holders += 1
                 resident.last_use_s = self._clock.wall_s()
                 self.order.note_use(object_id)
         if resident is None or frames is None:
@@ -213,10 +212,13 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
             yield resident, frames
         finally:
             with self._lock:
-                resident.leases -= 1
-                if resident.is_dropped and resident.leases == 0 and frames is self._frames:
-                    self._unlisted.remove(resident)
-                    frames.give_back(resident.runs)
+                self._let_go(frames, resident)
+
+    def _let_go(self, frames: FramesT, resident: Resident) -> None:
+        resident.holders -= 1
+        if not resident.holders and frames is self._frames:
+            self._in_frames.remove(resident)
+            frames.give_back(resident.runs)
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Copy an object in, evicting others first. False after `close`, and for one worth less than what is here."""
@@ -234,7 +236,7 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
             if runs is None:
                 runs = self._make_room(frames, size)
             resident = Resident(runs, size, parent, self._clock.wall_s())
-            self._unlisted.append(resident)
+            self._in_frames.add(resident)
         is_written = False
         try:
             self._write(frames, resident, buffer)
@@ -248,9 +250,8 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
         """List an object that was written, if it is still wanted; tell whether it is here."""
         if frames is not self._frames:
             return False
-        self._unlisted.remove(resident)
         if not is_written or object_id in self._residents:
-            frames.give_back(resident.runs)
+            self._let_go(frames, resident)
             return is_written
         self._residents[object_id] = resident
         self.order.enter(object_id, resident.parent, resident.size)
@@ -262,7 +263,7 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
         return self.delete(object_id, "replaced") and self.put_from(object_id, buffer)
 
     def _may_go(self, object_id: ObjectId) -> bool:
-        return not self._residents[object_id].leases and not self._is_pinned(object_id.key)
+        return self._residents[object_id].holders == 1 and not self._is_pinned(object_id.key)
 
     def _make_room(self, frames: FramesT, size: int) -> list[Span]:
         victims: list[ObjectId] = []
@@ -301,11 +302,7 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
         resident = self._residents.pop(object_id)
         self.order.leave(object_id)
         self._used_bytes -= resident.size
-        if resident.leases:
-            resident.is_dropped = True
-            self._unlisted.append(resident)
-        else:
-            frames.give_back(resident.runs)
+        self._let_go(frames, resident)
         self._on_removed([object_id])
         self._removals[object_id] = reason
 
@@ -334,8 +331,8 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
             assert self._used_bytes == sum(each.size for each in self._residents.values())
             assert len(self.order) == len(self._residents)
             if self._frames is not None:
-                held = [*self._residents.values(), *self._unlisted]
-                self._frames.check([run for each in held for run in each.runs])
+                assert self._in_frames.issuperset(self._residents.values())
+                self._frames.check([run for each in self._in_frames for run in each.runs])
 
 
 _log = logging.getLogger(__name__)
