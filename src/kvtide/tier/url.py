@@ -102,10 +102,7 @@ def disk_path(url: str) -> Path | None:
                 "expected a store URL such as memory://, disk:///path or http://host:port, "
                 f"or a path that begins with /, ./, ../ or ~, got {url!r}"
             )
-        try:
-            return Path(url).expanduser()
-        except RuntimeError as error:
-            raise ValueError(f"no home directory for {url!r}: {error}") from error
+        return _expanded(url)
     if parts.scheme != "disk":
         return None
     if not parts.path or parts.netloc:
@@ -117,6 +114,13 @@ def disk_path(url: str) -> Path | None:
     if "\0" in (path := unquote(parts.path)):
         raise ValueError(f"a disk store's path has no zero byte, got {url!r}")
     return Path(path)
+
+
+def _expanded(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"no home directory for {str(path)!r}: {error}") from error
 
 
 def _policy_of(url: str) -> str | None:
@@ -217,7 +221,7 @@ def stack_of(
     Several URLs with spaces between them are tiers, fastest first: `disk:///path http://host:7421`. A Path is a disk
     store in that folder. `ranking` as in `tiers_of`.
     """
-    url = _folder_url(store) if isinstance(store, Path) else store
+    url = store if isinstance(store, str) else f"disk{_expanded(store).absolute().as_uri().removeprefix('file')}"
     if url != url.strip() or "  " in url:
         raise ValueError(f"expected a store URL, or several with one blank between them, got {shown_url(url)!r}")
     urls = url.split(" ") if "://" in url else [url]
@@ -227,13 +231,6 @@ def stack_of(
     front = [_DEVICE + option] if device is not None else []
     memory = [] if urls[0].startswith(_MEMORY) else [_MEMORY + option]
     return tiers_of([*front, *memory, *urls], limits, clock, is_pinned, ranking, device, follows=True)
-
-
-def _folder_url(folder: Path) -> str:
-    try:
-        return f"disk{folder.expanduser().absolute().as_uri().removeprefix('file')}"
-    except RuntimeError as error:
-        raise ValueError(f"no home directory for '{folder}': {error}") from error
 
 
 def tiers_of(
