@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from kvtide.tier.disk.segment import (
     RecordState,
     Scan,
     SegmentHeader,
+    SegmentWriter,
     pack_record_header,
     pack_segment_header,
     parse_segment_header,
@@ -65,12 +66,11 @@ def pack_checkpoint(summaries: list[SegmentSummary]) -> bytes:
     parts = [_HEADER.pack(_MAGIC, _VERSION, 0, len(summaries), sum(len(item.entries) for item in summaries))]
     for header, tail, entries in summaries:
         parts.append(_SEGMENT.pack(header.number, header.created_ms, header.removals, tail, len(entries)))
-    for summary in summaries:
-        for entry in summary.entries:
-            record = entry.header
-            names = (record.id.namespace, record.id.key, *record.label)
-            fields = (record.sequence, record.offset, record.size, record.stored_ms, entry.last_use_ms)
-            parts.append(_ENTRY.pack(*names, *fields))
+    for entry in chain.from_iterable(summary.entries for summary in summaries):
+        record = entry.header
+        names = (record.id.namespace, record.id.key, *record.label)
+        fields = (record.sequence, record.offset, record.size, record.stored_ms, entry.last_use_ms)
+        parts.append(_ENTRY.pack(*names, *fields))
     body = b"".join(parts)
     return xxhash.xxh3_128_digest(body) + body
 
@@ -81,10 +81,9 @@ def parse_checkpoint(data: bytes) -> list[SegmentSummary]:
     if len(body) < _HEADER.size or xxhash.xxh3_128_digest(body) != data[:_CHECKSUM_BYTES]:
         return []
     magic, version, _, segment_count, entry_count = _HEADER.unpack_from(body)
-    size = _HEADER.size + segment_count * _SEGMENT.size + entry_count * _ENTRY.size
-    if (magic, version, len(body)) != (_MAGIC, _VERSION, size):
-        return []
     entries_at = _HEADER.size + segment_count * _SEGMENT.size
+    if (magic, version, len(body)) != (_MAGIC, _VERSION, entries_at + entry_count * _ENTRY.size):
+        return []
     segments = list(_SEGMENT.iter_unpack(body[_HEADER.size : entries_at]))
     if sum(fields[4] for fields in segments) != entry_count:
         return []
@@ -198,11 +197,6 @@ class SegmentDirectory:
         """Return a segment's path."""
         return f"{self._folder_name}/{segment_name(number)}"
 
-    def next_number(self) -> int:
-        """Return a number that no segment has had as far as we know."""
-        self._number_max = max([self._number_max, *self.segments]) + 1
-        return self._number_max
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the directory's lock against other processes. TierUnavailable if it can't be had in time.
@@ -231,19 +225,28 @@ class SegmentDirectory:
         """Return what all segments take on the disk, as of the last refresh."""
         return sum(segment.size for segment in list(self.segments.values()))
 
-    def add_mine(self, header: SegmentHeader, size: int) -> None:
-        """Note a new segment that this process appends to: it is not scanned."""
+    def create(self, size: int, created_ms: int) -> SegmentWriter:
+        """Make a segment that this process appends to, and so does not scan. OSError if that can't be done."""
+        # No segment has had it as far as we know.
+        number = self._number_max = max([self._number_max, *self.segments]) + 1
+        header = SegmentHeader(number, created_ms, 0)
+        writer = SegmentWriter.create(self._files, self.path(number), header, size)
         with self._lock:
-            self.segments[header.number] = SegmentState(header, ALIGN_BYTES, size, size, is_mine=True)
+            self.segments[number] = SegmentState(header, ALIGN_BYTES, size, size, is_mine=True)
+        return writer
 
-    def release_mine(self, number: int, tail: int) -> None:
-        """Note that nobody appends to one's segment any more; with a tail of 0 it has been removed."""
-        with self._lock:
-            if not tail:
-                self._forget(number)
-            elif segment := self.segments.get(number):
-                segment.is_mine = False
-                segment.tail = segment.length = segment.size = tail
+    def retire(self, writer: SegmentWriter) -> None:
+        """Close a segment of this process; one that has no records is removed."""
+        number, tail = writer.header.number, writer.tail if writer.sequence else 0
+        try:
+            tail = writer.close()
+        finally:
+            with self._lock:
+                if not tail:
+                    self._forget(number)
+                elif segment := self.segments.get(number):
+                    segment.is_mine = False
+                    segment.tail = segment.length = segment.size = tail
 
     def refresh(self, scan_each: Callable[..., Iterable[Scan | None]] = map) -> None:
         """Learn of segments and records that others added, and of segments that they removed."""

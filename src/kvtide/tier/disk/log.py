@@ -29,7 +29,6 @@ from kvtide.tier.disk.segment import (
     CatalogEntry,
     RecordReader,
     RecordState,
-    SegmentHeader,
     SegmentWriter,
     align_up,
     lend_record,
@@ -194,13 +193,8 @@ class SegmentLog:
 
     def _retire_writer(self) -> None:
         writer, self._writer = self._writer, None
-        if writer is None:
-            return
-        tail = writer.tail if writer.sequence else 0
-        try:
-            tail = tail if writer.close() else 0
-        finally:
-            self._directory.release_mine(writer.header.number, tail)
+        if writer is not None:
+            self._directory.retire(writer)
 
     def _new_writer(self, need: int, ancestors: frozenset[BlockKey]) -> SegmentWriter:
         if need > self._segments_bytes_max:
@@ -213,19 +207,14 @@ class SegmentLog:
         if size - max(0, excess) < need:
             what = "what it holds is in use, or the beginning of this prompt"
             raise TierFull(f"no room for {need} bytes in {self._directory.folder}: {what}")
-        size -= max(0, excess) // ALIGN_BYTES * ALIGN_BYTES
-        number = self._directory.next_number()
-        header = SegmentHeader(number, stamp_ms(self._clock.wall_s()), 0)
-        writer = self._create(header, size, need, ancestors)
-        self._directory.add_mine(header, writer.size)
-        return writer
+        return self._create(size - max(0, excess) // ALIGN_BYTES * ALIGN_BYTES, need, ancestors)
 
-    def _create(self, header: SegmentHeader, size: int, need: int, ancestors: frozenset[BlockKey]) -> SegmentWriter:
+    def _create(self, size: int, need: int, ancestors: frozenset[BlockKey]) -> SegmentWriter:
         """Make a segment; a smaller one where the disk has no more room, then one in the place of the oldest."""
         wanted, before = size, self._directory.used_bytes()
         while True:
             try:
-                return SegmentWriter.create(self._files, self._directory.path(header.number), header, size)
+                return self._directory.create(size, stamp_ms(self._clock.wall_s()))
             except OSError as error:
                 if error.errno not in _FULL:
                     raise

@@ -272,22 +272,22 @@ class SegmentWriter:
         self.sequence += 1
         return CatalogEntry(header, now_ms, seal=bytes(page[_SEAL]))
 
-    def close(self) -> bool:
+    def close(self) -> int:
         """Give back the space after the last record, and the lock. A segment without records is removed.
 
         What the segment holds is on the disk for good then, so that a power failure costs at most open segments.
-        False if it holds nothing, or is lost.
+        Return where its records end, 0 if it holds none or is lost.
         """
         try:
             if not self.has_room(0):
-                return False
+                return 0
             if self.sequence == 0:
                 self.files.truncate(self.cached, 0)
                 self.files.unlink(self.path)
-                return False
+                return 0
             self.files.truncate(self.cached, self.tail)
             self.files.sync(self.cached)
-            return True
+            return self.tail
         finally:
             self.files.close(self.direct)
             self.files.close(self.cached)
