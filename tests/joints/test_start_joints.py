@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from tests.joints.conftest import no_threads
@@ -104,8 +105,9 @@ def test_path_that_says_where_it_is_names_a_store_and_makes_nothing(
     stack = stack_of(url, Limits(), ManualClock(), nothing_pinned)
     assert stack.tier_names == ["memory", "disk"]
     assert list(tmp_path.rglob("*")) == [tmp_path / "here"]
-    records = records_path(ServerSettings(tiers=(url,)))
-    assert records is not None and records.parent == stack._places[1].tier.root  # type: ignore[attr-defined]
+    records, folder = records_path(ServerSettings(tiers=(url,))), Path(unquote(url.removeprefix("disk://")))
+    assert records is not None
+    assert records.parent == stack._places[1].tier.root == folder.expanduser()  # type: ignore[attr-defined]
 
 
 def test_folder_as_a_path_is_a_disk_store_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

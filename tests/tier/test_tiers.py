@@ -101,15 +101,6 @@ def test_bounds_that_make_no_sense_are_refused(tmp_path: Path, clock: ManualCloc
         TierStack([])
 
 
-def test_url_and_bare_path_name_the_same_store(tmp_path: Path, clock: ManualClock) -> None:
-    for url in (str(tmp_path / "a b"), f"disk://{tmp_path}/a%20b"):
-        tier = open_tier(url, Limits(), clock, nothing_pinned)
-        tier.open()
-        tier.put_from(object_id(1), object_bytes(1))
-    assert (tmp_path / "a b" / "segments").is_dir()
-    assert not (tmp_path / "a%20b").exists()
-
-
 def test_journal_keeps_its_bound_and_the_newest_lines(tmp_path: Path) -> None:
     journal = RemovalJournal(tmp_path / "removed.log")
     journal.append([object_id(0)], "evicted", 1.0)

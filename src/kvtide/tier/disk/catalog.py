@@ -233,9 +233,7 @@ class GivenUp:
                     self._then.advance(max(0.0, event.at_s - self._then.monotonic_s()))
                     event.hear(*event.words)
 
-    def hear_request(
-        self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None = None, states: States = ()
-    ) -> None:
+    def hear_request(self, namespace: Namespace, keys: Sequence[BlockKey], hint: Hint | None, states: States) -> None:
         """Take back what a request asks for."""
         self._order.note_request(namespace, keys, hint, states)
         rows = (ObjectId(namespace, key) for key in keys)

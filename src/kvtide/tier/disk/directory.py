@@ -172,10 +172,6 @@ class SegmentDirectory:
         self._descriptor = -1
         self._number_max = 0
 
-    def make(self) -> None:
-        """Make the directory if need be. OSError if there is none and it can't be made."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-
     def open(self) -> None:
         """Learn what the directory holds, without writing. OSError if it can't be used at all."""
         self._descriptor = self._files.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
@@ -203,7 +199,7 @@ class SegmentDirectory:
 
         Threads of one process are not kept apart by it.
         """
-        self.make()
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not self._files.is_here(self._descriptor, self._root):
             # Somebody removed or moved the whole directory: what stands there now is a new one.
             # Opened first: the number of a closed one is soon somebody else's.
@@ -267,8 +263,12 @@ class SegmentDirectory:
                 self._forget(number)
             scans = list(scan_each(lambda item: self._scan(*item), grown))
             for (number, info), scan in zip(grown, scans, strict=True):
-                if scan is not None:
-                    self._note_scan(number, info, scan)
+                if scan is None:
+                    continue
+                self.segments[number] = SegmentState(scan.header, min(scan.tail, info.length), info.length, info.size)
+                for header in scan.records:
+                    if header.state is RecordState.LIVE:
+                        self._catalog.add(CatalogEntry(header, header.stored_ms))
 
     def _has_changed(self, number: int, info: FileInfo) -> bool:
         """Tell whether a segment is to be scanned. One that somebody cut is forgotten first: its tail is gone."""
@@ -299,12 +299,6 @@ class SegmentDirectory:
             _log.warning("segment %s can't be read, what it holds is missed: %s", self.path(number), error)
             # Without a header no checkpoint names it; up to its end it is not tried again.
             return Scan(None, [], info.length)
-
-    def _note_scan(self, number: int, info: FileInfo, scan: Scan) -> None:
-        self.segments[number] = SegmentState(scan.header, min(scan.tail, info.length), info.length, info.size)
-        for header in scan.records:
-            if header.state is RecordState.LIVE:
-                self._catalog.add(CatalogEntry(header, header.stored_ms))
 
     def _forget(self, number: int) -> None:
         # Whoever evicts it may have been faster.

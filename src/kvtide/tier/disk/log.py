@@ -69,6 +69,8 @@ class SegmentLog:
         self.given_up = GivenUp(order_of, clock) if order_of is not None else None
         self.catalog = Catalog(self.given_up)
         self._directory = SegmentDirectory(root, bytes_max, files, self.catalog)
+        # Learns what other processes did.
+        self.refresh = self._directory.refresh
         self._segments_bytes_max = bytes_max - _SIDE_FILES * side_file_bytes_max(bytes_max)
         self._segment_bytes = max(4 * ALIGN_BYTES, min(align_up(bytes_max // SEGMENTS_MIN), SEGMENT_BYTES_MAX))
         self._clock = clock
@@ -95,7 +97,7 @@ class SegmentLog:
         with ExitStack() as failing:
             failing.callback(self._stop)
             if is_writable:
-                self._directory.make()
+                self._directory.folder.mkdir(parents=True, exist_ok=True)
             self._directory.open()
             if is_writable:
                 with self._write_lock, self._directory.locked():
@@ -142,10 +144,6 @@ class SegmentLog:
             return entry
         self.refresh()
         return self.catalog.find(object_id)
-
-    def refresh(self) -> None:
-        """Learn what other processes did."""
-        self._directory.refresh()
 
     def read(self, entry: CatalogEntry, buffer: memoryview, offset: int) -> RecordState | None:
         """Do `RecordReader.read`. None if the copy was evicted or its header is damaged."""

@@ -131,12 +131,6 @@ def parse_segment_header(page: Buffer) -> SegmentHeader | None:
     return None if fields is None or fields[1:3] != _FORM else SegmentHeader(*fields[4:7])
 
 
-def is_of_other_version(page: Buffer) -> bool:
-    """Tell whether this whole segment header is of a version that this code does not read."""
-    fields = _whole_fields(page, _SEGMENT, _SEGMENT_MAGIC)
-    return fields is not None and fields[1] != _VERSION
-
-
 def _whole_fields(page: Buffer, layout: struct.Struct, magic: bytes) -> tuple[Any, ...] | None:
     view = memoryview(page)
     if len(view) < _HEADER_BYTES or view[: len(magic)] != magic:
@@ -180,8 +174,9 @@ def scan_segment(files: Files, path: Path | str, number: int, tail: int | None =
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         page = bytearray(ALIGN_BYTES)
         files.read_full(descriptor, [memoryview(page)], 0)
-        header = parse_segment_header(page)
-        records = [] if is_of_other_version(page) else list(_records(files, descriptor, number, tail))
+        header, fields = parse_segment_header(page), _whole_fields(page, _SEGMENT, _SEGMENT_MAGIC)
+        is_of_other_version = fields is not None and fields[1] != _VERSION
+        records = [] if is_of_other_version else list(_records(files, descriptor, number, tail))
         # Cut by somebody: a record whose end is missing can't be read.
         length = files.length(path) if records else 0
         while records and records[-1].offset + record_bytes(records[-1].size) > length:
