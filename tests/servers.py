@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,22 @@ def listening(handler: type[socketserver.BaseRequestHandler]) -> Iterator[int]:
         finally:
             server.shutdown()
             thread.join()
+
+
+class Responder(BaseHTTPRequestHandler):
+    """Answers HTTP requests, and logs none."""
+
+    protocol_version = "HTTP/1.1"
+
+    def reply(self, status: int, body: bytes = b"", **headers: object) -> None:
+        self.send_response(status)
+        for name, value in {"Content_Length": len(body), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        """Say nothing."""
 
 
 @contextmanager

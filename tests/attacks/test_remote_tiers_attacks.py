@@ -8,12 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
 
 import pytest
 from tests.processes import etcd_words, frozen
-from tests.servers import listening
+from tests.servers import Responder, listening
 from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id, read_all
 
@@ -126,29 +125,17 @@ def test_a_number_for_an_object_is_no_hit() -> None:
 
 
 @contextmanager
-def bucket(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+def bucket(respond: Callable[[Responder], None]) -> Iterator[str]:
     """A store that answers by `respond`; the URL of a bucket there."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(Responder):
         def do_GET(self) -> None:
             respond(self)
 
         do_HEAD = do_PUT = do_GET
 
-        def log_message(self, *words: object) -> None:
-            """Say nothing."""
-
     with listening(Handler) as port:
         yield f"s3://bucket/prefix?endpoint=http://127.0.0.1:{port}&allow_http=true&skip_signature=true&region=nowhere"
-
-
-def send_head(request: BaseHTTPRequestHandler, status: int, **headers: object) -> None:
-    request.send_response(status)
-    for name, value in headers.items():
-        request.send_header(name.replace("_", "-"), str(value))
-    request.end_headers()
 
 
 def test_a_hung_bucket_costs_a_bounded_wait_and_is_then_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +213,9 @@ def test_a_bucket_keeps_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(s3, "SILENCE_S_MAX", 8)
     stop = threading.Event()
 
-    def respond(request: BaseHTTPRequestHandler) -> None:
+    def respond(request: Responder) -> None:
         if request.command == "GET":
-            send_head(request, 206, Content_Range="bytes 0-999/1000", Content_Length=1000)
+            request.reply(206, Content_Range="bytes 0-999/1000", Content_Length=1000)
             for _ in range(1000):
                 # Never silent, never done.
                 if stop.wait(0.05):
@@ -253,9 +240,9 @@ def test_a_bucket_keeps_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_bucket_that_only_refuses_to_be_written_is_still_read() -> None:
-    def respond(request: BaseHTTPRequestHandler) -> None:
+    def respond(request: Responder) -> None:
         request.rfile.read(int(request.headers.get("Content-Length", "0")))
-        send_head(request, 403 if request.command == "PUT" else 404, Content_Length=0)
+        request.reply(403 if request.command == "PUT" else 404)
 
     with bucket(respond) as url, opened(s3.S3Tier(url, CLOCK)) as tier:
         for _ in range(2 * s3.FAULTS_MAX):
@@ -268,15 +255,13 @@ def test_parts_of_two_objects_are_never_joined(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(s3, "PART_BYTES", 1000)
     asked = iter(range(1000))
 
-    def respond(request: BaseHTTPRequestHandler) -> None:
+    def respond(request: Responder) -> None:
         start, last = map(int, request.headers["Range"].removeprefix("bytes=").split("-"))
         last = min(last, 3999)
         # The object is replaced by another one of its size after the first part.
         which = 0 if next(asked) == 0 else 1
         version = {"ETag": f'"{which}"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
-        place = f"bytes {start}-{last}/4000"
-        send_head(request, 206, Content_Range=place, Content_Length=last - start + 1, **version)
-        request.wfile.write(bytes([which]) * (last - start + 1))
+        request.reply(206, bytes([which]) * (last - start + 1), Content_Range=f"bytes {start}-{last}/4000", **version)
 
     with (
         bucket(respond) as url,

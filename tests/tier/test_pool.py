@@ -5,14 +5,13 @@ import platform
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from pathlib import Path
 from socketserver import BaseRequestHandler
 
 import msgspec
 import pytest
-from tests.servers import RunningServer, counted, hints_heard, listening, running_server
+from tests.servers import Responder, RunningServer, counted, hints_heard, listening, running_server
 from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
@@ -262,15 +261,10 @@ def test_etcd_that_is_frozen_is_left_for_the_next_one(monkeypatch: pytest.Monkey
         def handle(self) -> None:
             is_over.wait(20)
 
-    class Answering(BaseHTTPRequestHandler):
+    class Answering(Responder):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *words: object) -> None:
-            """Say nothing."""
+            self.reply(200, body)
 
     with listening(Frozen) as first, listening(Answering) as second:
         source = membership_of(f"pool+etcd://127.0.0.1:{first},127.0.0.1:{second}/pool")

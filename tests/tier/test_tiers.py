@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import BaseHTTPRequestHandler
 from itertools import islice, takewhile
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes import resident_bytes
-from tests.servers import answering, listening, running_server, tier_on
+from tests.servers import Responder, answering, listening, running_server, tier_on
 from tests.stores import nothing_pinned, open_disk, open_memory, opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id, put_all, read_all
 
@@ -449,20 +448,13 @@ def test_call_that_finds_no_free_connection_is_no_fault_of_the_server() -> None:
 def test_listing_that_is_odd_or_has_no_end_is_a_fault(name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.tier.http.tier.LIST_MAX", 1)
 
-    class Odd(BaseHTTPRequestHandler):
+    class Odd(Responder):
         """Says the same of every part."""
 
         def do_GET(self) -> None:
             is_part = "?" in self.path
             said = {"objects": [{"key": key, "size": 1, "last_use_s": 0}]} if is_part else {"namespaces": [name]}
-            body = msgspec.json.encode({**said, "tier": None})
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *words: object) -> None:
-            """Say nothing."""
+            self.reply(200, msgspec.json.encode({**said, "tier": None}))
 
     with listening(Odd) as port, opened(http_tier(f"http://127.0.0.1:{port}", SystemClock())) as tier:
         listed = islice(tier.objects(), 9)
