@@ -275,7 +275,7 @@ DEEP = b'{"x": ' + 100_000 * b"["
 def test_centre_that_talks_nonsense_is_a_fault(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     (client,) = records_clients("http://127.0.0.1:9", SystemClock())
     answers = {"etag": '"1"'}
-    monkeypatch.setattr(client._peer, "call", lambda call, patience: HttpAnswer(200, answers, len(body), body))
+    monkeypatch.setattr(client, "call", lambda call, patience: HttpAnswer(200, answers, len(body), body))
     with pytest.raises(TierUnavailable, match="can't be read"):
         client.changes(0)
     with pytest.raises(TierUnavailable, match="can't be read"):

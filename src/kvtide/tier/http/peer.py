@@ -10,6 +10,7 @@ import math
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +35,6 @@ _REASON_BYTES_MAX = 200
 _RETRIED = frozenset({408, 422, 429, 500, 502, 503})
 _OPTIONS = frozenset({"token_file", "ca_file", "cert_file", "key_file", "write", "force_latest", "upload"})
 
-# Waits so many seconds.
-Sleep = Callable[[float], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -58,6 +56,11 @@ class HttpAnswer(NamedTuple):
     headers: Mapping[str, str]
     size: int
     body: bytes
+
+    @property
+    def reason(self) -> str:
+        """The begin of what an error says."""
+        return self.body[:_REASON_BYTES_MAX].decode(errors="replace").strip()
 
 
 class Patience:
@@ -133,17 +136,16 @@ class HttpConnection:
             if length > len(into):
                 raise RequestRefused(502, f"asked for {len(into)} bytes, {length} come")
             self.tag = answer.headers.get("etag", "")
+            small = bytearray()
             self._read_into(into[:length], patience)
-            small = b""
         else:
             if length > SMALL_ANSWER_BYTES_MAX:
                 raise RequestRefused(502, f"an answer of {length} bytes, at most {SMALL_ANSWER_BYTES_MAX} are read")
-            buffer = bytearray(length)
-            self._read_into(memoryview(buffer), patience)
-            small = bytes(buffer)
+            small = bytearray(length)
+            self._read_into(memoryview(small), patience)
         if not answer.is_kept_alive or self._pending:
             self.close()
-        return HttpAnswer(answer.status, answer.headers, length, small)
+        return HttpAnswer(answer.status, answer.headers, length, bytes(small))
 
     def _read_head(self, patience: Patience) -> bytes:
         while (end := self._pending.find(HEAD_END)) < 0:
@@ -160,15 +162,13 @@ class HttpConnection:
         return head
 
     def _read_into(self, view: memoryview, patience: Patience) -> None:
-        done = min(len(self._pending), len(view))
-        view[:done] = self._pending[:done]
-        self._pending = self._pending[done:]
-        self.received = done
-        while done < len(view):
-            came = self._when_ready(patience, _receive_some, view[done:])
+        self.received = min(len(self._pending), len(view))
+        view[: self.received], self._pending = self._pending[: self.received], self._pending[self.received :]
+        while self.received < len(view):
+            came = self._when_ready(patience, _receive_some, view[self.received :])
             if not came:
-                raise ConnectionResetError(f"the server closed after {done} of {len(view)} bytes")
-            self.received = done = done + came
+                raise ConnectionResetError(f"the server closed after {self.received} of {len(view)} bytes")
+            self.received += came
 
     def _when_ready(
         self, patience: Patience, transfer: Callable[[socket.socket, memoryview], int], part: memoryview
@@ -222,13 +222,12 @@ class Call:
         head = pack_request_head(self.method, self.target, [*headers, *asked, *length])
         self._link = link
         try:
-            answer = link.exchange(head, self.body, into, patience)
+            return link.exchange(head, self.body, into, patience)
         except BaseException:
-            self._link = None
             self._keep(link)
             raise
-        self._link = None
-        return answer
+        finally:
+            self._link = None
 
     def _missing(self) -> tuple[Headers, memoryview | None]:
         if self.start is None or self.into is None or not self.received:
@@ -302,15 +301,12 @@ class _AllInUse(TimeoutError):
 class Peer:
     """One server. Safe to use from several threads; at most `connections_max` of them at once, the others wait."""
 
-    def __init__(
-        self, endpoint: Endpoint, headers: Headers, settings: PeerSettings, clock: Clock, sleep: Sleep
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, headers: Headers, settings: PeerSettings, clock: Clock) -> None:
         self.endpoint = endpoint
         self.breaker = Breaker(settings.faults_max, settings.open_s, clock, settings.trial_s)
         self._headers = [("Host", str(endpoint) if not endpoint.path else "localhost"), *headers]
         self._settings = settings
         self._clock = clock
-        self._sleep = sleep
         self._changed = threading.Condition()
         self._idle: list[HttpConnection] = []
         self._lent = 0
@@ -349,11 +345,11 @@ class Peer:
                 if answer.status not in _RETRIED:
                     self.breaker.note_success()
                     return answer
-                problem = f"status {answer.status} {answer.body[:_REASON_BYTES_MAX].decode(errors='replace').strip()}"
+                problem = f"status {answer.status} {answer.reason}"
             wait_s = self._settings.retry_s * 2**attempt
             if self._clock.monotonic_s() + wait_s >= patience.deadline_s:
                 break
-            self._sleep(wait_s)
+            time.sleep(wait_s)
         if not is_cut:
             self.breaker.note_fault()
         raise TierUnavailable(f"{call.method} of {self.endpoint} failed: {problem}")
@@ -361,7 +357,8 @@ class Peer:
     def _try(self, call: Call, patience: Patience) -> HttpAnswer:
         """Send a request once; once more if a connection had been closed while it was idle."""
         while True:
-            link, is_fresh = self._take(patience)
+            link = self._take(patience)
+            is_fresh = not link.is_open
             try:
                 if is_fresh:
                     link.open(patience)
@@ -376,7 +373,7 @@ class Peer:
                 self._give_back(link, link.is_open)
                 return call.whole(answer)
 
-    def _take(self, patience: Patience) -> tuple[HttpConnection, bool]:
+    def _take(self, patience: Patience) -> HttpConnection:
         with self._changed:
             while self._is_open and self._lent >= self._settings.connections_max:
                 try:
@@ -387,9 +384,7 @@ class Peer:
             if not self._is_open:
                 raise ConnectionAbortedError("the tier is closed")
             self._lent += 1
-            if self._idle:
-                return self._idle.pop(), False
-            return HttpConnection(self.endpoint), True
+            return self._idle.pop() if self._idle else HttpConnection(self.endpoint)
 
     def _give_back(self, link: HttpConnection, is_usable: bool) -> None:
         with self._changed:
@@ -433,12 +428,10 @@ def servers_of(url: str) -> Servers:
         raise ValueError(f"a remote store's URL has no user or password, give {shown}?token_file=PATH")
     if options.keys() - _OPTIONS or parts.fragment:
         raise ValueError(f"a remote store's URL takes the options {', '.join(sorted(_OPTIONS))}, got {url!r}")
-    tls = None
-    if parts.scheme == "https":
-        tls = tls_context("the remote store", options.get("ca_file"), options.get("cert_file"), options.get("key_file"))
-    headers = []
-    if "token_file" in options:
-        headers.append(("Authorization", f"Bearer {_read_token(Path(options['token_file']))}"))
+    files = [options.get(f"{name}_file") for name in ("ca", "cert", "key")]
+    tls = tls_context("the remote store", *files) if parts.scheme == "https" else None
+    token = _read_token(Path(options["token_file"])) if "token_file" in options else ""
+    headers = [("Authorization", f"Bearer {token}")] if token else []
     takes_evicted = _is_second(options, "write", "all", "evicted")
     takes_pieces = _is_second(options, "upload", "whole", "pieces")
     latest = [(Header.FORCE, "1")] if _is_second(options, "force_latest", "0", "1") else []

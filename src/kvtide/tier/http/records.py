@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Self
 from urllib.parse import urlsplit
@@ -12,7 +11,7 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.tier.base import POOL_SCHEMES
-from kvtide.tier.http.peer import Call, HttpAnswer, Patience, Peer, PeerSettings, servers_of
+from kvtide.tier.http.peer import Call, Endpoint, HttpAnswer, Patience, Peer, PeerSettings, servers_of
 from kvtide.tier.http.tier import OPERATION_S_MAX
 from kvtide.tier.pool import server_urls
 from kvtide.wire.http import Headers
@@ -25,21 +24,12 @@ STEPS_MAX = 10_000
 _LISTED_MAX = 1 << 17
 
 
-class RecordsClient:
+class RecordsClient(Peer):
     """One server's records. TierUnavailable if it can't be asked, RequestRefused for what it answers with an error."""
 
-    def __init__(self, peer: Peer, clock: Clock, operation_s_max: float = OPERATION_S_MAX) -> None:
-        self._peer = peer
-        self._clock = clock
+    def __init__(self, endpoint: Endpoint, headers: Headers, clock: Clock, operation_s_max: float) -> None:
+        super().__init__(endpoint, headers, PeerSettings(), clock)
         self._operation_s_max = operation_s_max
-
-    def open(self) -> None:
-        """Allow calls."""
-        self._peer.open()
-
-    def close(self) -> None:
-        """Close the connections. Idempotent."""
-        self._peer.close()
 
     def __enter__(self) -> Self:
         self.open()
@@ -92,14 +82,13 @@ class RecordsClient:
 
     def _ask(self, method: str, target: str, headers: Headers, body: bytes = b"") -> HttpAnswer:
         patience = Patience(self._clock, self._clock.monotonic_s() + self._operation_s_max)
-        answer = self._peer.call(Call(method, target, headers, body), patience)
+        answer = self.call(Call(method, target, headers, body), patience)
         if answer.status in {200, 204, 304} or (answer.status == 404 and method != "PUT"):
             return answer
-        reason = answer.body[:200].decode(errors="replace").strip()
-        raise RequestRefused(answer.status, f"{self._peer.endpoint} refused: {reason}")
+        raise RequestRefused(answer.status, f"{self} refused: {answer.reason}")
 
     def __str__(self) -> str:
-        return str(self._peer.endpoint)
+        return str(self.endpoint)
 
 
 def _record(name: RecordName, answer: HttpAnswer, body: bytes) -> Record:
@@ -117,8 +106,7 @@ def records_clients(url: str, clock: Clock, operation_s_max: float = OPERATION_S
     clients: list[RecordsClient] = []
     for each in server_urls(url) if urlsplit(url).scheme in POOL_SCHEMES else [url]:
         servers = servers_of(each)
-        peers = (Peer(place, servers.headers, PeerSettings(), clock, time.sleep) for place in servers.endpoints)
-        clients += [RecordsClient(peer, clock, operation_s_max) for peer in peers]
+        clients += [RecordsClient(place, servers.headers, clock, operation_s_max) for place in servers.endpoints]
     return clients
 
 

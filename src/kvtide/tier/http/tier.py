@@ -29,7 +29,6 @@ from kvtide.tier.http.peer import (
     Peer,
     PeerSettings,
     RangeWatch,
-    Sleep,
     asked_name,
     object_target,
     servers_of,
@@ -54,6 +53,7 @@ from kvtide.wire.receiver import FRAME_HEADER_BYTES, frame_header
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_Sleep = Callable[[float], None]
 
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
@@ -87,13 +87,11 @@ class HttpTier(CountingTier):
         self,
         peers: Sequence[Peer],
         clock: Clock,
-        operation_s_max: float = OPERATION_S_MAX,
-        takes_evicted: bool = False,
-        bytes_s_min: float = math.inf,
-        takes_pieces: bool = False,
+        operation_s_max: float,
+        takes_evicted: bool,
+        bytes_s_min: float,
+        takes_pieces: bool,
     ) -> None:
-        if not peers:
-            raise ValueError("a remote tier needs at least one server, got none")
         super().__init__()
         self._peers = list(peers)
         self._clock = clock
@@ -156,9 +154,8 @@ class HttpTier(CountingTier):
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         asked = [ByteRange(offset, offset + len(buffer)) for offset, buffer in ranges]
-        room = memoryview(
-            bytearray(sum(stop - start for start, stop in asked) + PART_HEAD_BYTES_MAX * (len(asked) + 1))
-        )
+        size = sum(len(buffer) for _, buffer in ranges)
+        room = memoryview(bytearray(size + PART_HEAD_BYTES_MAX * (len(asked) + 1)))
         target, headers = object_target(object_id)
         with self._faults_noted():
             answer = self._first_answer(Call("GET", target, [*headers, ("Range", ranges_header(asked))], into=room))
@@ -204,18 +201,14 @@ class HttpTier(CountingTier):
                     answer = put_in_pieces(ask, buffer, self._clock, self._operation_s_max, time.sleep)
                 else:
                     answer = self._send(peer, "PUT", target, headers, buffer)
+                if answer.status in {413, 507}:
+                    raise TierFull(f"{peer.endpoint} has no room for {object_id}")
+                # Of 409 its generation is over: nobody wants the object.
+                if answer.status not in {200, 201, 409}:
+                    raise _refusal("PUT", answer)
+                stored |= answer.status != 409
             except TierUnavailable as caught:
                 error = caught
-                continue
-            if answer.status in {200, 201}:
-                stored = True
-            elif answer.status == 409:
-                # Its generation is over: nobody wants the object.
-                continue
-            elif answer.status in {413, 507}:
-                error = TierFull(f"{peer.endpoint} has no room for {object_id}")
-            else:
-                error = _refusal("PUT", answer)
         if not stored and error is not None:
             self._note_fault(error)
             raise error
@@ -329,8 +322,8 @@ def http_tier(
 ) -> HttpTier:
     """Return the unopened tier of a URL's servers; `extra` goes with every request. ValueError as in `servers_of`."""
     servers = servers_of(url)
-    bounds = settings or PeerSettings()
-    peers = [Peer(each, [*servers.object_headers, *extra], bounds, clock, time.sleep) for each in servers.endpoints]
+    headers = [*servers.object_headers, *extra]
+    peers = [Peer(each, headers, settings or PeerSettings(), clock) for each in servers.endpoints]
     return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min, servers.takes_pieces)
 
 
@@ -366,8 +359,7 @@ def _ranges_in(answer: HttpAnswer, body: memoryview, asked: Sequence[ByteRange])
 def _refusal(method: str, answer: HttpAnswer) -> TierUnavailable:
     if answer.status == 307:
         return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
-    text = answer.body[:200].decode(errors="replace").strip()
-    return TierUnavailable(f"{method} was answered with status {answer.status}: {text}")
+    return TierUnavailable(f"{method} was answered with status {answer.status}: {answer.reason}")
 
 
 def _decoded(answer: HttpAnswer, kind: type[_Result]) -> _Result:
@@ -385,7 +377,7 @@ def _digest(digits: str) -> bytes:
 
 
 def put_in_pieces(
-    ask: Callable[[Buffer], HttpAnswer], buffer: Buffer, clock: Clock, patience_s: float, sleep: Sleep
+    ask: Callable[[Buffer], HttpAnswer], buffer: Buffer, clock: Clock, patience_s: float, sleep: _Sleep
 ) -> HttpAnswer:
     """Send an object by requests with bodies of at most REQUEST_BYTES_MAX; return the answer that ends it.
 
