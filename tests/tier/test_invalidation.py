@@ -387,7 +387,7 @@ def test_a_repair_of_a_pool_does_not_bring_an_invalidated_block_back(tmp_path: P
         lacking = held[str(two.address)]
         held[str(one.address)].tier.put_from(ONE, OLD)
         # The owner that has sent less is asked first: the one that lacks it.
-        pool._loads[str(one.address)] = 1e9
+        pool._loads[str(one.address)] = 10**9
 
         engine.meanwhile(lacking, engine.read, lambda: invalidate(one, two))
         engine.stack.close()

@@ -191,7 +191,7 @@ def test_advice_is_told_to_each_server_that_looks_blocks_of_the_prompt_up(pool: 
 @pytest.mark.parametrize("looks_first", [True, False])
 def test_old_map_is_found_out_by_redirection(pool: Pool, tier: PoolTier, looks_first: bool) -> None:
     """The client's own look at the map is held back: a server must tell."""
-    tier._watcher._follower.stop()
+    tier._watcher.stop()
     pool.join("server-4", "server-5")
     while looks_first and tier.epoch == 1:
         assert not any(tier.contains(object_id(number)) for number in range(OBJECTS))

@@ -102,8 +102,7 @@ class DnsMembership(Membership):
         servers = tuple(server_at(place, self.scheme) for place in places)
         known = self._known
         if known is None or known.servers != servers:
-            epoch = known.epoch + 1 if known else 1
-            self._known = known = PoolMap(epoch, servers, self.replicas, kind=self.kind)
+            self._known = known = PoolMap(known.epoch + 1 if known else 1, servers, self.replicas, kind=self.kind)
         return known
 
 
@@ -220,31 +219,28 @@ class EtcdMembership(Membership):
                 stop.wait(LEASE_S / 3)
 
     def _call(self, path: str, body: dict[str, object], kind: type[_Answer]) -> _Answer:
-        """Return the answer of the first endpoint that gives one. TierUnavailable if none does, or another kind."""
+        """Return the first endpoint's answer, to our user if there is one. TierUnavailable if none is of this kind."""
         try:
-            with self._open(path, body) as answer:
+            if self._access.user and not self._token:
+                self._authenticate()
+            try:
+                answer = self._open(path, body)
+            except _Unauthenticated:
+                self._authenticate()
+                answer = self._open(path, body)
+            with answer:
                 # Etcd writes numbers as strings, and bytes in base 64.
                 return msgspec.json.decode(answer.read(ANSWER_BYTES_MAX), type=kind, strict=False)
         except (OSError, HTTPException, msgspec.DecodeError, ValueError, RecursionError) as error:
             raise TierUnavailable(f"etcd at {', '.join(self._endpoints)}: {error}") from error
 
-    def _open(self, path: str, body: dict[str, object]) -> Any:
-        """Send a question, as our user if there is one; a token that is over is asked for again."""
-        if self._access.user and not self._token:
-            self._authenticate()
-        try:
-            return self._open_as(path, body)
-        except _Unauthenticated:
-            self._authenticate()
-            return self._open_as(path, body)
-
     def _authenticate(self) -> None:
         self._token = ""
         words = {"name": self._access.user, "password": self._access.password}
-        with self._open_as("/v3/auth/authenticate", words) as answer:
+        with self._open("/v3/auth/authenticate", words) as answer:
             self._token = msgspec.json.decode(answer.read(ANSWER_BYTES_MAX), type=_Token).token
 
-    def _open_as(self, path: str, body: Mapping[str, object]) -> Any:
+    def _open(self, path: str, body: Mapping[str, object]) -> Any:
         problem: Exception | None = None
         data, scheme = msgspec.json.encode(body), "https" if self._access.tls else "http"
         headers = {"Content-Type": "application/json", **({"Authorization": self._token} if self._token else {})}
@@ -253,10 +249,9 @@ class EtcdMembership(Membership):
             try:
                 return urllib.request.urlopen(request, timeout=REQUEST_S_MAX, context=self._access.tls)
             except urllib.error.HTTPError as error:
-                if error.code == HTTPStatus.UNAUTHORIZED and self._token:
-                    error.close()
-                    raise _Unauthenticated(f"etcd at {endpoint} takes our token no longer") from error
                 error.close()
+                if error.code == HTTPStatus.UNAUTHORIZED and self._token:
+                    raise _Unauthenticated(f"etcd at {endpoint} takes our token no longer") from error
                 raise TierUnavailable(f"etcd at {endpoint} answered {error.code} to {path}") from error
             except (OSError, HTTPException) as error:
                 problem = error
@@ -274,25 +269,21 @@ def _b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-class Watcher:
+class Watcher(Repeater):
     """A thread that reads a source every POLL_S, and hands on maps that are new."""
 
     def __init__(self, source: Membership, on_map: Callable[[PoolMap], None]) -> None:
+        super().__init__(self._follow, "kvtide-pool")
         self._source = source
         self._on_map = on_map
         self._lock = threading.Lock()
-        self._follower = Repeater(self._follow, "kvtide-pool")
         self._epoch, self._era = -1, ""
         self._fault = LastingFault(_log, "the pool's map stays as it is")
 
     def open(self) -> None:
         """Read the map once, then go on in a thread. A source that can't be read now is read later."""
         self.refresh()
-        self._follower.open()
-
-    def close(self) -> None:
-        """Stop. Idempotent."""
-        self._follower.close()
+        super().open()
 
     def refresh(self) -> None:
         """Read the map now; a broken or unreachable source, or a map that can't be used, is logged once and no more."""
@@ -307,34 +298,32 @@ class Watcher:
         return POLL_S
 
 
-class Member:
+class Member(Watcher):
     """Follows the pool's map for the server `me`. A map without it, or none, sends nobody away."""
 
     def __init__(self, me: PoolServer, source: Membership) -> None:
+        super().__init__(source, self._adopt)
         self.name = me.name
         self.placement: Placement | None = None
         self._me = me
-        self._source = source
-        self._watcher = Watcher(source, self._adopt)
-        self._stop = threading.Event()
         self._registering: threading.Thread | None = None
 
     def open(self) -> None:
         """Follow the map; where members register themselves, do."""
-        self._stop.clear()
+        self._closing.clear()
         if isinstance(self._source, EtcdMembership):
-            work = (self._me, self._stop)
+            work = (self._me, self._closing)
             self._registering = threading.Thread(target=self._source.register, args=work, name="kvtide-etcd")
             self._registering.start()
-        self._watcher.open()
+        super().open()
 
     def close(self) -> None:
         """Leave the pool. Idempotent."""
-        self._stop.set()
+        self.stop()
         if self._registering is not None:
             self._registering.join(_CLOSE_S_MAX)
             self._registering = None
-        self._watcher.close()
+        super().close()
 
     def _adopt(self, pool: PoolMap) -> None:
         self.placement = Placement(pool)
@@ -361,9 +350,7 @@ def membership_of(url: str) -> Membership:
         raise ValueError(f"a pool has 1 to 8 replicas and one of {', '.join(PlacementKind)}, got {replicas} and {kind}")
     chosen, scheme = PlacementKind(kind), _scheme(options.get("scheme", "http"))
     if parts.scheme == "pool":
-        servers = tuple(
-            sorted((server_at(each, scheme) for each in parts.netloc.split(",")), key=lambda each: each.name)
-        )
+        servers = tuple(server_at(each, scheme) for each in sorted(parts.netloc.split(",")))
         return StaticMembership(PoolMap(0, servers, int(replicas), kind=chosen))
     if parts.scheme == "pool+file" and parts.path and not parts.netloc:
         return FileMembership(Path(unquote(parts.path)))

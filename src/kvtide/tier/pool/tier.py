@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -79,7 +80,7 @@ class PoolTier(CountingTier):
         self._watcher = Watcher(source, self._adopt)
         self._state: _State | None = None
         # Bytes that each server has sent us, and those that it is sending.
-        self._loads: dict[str, float] = {}
+        self._loads: defaultdict[str, int] = defaultdict(int)
         self._writers: ThreadPoolExecutor | None = None
         self._repairer = Background(WRITERS, "kvtide-repair", REPAIR_BYTES_MAX)
         # Copies that were put where the map says.
@@ -115,11 +116,9 @@ class PoolTier(CountingTier):
             old = self._state
             known = {member.server: member for member in _all_members(old)}
             members = tuple(known.get(server) or self._joined(server) for server in pool.servers)
-            earlier = old.earlier if old else ()
-            if old is not None:
-                earlier = ((now_s, old.placement, old.members), *earlier)[:MOVED_MAPS_MAX]
+            earlier = ((now_s, old.placement, old.members), *old.earlier)[:MOVED_MAPS_MAX] if old else ()
             self._state = new = _State(Placement(pool), members, earlier)
-            self._loads = {server.name: 0.0 for server in pool.servers}
+            self._loads.clear()
         kept = {member.server for member in _all_members(new)}
         for member in known.values():
             if member.server not in kept:
@@ -142,7 +141,7 @@ class PoolTier(CountingTier):
         owners = [state.members[position] for position in state.placement.owners(key)]
         near = [member for member in owners if self._here and member.server.host == self._here]
         with self._lock:
-            first = near[0] if near else min(owners, key=lambda each: self._loads.get(each.server.name, 0.0))
+            first = near[0] if near else min(owners, key=lambda each: self._loads[each.server.name])
         return [first, *(member for member in owners if member is not first)]
 
     def _askable(self, state: _State, key: BlockKey) -> list[_Member]:
@@ -178,8 +177,7 @@ class PoolTier(CountingTier):
         for rank in range(state.placement.replicas):
             asked: dict[str, tuple[_Member, list[ObjectId]]] = {}
             for object_id, owners in waiting.items():
-                if rank < len(owners):
-                    asked.setdefault(owners[rank].server.name, (owners[rank], []))[1].append(object_id)
+                asked.setdefault(owners[rank].server.name, (owners[rank], []))[1].append(object_id)
             for (_, ids), count in zip(asked.values(), writers.map(self._leading_of, asked.values()), strict=True):
                 if count is not None:
                     found.update(ids[:count])
@@ -224,11 +222,11 @@ class PoolTier(CountingTier):
     def _read_from(self, object_id: ObjectId, ranges: Sequence[RangeRead], member: _Member) -> list[int] | None:
         name, wanted = member.server.name, sum(len(buffer) for _, buffer in ranges)
         with self._lock:
-            self._loads[name] = self._loads.get(name, 0.0) + wanted
+            self._loads[name] += wanted
         # What fails stays on the account: a server that fails is not the first to be asked again.
         sizes = read_ranges(member.tier, object_id, ranges)
         with self._lock:
-            self._loads[name] = self._loads.get(name, 0.0) + sum(sizes or []) - wanted
+            self._loads[name] += sum(sizes or []) - wanted
         return sizes
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
@@ -294,12 +292,8 @@ class PoolTier(CountingTier):
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Tell one server that answers; the pool's figures are the sums over its servers."""
-
-        def tell(member: _Member) -> bool:
-            member.tier.note_decisions(namespace, counts)
-            return True
-
-        self._each(self._now().members, tell, until=bool)
+        members = self._now().members
+        self._each(members, lambda member: member.tier.note_decisions(namespace, counts), until=lambda result: True)
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         state = self._state
