@@ -11,6 +11,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -126,7 +127,7 @@ class S3Tier(CountingTier):
         """Read a range of the object; a long one in parts, several at a time."""
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
-        path, stop = _path(object_id), offset + len(buffer)
+        path = _path(object_id)
         if not len(buffer):
             return 0 if self.contains(object_id) else None
         self._require_store()
@@ -138,14 +139,19 @@ class S3Tier(CountingTier):
             return None
         except BaseError as error:
             # A range after the object's end is refused, in words that differ from store to store.
-            if offset == 0 or (self._size(object_id) or stop) > offset:
+            if offset == 0 or (self._size(object_id) or math.inf) > offset:
                 raise self._fault(error) from error
             return 0
         self._breaker.note_success()
-        stop = min(stop, first.size)
-        self._read_rest(path, buffer[: stop - offset], offset, first)
+        view = buffer[: first.size - offset]
+        starts = range(PART_BYTES, len(view), PART_BYTES)
+        reads = [partial(self._read, path, view[start:][:PART_BYTES], offset + start) for start in starts]
+        parts = self._side_by_side(self._workers, reads)
+        found = self._asked(lambda: [part.result() for part in parts], None)
+        if found is None or any(part != first for part in found):
+            raise TierUnavailable(f"{path} was replaced while it was read")
         self._note(is_hit=True)
-        return stop - offset
+        return len(view)
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         """Read some ranges at a time: a bucket answers a request with one."""
@@ -171,15 +177,6 @@ class S3Tier(CountingTier):
         wait(pending)
         return pending
 
-    def _read_rest(self, path: str, view: memoryview, start: int, first: _Part) -> None:
-        """Read what comes after the first part, some parts at a time. TierUnavailable if it is of another object."""
-        offsets = range(PART_BYTES, len(view), PART_BYTES)
-        reads = [partial(self._read, path, view[offset:][:PART_BYTES], start + offset) for offset in offsets]
-        parts = self._side_by_side(self._workers, reads)
-        found = self._asked(lambda: [part.result() for part in parts], None)
-        if found is None or any(part != first for part in found):
-            raise TierUnavailable(f"{path} was replaced while it was read")
-
     def _read(self, path: str, view: memoryview, start: int) -> _Part:
         """Read the part of an object that fits into the view; return whose part it is."""
         found = obstore.get(self._client(), path, options={"range": (start, start + len(view))})
@@ -204,7 +201,7 @@ class S3Tier(CountingTier):
 
     def _put(self, object_id: ObjectId, buffer: Buffer, mode: Literal["create", "overwrite"]) -> None:
         def put() -> bool:
-            try:
+            with suppress(AlreadyExistsError, PreconditionError):
                 obstore.put(
                     self._client(is_write=True),
                     _path(object_id),
@@ -215,9 +212,8 @@ class S3Tier(CountingTier):
                     chunk_size=PART_BYTES,
                     max_concurrency=PARTS_AT_ONCE,
                 )
-            except (AlreadyExistsError, PreconditionError):
-                return False
-            return True
+                return True
+            return False
 
         if self._asked(put, False):
             with self._lock:
@@ -243,8 +239,7 @@ class S3Tier(CountingTier):
         try:
             for chunk in obstore.list(self._stores(math.inf, is_write=False)):
                 for meta in chunk:
-                    name = _NAME.fullmatch(meta["path"])
-                    if name:
+                    if name := _NAME.fullmatch(meta["path"]):
                         namespace, key = (bytes.fromhex(digits) for digits in name.groups())
                         object_id = ObjectId(Namespace(namespace), BlockKey(key))
                         yield ObjectInfo(object_id, meta["size"], meta["last_modified"].timestamp())

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import struct
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.evict import Hint, Recent, States
 from kvtide.outcomes import Decided
-from kvtide.tier.base import Buffer, Fill, ObjectInfo, Offer, RangeRead, Take, Tier, WrappedTier
+from kvtide.tier.base import Buffer, CountingTier, Fill, ObjectInfo, Offer, RangeRead, Take, Tier, WrappedTier
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.seal.keys import HEAD_BYTES, KEY_BYTES, SEALED_CODEC, Keyring, SealingKey
 from kvtide.tier.source import read_ranges
@@ -54,7 +53,7 @@ AHEAD_PIECES = 64
 AHEAD_MAX = SCRATCHES_MAX // 2
 
 
-class SealedTier(WrappedTier):
+class SealedTier(WrappedTier, CountingTier):
     """Seals what goes into a tier by the newest key, and opens what comes out by any of the ring's.
 
     What no key of ours has sealed is a miss; it is replaced when the block is stored again. What is damaged is read as
@@ -63,14 +62,13 @@ class SealedTier(WrappedTier):
 
     def __init__(self, tier: Tier, ring: Keyring) -> None:
         super().__init__(tier)
+        CountingTier.__init__(self)
         self._ring = ring
         self.is_batched = self.can_replace = True
         self.takes_evicted, self.takes_advice = tier.takes_evicted, tier.takes_advice
         self.looks_in_regions, self.hears_requests = tier.looks_in_regions, tier.hears_requests
-        self._lock = threading.Lock()
         # By the id of the key that is not here.
         self._unopened: Recent[ObjectId, bytes] = Recent(UNOPENED_MAX)
-        self._hits = self._misses = 0
         self._is_told = False
         self._scratches: list[memoryview] = []
         self._ahead = self._workers()
@@ -98,11 +96,6 @@ class SealedTier(WrappedTier):
         self._note(is_hit=came is not None)
         return came
 
-    def _note(self, is_hit: bool) -> None:
-        with self._lock:
-            self._hits += is_hit
-            self._misses += not is_hit
-
     def _read(self, object_id: ObjectId, buffer: memoryview, offset: int) -> int | None:
         first, stop = _touched(offset, len(buffer))
         with self._scratch(_room(stop - first)) as view:
@@ -118,12 +111,12 @@ class SealedTier(WrappedTier):
                 first = spans.pop()[0]
             spans.append((first, stop))
         with self._scratch(STEP * sum(stop - first for first, stop in spans)) as room:
-            reads, at = list[RangeRead](), 0
+            reads, rest = list[RangeRead](), room
             for first, stop in spans:
-                reads.append(RangeRead(HEAD_BYTES + first * STEP, room[at : at + (stop - first) * STEP]))
-                at += (stop - first) * STEP
-            came = read_ranges(self.tier, object_id, reads)
-            sizes = list[int | None]()
+                size = STEP * (stop - first)
+                reads.append(RangeRead(HEAD_BYTES + first * STEP, rest[:size]))
+                rest = rest[size:]
+            came, sizes = read_ranges(self.tier, object_id, reads), list[int | None]()
             for offset, buffer in ranges if came else ():
                 piece = offset // PIECE_BYTES
                 number = next(n for n, (_, stop) in enumerate(spans) if piece < stop)
@@ -239,13 +232,8 @@ class SealedTier(WrappedTier):
             is_first, self._is_told = not self._is_told, True
             self._unopened[object_id] = key_id
         if is_first:
-            _log.warning(
-                "%s: %s is sealed by key %s, which %s lacks: a miss, further ones are only counted; see kvtide doctor",
-                self.name,
-                object_id,
-                key_id.hex(),
-                self._ring,
-            )
+            why = "%s: %s is sealed by key %s, which %s lacks: a miss, further ones are only counted; see kvtide doctor"
+            _log.warning(why, self.name, object_id, key_id.hex(), self._ring)
 
     def _is_unopened(self, object_id: ObjectId) -> bool:
         """Tell whether an object could not be opened, nor can be by keys that came since."""

@@ -340,39 +340,31 @@ class ValkeyNodes:
             _log.debug("no map of %s: %s", self._target.shown, error)
 
     def _connect(self) -> _Topology:
-        """Ask the servers in turn for one of a cluster, or for the primary; without that a replica serves reads.
-
-        The last one's error if none is any of these.
-        """
+        """Ask the servers in turn for one of a cluster, or for the primary; without that a replica serves reads."""
         problem: Exception | None = None
         standby: _Topology | None = None
+        settings = {**self._settings, "ssl": self._target.is_tls}
         for address in self._target.addresses:
-            settings = {**self._settings, "ssl": self._target.is_tls}
             client = redis.Redis(host=address.host, port=address.port, db=self._target.database, **settings)
             try:
-                said = client.info()
+                # It connects again when it is asked for more.
+                with client:
+                    said = client.info()
             except FAULTS as error:
-                client.close()
                 problem = error
                 continue
             if said.get("cluster_enabled") == 1:
-                client.close()
                 seeds = [ClusterNode(each.host, each.port) for each in self._target.addresses]
                 return _Topology(RedisCluster(startup_nodes=seeds, **settings), address)
             if said.get("redis_mode") == "sentinel":
-                why = f"{address} is a Sentinel and keeps no data; the URL names the servers themselves"
+                problem = TierUnavailable(
+                    f"{address} is a Sentinel and keeps no data; the URL names the servers themselves"
+                )
             elif said.get("role", "master") == "master" or len(self._target.addresses) == 1:
                 # A server alone is taken as it is: a replica can be read.
-                if standby is not None:
-                    standby.client.close()
                 return _Topology(client, address)
-            elif standby is None:
-                standby = _Topology(client, address, is_standby=True)
-                continue
             else:
-                why = f"{address} is a replica, and no primary answers"
-            client.close()
-            problem = TierUnavailable(why)
+                standby = standby or _Topology(client, address, is_standby=True)
         if standby is not None:
             return standby
         assert problem is not None

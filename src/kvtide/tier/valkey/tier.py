@@ -54,7 +54,7 @@ class ValkeyTier(CountingTier):
     def open(self) -> None:
         """Connect; a server that can't be reached now is tried again when somebody needs it."""
         self._nodes.open()
-        self._evicted_before = self._counts()[3] if self._nodes.clients() else 0
+        self._evicted_before = self._counts()[3]
 
     def close(self) -> None:
         self._nodes.close()
