@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -282,8 +282,7 @@ def parse_header(data: bytes | bytearray | memoryview, expected: ObjectId | None
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
         raise CorruptPayload(f"an object has at least {HEADER_BYTES} bytes, got {len(view)}")
-    fields = _HEADER.unpack_from(view)
-    magic, version, header_bytes, section_count = fields[:4]
+    magic, version, header_bytes, section_count, *fields = _HEADER.unpack_from(view)
     if magic != _MAGIC:
         raise CorruptPayload(f"not a kvtide object: it begins with {magic!r}")
     if (version, header_bytes) != (_VERSION, HEADER_BYTES):
@@ -295,12 +294,6 @@ def parse_header(data: bytes | bytearray | memoryview, expected: ObjectId | None
     version_tag = bytes(view[_CHECKSUM_OFFSET:HEADER_BYTES])
     if _header_checksum(view, section_count) != version_tag:
         raise CorruptPayload("checksum of the object's header does not match")
-    return _checked_object(view, fields[4:], section_count, version_tag, expected)
-
-
-def _checked_object(
-    view: memoryview, fields: tuple[Any, ...], section_count: int, version_tag: bytes, expected: ObjectId | None
-) -> StoredObject:
     key, namespace, parent, codec, profile, layers, tokens, kv_heads, head_dim = fields[:9]
     start, dtype_code, padding, quality_code, object_bytes, label = fields[9:]
     object_id = ObjectId(Namespace(namespace), BlockKey(key))

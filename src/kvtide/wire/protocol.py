@@ -171,16 +171,14 @@ Route = ObjectId | ExistsRoute | PrefetchRoute | ListRoute | RecordName | Record
 def parse_target(target: str) -> Route:
     """Return what a request's target names. RequestRefused (400, 404) for what names nothing."""
     path, _, query = target.partition("?")
-    found = _OBJECT_PATH.fullmatch(path)
-    if found and not query:
+    if (found := _OBJECT_PATH.fullmatch(path)) and not query:
         return ObjectId(Namespace(bytes.fromhex(found[1])), BlockKey(bytes.fromhex(found[2])))
-    found = _NAMESPACE_PATH.fullmatch(path)
-    if found and found[2]:
-        return (ExistsRoute if found[2] == "/exists" else PrefetchRoute)(Namespace(bytes.fromhex(found[1])))
-    if found:
-        return _list_route(Namespace(bytes.fromhex(found[1])), query)
-    found = _RECORD_PATH.fullmatch(path)
-    if found and not query:
+    if found := _NAMESPACE_PATH.fullmatch(path):
+        namespace = Namespace(bytes.fromhex(found[1]))
+        if not found[2]:
+            return _list_route(namespace, query)
+        return (ExistsRoute if found[2] == "/exists" else PrefetchRoute)(namespace)
+    if (found := _RECORD_PATH.fullmatch(path)) and not query:
         return RecordName.parse(found[1], found[2])
     if path == "/v1/records":
         return _records_route(query)
