@@ -76,8 +76,8 @@ class Patience:
         """Some bytes have moved."""
         self._heard_s = self._clock.monotonic_s()
 
-    def left_s(self) -> float:
-        """Return how long the next wait may be. TimeoutError if the time is over."""
+    def left_s(self, received: int = 0) -> float:
+        """Return how long the next wait may be, of a body so far `received`. TimeoutError if the time is over."""
         wait_s = min(self.deadline_s, self._heard_s + self._silence_s_max) - self._clock.monotonic_s()
         if wait_s <= 0:
             raise TimeoutError("no answer in time")
@@ -176,7 +176,7 @@ class HttpConnection:
         """Send or receive once, waiting as long as there is patience."""
         assert self._sock is not None
         while True:
-            self._sock.settimeout(patience.left_s())
+            self._sock.settimeout(patience.left_s(self.received))
             try:
                 moved = transfer(self._sock, part)
             except TimeoutError:
@@ -192,7 +192,7 @@ def _receive_some(sock: socket.socket, part: memoryview) -> int:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request. A read of a range that begins at `start` goes on where it was after a fault.
+    """One request. With `start` it is for as many bytes from there on as `into` takes, and goes on after a fault.
 
     At the same server or another one it asks for the rest, and begins again if that is of another object.
     """
@@ -208,33 +208,23 @@ class Call:
     tag: str = field(default="", init=False)
     # True once nobody wants the answer: the call fails, and is not tried again.
     is_given_up: bool = field(default=False, init=False)
-    _link: HttpConnection | None = field(default=None, init=False)
-
-    @property
-    def came(self) -> int:
-        """The number of bytes in `into` now."""
-        return self.received + (self._link.received if self._link is not None else 0)
 
     def send(self, link: HttpConnection, headers: Headers, patience: Patience) -> HttpAnswer:
         """Send it over a connection, for what has not come yet; count what came before a fault."""
         length = [("Content-Length", str(len(self.body)))] if self.method in {"PUT", "POST"} else []
         asked, into = self._missing()
         head = pack_request_head(self.method, self.target, [*headers, *asked, *length])
-        self._link = link
         try:
             return link.exchange(head, self.body, into, patience)
         except BaseException:
             self._keep(link)
             raise
-        finally:
-            self._link = None
 
     def _missing(self) -> tuple[Headers, memoryview | None]:
-        if self.start is None or self.into is None or not self.received:
+        if self.start is None or self.into is None:
             return self.headers, self.into
-        others = [header for header in self.headers if header[0] != "Range"]
         rest = ("Range", f"bytes={self.start + self.received}-{self.start + len(self.into) - 1}")
-        return [*others, rest], self.into[self.received :]
+        return [*self.headers, rest], self.into[self.received :]
 
     def _keep(self, link: HttpConnection) -> None:
         if self.start is None or self.into is None or not link.tag:
@@ -266,16 +256,16 @@ class RangeWatch(Patience):
         self._take = take
         self._handed = 0
 
-    def left_s(self) -> float:
+    def left_s(self, received: int = 0) -> float:
         """Return how long the next wait may be. ConnectionAbortedError if nothing more is wanted."""
-        self.hand_over()
+        self.hand_over(self._call.received + received)
         if self._call.is_given_up:
             raise ConnectionAbortedError("no more is wanted")
         return min(super().left_s(), _BEAT_S)
 
-    def hand_over(self, came: int | None = None) -> None:
-        """Hand over what has come since: all that has, by default."""
-        came, into = self._call.came if came is None else came, self._call.into
+    def hand_over(self, came: int) -> None:
+        """Hand over what has come since the last time; `came` bytes are here by now."""
+        into = self._call.into
         if not self._call.is_given_up and into is not None:
             part, self._handed = into[self._handed : came], max(self._handed, came)
             self._call.is_given_up = not self._take(part)

@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby, takewhile
 from typing import TypeVar
@@ -145,9 +146,8 @@ class HttpTier(CountingTier):
         if not buffer:
             return 0 if self.contains(object_id) else None
         target, headers = object_target(object_id)
-        part = ("Range", f"bytes={offset}-{offset + len(buffer) - 1}")
         with self._faults_noted():
-            answer = self._first_answer(Call("GET", target, [*headers, part], into=buffer, start=offset))
+            answer = self._first_answer(Call("GET", target, headers, into=buffer, start=offset))
             came = _range_bytes(answer, offset, len(buffer))
         self._note(is_hit=came is not None)
         return came
@@ -171,15 +171,14 @@ class HttpTier(CountingTier):
         peers = self._in_order()
 
         def read_on(peer: Peer, at: int, stop: int, take: Take) -> bool:
-            into = memoryview(bytearray(stop - at))
-            call = Call("GET", target, [*headers, ("Range", f"bytes={at}-{stop - 1}")], into=into, start=at)
+            call = Call("GET", target, headers, into=memoryview(bytearray(stop - at)), start=at)
             # However slow the link: what counts is that bytes come.
             deadline_s = min(caller_deadline_s(), self._clock.monotonic_s() + RANGE_S_MAX)
             watch = RangeWatch(self._clock, deadline_s, self._operation_s_max, call, take)
             try:
                 came = _range_bytes(peer.call(call, watch, tries_max=1), at, stop - at)
             except TierUnavailable:
-                watch.hand_over()
+                watch.hand_over(call.received)
                 raise
             watch.hand_over(came or 0)
             return came == stop - at
@@ -241,10 +240,9 @@ class HttpTier(CountingTier):
 
     def removed_reason(self, object_id: ObjectId) -> str | None:
         """Return what the server remembers; None if it can't be asked."""
-        try:
+        with suppress(TierUnavailable):
             return self._ask("HEAD", *object_target(object_id), allowed=(200, 404)).headers.get(Header.REMOVED)
-        except TierUnavailable:
-            return None
+        return None
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what the first server that answers has of ours."""
@@ -265,10 +263,9 @@ class HttpTier(CountingTier):
 
     def stats(self) -> TierStats:
         """Return our hits, misses and faults, and what the server says it holds: the last that was heard of that."""
-        try:
+        view = None
+        with suppress(TierUnavailable):
             view = self._view().tier
-        except TierUnavailable:
-            view = None
         with self._lock:
             self._known = known = view or self._known
             counts = (self._hits, self._misses, known.evictions, self._faults)
