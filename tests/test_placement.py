@@ -1,4 +1,5 @@
 import hashlib
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtide.tier.pool.membership import FileMembership
 from kvtide.tier.pool.placement import Placement, PlacementKind, PoolMap, PoolServer, mix
 from kvtide.types import BlockKey
 from kvtide_lab.sim.pool import moved_share, next_map
@@ -101,9 +103,14 @@ def test_mix_is_one_to_one_on_structured_words() -> None:
     assert np.bincount((mixed % np.uint64(8)).astype(int)).max() < 1.03 * len(words) / 8
 
 
-def test_map_survives_json() -> None:
+def test_map_survives_json(tmp_path: Path) -> None:
     full = PoolMap(7, (PoolServer("a", "h:1", 2.0, "host", "/run/kv"), server(1)), 1, 1024, PlacementKind.MOD)
-    assert PoolMap.from_json(msgspec.json.encode(full)) == full
+    assert read(tmp_path, msgspec.json.encode(full)) == full
+
+
+def read(folder: Path, data: bytes) -> PoolMap:
+    (folder / "map").write_bytes(data)
+    return FileMembership(folder / "map").read()
 
 
 @pytest.mark.parametrize(
@@ -125,6 +132,6 @@ def test_map_survives_json() -> None:
         b" " * (9 << 20),
     ],
 )
-def test_bad_map_is_refused(data: bytes) -> None:
+def test_bad_map_is_refused(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
-        PoolMap.from_json(data)
+        read(tmp_path, data)

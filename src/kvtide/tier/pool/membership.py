@@ -42,6 +42,7 @@ REQUEST_S_MAX = 2.0
 # A server that is gone is out of the map after so long.
 LEASE_S = 5
 ANSWER_BYTES_MAX = 8 << 20
+MAP_BYTES_MAX = 8 << 20
 _LOGGED_MAX = 1000
 _CLOSE_S_MAX = 5.0
 ETCD_OPTIONS = frozenset({"etcd_ca_file", "etcd_cert_file", "etcd_key_file", "etcd_user_file"})
@@ -75,9 +76,14 @@ class FileMembership(Membership):
 
     def read(self) -> PoolMap:
         try:
-            return PoolMap.from_json(self.path.read_bytes())
+            data = self.path.read_bytes()
+            if len(data) > MAP_BYTES_MAX:
+                raise ValueError(f"a pool's map has at most {MAP_BYTES_MAX} bytes, got {len(data)}")
+            return msgspec.json.decode(data, type=PoolMap)
         except OSError as error:
             raise TierUnavailable(f"can't read the pool's map: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"not a pool's map: {error}") from error
 
 
 @dataclass(eq=False)

@@ -22,7 +22,6 @@ from kvtide.types import BlockKey
 SLOTS = 1 << 14
 SLOTS_MAX = 1 << 22
 SERVERS_MAX = 1 << 14
-MAP_BYTES_MAX = 8 << 20
 _NAME_MAX = 256
 _WORD = (1 << 64) - 1
 
@@ -81,16 +80,6 @@ class PoolMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("the weights of a pool's servers are positive")
         if not 0 < self.slots <= SLOTS_MAX or self.slots & (self.slots - 1):
             raise ValueError(f"the number of slots is a power of two up to {SLOTS_MAX}, got {self.slots}")
-
-    @staticmethod
-    def from_json(data: bytes) -> PoolMap:
-        """Read a map. ValueError for what is none."""
-        if len(data) > MAP_BYTES_MAX:
-            raise ValueError(f"a pool's map has at most {MAP_BYTES_MAX} bytes, got {len(data)}")
-        try:
-            return msgspec.json.decode(data, type=PoolMap)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"not a pool's map: {error}") from error
 
 
 def mix(words: Words) -> Words:
