@@ -107,7 +107,9 @@ def test_bad_range_is_refused(server: RunningServer, asked: str, status: int) ->
     assert ask(server, "GET", 1, Own_Range=asked)[0].status == status
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"keys": [1]}', b'{"keys": ["AB"]}', b'{"keys": [], "more": 1}', b"[]"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b'{"keys": [1]}', b'{"keys": ["AB"]}', b'{"keys": ["\xfc"]}', b'{"keys": [], "more": 1}', b"[]"]
+)
 def test_bad_question_about_existence_is_refused(server: RunningServer, body: bytes) -> None:
     assert ask(server, "POST", f"/v1/{object_id(0).namespace.hex()}/exists", body)[0].status == 400
 

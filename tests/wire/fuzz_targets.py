@@ -11,8 +11,6 @@ from kvtide.wire import protocol
 from kvtide.wire.http import HEAD_END, parse_request_head
 from kvtide.wire.ranges import ByteRange, multipart, parse_parts, parse_ranges
 
-__all__ = ["TARGETS", "seeds"]
-
 _OBJECT_BYTES = 1000
 _ASKED = [ByteRange(0, 5), ByteRange(7, 100), ByteRange(100, 101)]
 _GOLDEN = Path(__file__).parent.parent / "golden" / "object-2.kvt"

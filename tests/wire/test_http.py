@@ -111,8 +111,3 @@ def test_deadline_is_read_or_refused() -> None:
     for text in ("0", "9" * 5000, "0" * 17 + "1" + "9"):
         with pytest.raises(RequestRefused):
             protocol.deadline_ms({"kvtide-deadline-ms": text})
-
-
-def test_look_up_that_is_not_utf8_is_refused() -> None:
-    with pytest.raises(RequestRefused):
-        protocol.ExistsQuestion.parse(b'{"keys": ["\xfc"]}')
