@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from kvtide.clock import Clock
 from kvtide.engines.paged.sequence import (
     AdviceOrder,
     BlockRef,
+    Extra,
     FollowedPrefix,
     LoadOrder,
     Namespaces,
@@ -26,7 +26,7 @@ from kvtide.engines.paged.sequence import (
     TrackedSequence,
     WorkerReport,
 )
-from kvtide.engines.settings import NO_OPTIONS, RequestOptions, StreamOrder
+from kvtide.engines.settings import NO_OPTIONS, RequestOptions
 from kvtide.evict import Recent
 from kvtide.group import Parts
 from kvtide.outcomes import Choice, Why
@@ -118,19 +118,19 @@ class SchedulerHalf:
         tokens: Sequence[int],
         computed_tokens: int,
         options: RequestOptions = NO_OPTIONS,
-        extra: Callable[[int, int], bytes] | None = None,
+        extra: Extra | None = None,
     ) -> int | None:
         """Return how many tokens after `computed_tokens` are worth loading; None to be asked again soon.
 
         The last token always runs: its logits are the answer's next token. Nothing is changed by asking. Options and
-        `extra` (of `TrackedSequence`) hold from the request's first call on.
+        `extra` hold from the request's first call on.
         """
         if self._is_refused:
             return 0
         sequence = self._sequences.get(request) or self._tracked(request, salt, tokens, options, extra)
         found = self._matched(request, sequence, tokens, computed_tokens)
-        if found is not None and sequence.asked_s is not None:
-            waited_s, sequence.asked_s = self._clock.monotonic_s() - sequence.asked_s, None
+        if found is not None and not sequence.is_answered:
+            waited_s, sequence.is_answered = self._clock.monotonic_s() - sequence.asked_s, True
             counts = {"lookups": 1, "asked_tokens": len(tokens) - computed_tokens, "hit_tokens": found}
             self._counts.update({**counts, "lookup_seconds": waited_s})
         return found
@@ -143,7 +143,7 @@ class SchedulerHalf:
             sequence.summary.own_tokens, sequence.summary.asked_tokens = computed_tokens, len(tokens) - computed_tokens
         blocks = sequence.blocks(tokens)[: (len(tokens) - 1) // self._block_tokens]
         reach = (len(tokens) - 1) // sequence.unit_tokens * sequence.unit_tokens
-        if not sequence.may_load or reach <= computed_tokens:
+        if not sequence.options.may_load or reach <= computed_tokens:
             return 0
         followed = sequence.followed
         if followed is not None and self._clock.monotonic_s() < followed.next_s:
@@ -155,9 +155,13 @@ class SchedulerHalf:
             # A store that has fallen silent takes nothing back of what was brought.
             hit, sequence.followed = hit if hit.blocks >= followed.blocks else _Found(followed.blocks), None
         sequence.known = hit.known
-        fresh = self._restored_tokens(sequence, tokens, blocks, hit) - computed_tokens
+        # What workers have missed lately is not restored.
+        whole = self._lookups.restorable(blocks[: max(0, hit.blocks - self._volatile_blocks)])
+        pieces = sequence.tail(tokens, whole, len(tokens) - 1)[: hit.pieces] if whole == hit.blocks else []
+        sequence.offered = tuple(pieces[: self._lookups.unmissed(pieces)])
+        fresh = whole * self._block_tokens + len(sequence.offered) * sequence.tail_tokens - computed_tokens
         # A look-up that goes on without us was given up.
-        why = Why.DEADLINE if self._lookups.is_open(request) else Why.ABSENT
+        why = Why.DEADLINE if request in self._lookups.asked else Why.ABSENT
         self._count(sequence, why, reach - computed_tokens - max(0, fresh))
         sequence.summary.found_tokens = max(sequence.summary.found_tokens, fresh)
         if fresh <= 0:
@@ -169,36 +173,19 @@ class SchedulerHalf:
         return 0
 
     def _tracked(
-        self,
-        request: str,
-        salt: bytes,
-        tokens: Sequence[int],
-        options: RequestOptions,
-        extra: Callable[[int, int], bytes] | None,
+        self, request: str, salt: bytes, tokens: Sequence[int], options: RequestOptions, extra: Extra | None
     ) -> TrackedSequence:
-        namespaces, has_states = self._namespaces.of(salt + self._epoch), self._namespaces.has_states
+        namespaces = self._namespaces.of(salt + self._epoch)
         tail_tokens = self._tail_tokens if options.stream is None else 0
+        has_states = self._namespaces.has_states
         sequence = TrackedSequence(namespaces, self._block_tokens, has_states, extra, tail_tokens)
         self._sequences[request] = sequence
-        sequence.prompt_tokens = len(tokens)
-        sequence.last_block = (len(tokens) - 1) // self._block_tokens
-        sequence.options, sequence.may_load = options, options.may_load
-        sequence.asked_s = now_s = self._clock.monotonic_s()
-        if options.stream is not None:
-            sequence.stream = (now_s + options.stream.within_s, options.stream.quality)
+        sequence.prompt_tokens, sequence.options = len(tokens), options
+        sequence.asked_s = self._clock.monotonic_s()
         if options.follow_s:
-            sequence.followed = FollowedPrefix(options.follow_s, now_s)
+            sequence.followed = FollowedPrefix(options.follow_s, sequence.asked_s)
         self._advice.append(AdviceOrder(tuple(sequence.blocks(tokens)), options.hint))
         return sequence
-
-    def _restored_tokens(
-        self, sequence: TrackedSequence, tokens: Sequence[int], blocks: Sequence[BlockRef], hit: _Found
-    ) -> int:
-        """Return up to which token a hit can be restored, for all that workers have missed lately."""
-        whole = self._lookups.restorable(blocks[: max(0, hit.blocks - self._volatile_blocks)])
-        pieces = sequence.tail(tokens, whole, len(tokens) - 1)[: hit.pieces] if whole == hit.blocks else []
-        sequence.offered = tuple(pieces[: self._lookups.unmissed(pieces)])
-        return whole * self._block_tokens + len(sequence.offered) * sequence.tail_tokens
 
     def _is_coming(self, followed: FollowedPrefix, blocks: Sequence[BlockRef], here: int) -> bool:
         """True to wait for what another engine computes; what is here is brought to the workers meanwhile."""
@@ -211,8 +198,9 @@ class SchedulerHalf:
 
     def _pays(self, sequence: TrackedSequence, tokens: int) -> bool:
         """True if loading tokens pays; where computing ends in time for a request that streams, that is exact."""
-        now_s, prefill, stream = self._clock.monotonic_s(), self.cache.judge.prefill(), sequence.stream
-        if stream is not None and prefill is not None and now_s + prefill.seconds(0, tokens) <= stream[0]:
+        now_s, prefill, stream = self._clock.monotonic_s(), self.cache.judge.prefill(), sequence.options.stream
+        compute_s = math.inf if prefill is None else prefill.seconds(0, tokens)
+        if stream is not None and now_s + compute_s <= sequence.asked_s + stream.within_s:
             return False
         return self.cache.judge.is_load_faster(tokens, now_s)
 
@@ -237,17 +225,14 @@ class SchedulerHalf:
         filled = tuple(pages[start // self._page_tokens : -(-stop // self._page_tokens)])
         skip_pages = (start - first * self._block_tokens) // self._page_tokens if blocks else 0
         deadline_s, is_latest = self.cache.judge.deadline_s(loaded_tokens), sequence.options.is_latest
-        stream = self._stream(sequence, stop)
+        stream = sequence.options.stream
+        if stream is not None:
+            # What is left of its time, less what computing after it takes.
+            until_s, prefill = sequence.asked_s + stream.within_s, self.cache.judge.prefill()
+            rest_s = prefill.seconds(stop, max(stop, sequence.tokens)) if prefill is not None else 0.0
+            stream = stream._replace(within_s=max(0.0, until_s - rest_s - self._clock.monotonic_s()))
         order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, is_latest, stream, tail)
         self._loads.append(order)
-
-    def _stream(self, sequence: TrackedSequence, stop: int) -> StreamOrder | None:
-        """Return what is left for a streamed load, less what computing after it takes."""
-        if sequence.stream is None:
-            return None
-        (until_s, quality), prefill = sequence.stream, self.cache.judge.prefill()
-        rest_s = prefill.seconds(stop, max(stop, sequence.tokens)) if prefill is not None else 0.0
-        return StreamOrder(max(0.0, until_s - rest_s - self._clock.monotonic_s()), quality)
 
     # What a step does
 
@@ -265,14 +250,11 @@ class SchedulerHalf:
                 self._doubtful[after] |= self._doubtful.pop(oldest)
         doubtful = frozenset[int]().union(*self._doubtful.values())
         stores = tuple(order for request in scheduled for order in self._stores(request, doubtful))
-        for order in stores:
-            self._sequences[order.request].summary.stored_blocks += not (order.is_state or order.is_tail)
-        self._lookups.begin_step()
+        self._lookups.waited_s = 0.0
         loads, self._loads = tuple(self._loads), []
         advice, self._advice = tuple(self._advice), []
         held, self._held = tuple(self._held), []
-        paced_tokens = 0 if is_waiting else step_tokens
-        self._steps[self._step] = (self._clock.monotonic_s(), paced_tokens)
+        self._steps[self._step] = (self._clock.monotonic_s(), 0 if is_waiting else step_tokens)
         return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice, held)
 
     def _stores(self, scheduled: ScheduledRequest, doubtful: frozenset[int]) -> Iterable[StoreOrder]:
@@ -295,11 +277,13 @@ class SchedulerHalf:
             return
         # With several shards all are stored at once, so that the first one speaks for all.
         known = self.cache.index.match([block.ids[0].key for block in blocks])
-        fresh = range(max(self._lookups.unmissed(blocks[:known]), first), full)
+        fresh = blocks[max(self._lookups.unmissed(blocks[:known]), first) :]
+        sequence.summary.stored_blocks += len(fresh)
         pages = scheduled.pages() if fresh else ()
-        for position in fresh:
-            start = position * self._pages_per_block
-            yield self._ordered(scheduled, blocks[position], pages[start : start + self._pages_per_block])
+        for block in fresh:
+            page = block.start // self._page_tokens
+            self._lookups.ordered(block.ids, block.parents)
+            yield StoreOrder(scheduled.request, block, tuple(pages[page : page + self._pages_per_block]))
 
     def _tail_stores(self, sequence: TrackedSequence, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         """Order what a prompt has behind its last full block, with the step that ends the prompt."""
@@ -314,15 +298,8 @@ class SchedulerHalf:
         pages = scheduled.pages() if fresh else ()
         for piece in fresh:
             page = piece.start // self._page_tokens
-            yield self._ordered(scheduled, piece, pages[page : page + 1], is_tail=True)
-
-    def _ordered(
-        self, scheduled: ScheduledRequest, block: BlockRef, pages: Sequence[int], is_tail: bool = False
-    ) -> StoreOrder:
-        self._lookups.ordered(block.ids)
-        for object_id, parent in zip(block.ids, block.parents, strict=True):
-            self.cache.index.insert(object_id.namespace, [object_id.key], parent)
-        return StoreOrder(scheduled.request, block, tuple(pages), is_tail=is_tail)
+            self._lookups.ordered(piece.ids, piece.parents)
+            yield StoreOrder(scheduled.request, piece, tuple(pages[page : page + 1]), is_tail=True)
 
     def _state_stores(self, sequence: TrackedSequence, scheduled: ScheduledRequest) -> Iterable[StoreOrder]:
         """Order the states that the step ends with, where they are to be kept: the engine has no others."""
@@ -331,15 +308,15 @@ class SchedulerHalf:
         if rest or tokens > len(scheduled.tokens):
             return
         is_often = 0 < self._state_every_tokens <= tokens - sequence.state_tokens
-        if not (is_often or full >= sequence.last_block or full == sequence.known):
+        # The last block that another prompt of this length can restore.
+        is_last = full >= (sequence.prompt_tokens - 1) // self._block_tokens
+        if not (is_often or is_last or full == sequence.known):
             return
         sequence.state_tokens = tokens
         block = sequence.blocks(scheduled.tokens)[full - 1]
         if self._lookups.are_held(block.states):
             return
-        self._lookups.ordered(block.states)
-        for object_id in block.states:
-            self.cache.index.insert(object_id.namespace, [object_id.key], BlockKey(object_id.namespace))
+        self._lookups.ordered(block.states, [BlockKey(each.namespace) for each in block.states])
         last = full * self._pages_per_block - 1
         yield StoreOrder(scheduled.request, block, tuple(scheduled.pages()[last : last + 1]), is_state=True)
 
@@ -379,7 +356,7 @@ class SchedulerHalf:
                 continue
             sequence.summary.ended = min(sequence.summary.ended or ended, ended, key=lambda each: each.tokens)
             if ended.tokens < ended.wanted_tokens:
-                sequence.may_load = False
+                sequence.options = sequence.options._replace(may_load=False)
                 # What the step itself was to store, had its load not failed, is there once it is computed again.
                 sequence.settled, sequence.is_tail_settled = 0, False
             if ended.is_rough:
@@ -411,17 +388,16 @@ class SchedulerHalf:
         self._sequences.clear()
         self._rough.clear()
 
-    def take_counts(self) -> dict[str, float]:
+    def take_counts(self) -> Mapping[str, float]:
         """Return what was counted of look-ups since the last call, by name."""
-        found: dict[str, float] = {**self._counts}
-        self._counts.clear()
+        found, self._counts = self._counts, Counter()
         return found
 
     def check(self) -> None:
         """AssertionError if anything of a finished request is left. Call it while no request runs."""
         assert not self._sequences, f"requests are still tracked: {sorted(self._sequences)}"
         assert not self._loads
-        self._lookups.check()
+        assert not self._lookups.asked
 
 
 class _Found(NamedTuple):
@@ -440,32 +416,24 @@ class _Lookups:
         self._clock = clock
         self._match_s_max = match_s_max
         # In this step, for answers.
-        self._waited_s = 0.0
-        # When it was asked, and the answer to come.
-        self._asked: dict[str, tuple[float, Future[_Found]]] = {}
+        self.waited_s = 0.0
+        # By request, when it was asked, and the answer to come.
+        self.asked: dict[str, tuple[float, Future[_Found]]] = {}
         self._lost: Recent[BlockKey, float] = Recent(LOST_MAX)
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvtide-match")
 
     def close(self) -> None:
         self._asker.shutdown(wait=False, cancel_futures=True)
 
-    def check(self) -> None:
-        assert not self._asked
-
-    def begin_step(self) -> None:
-        self._waited_s = 0.0
-
-    def is_open(self, request: str) -> bool:
-        return request in self._asked
-
     def finished(self, request: str) -> None:
-        if request in self._asked:
-            self._asked.pop(request)[1].cancel()
+        if request in self.asked:
+            self.asked.pop(request)[1].cancel()
 
-    def ordered(self, ids: Iterable[ObjectId]) -> None:
+    def ordered(self, ids: Iterable[ObjectId], parents: Iterable[BlockKey]) -> None:
         """Take these as stored: they are ordered to be."""
-        for object_id in ids:
+        for object_id, parent in zip(ids, parents, strict=True):
             self._lost.pop(object_id.key, None)
+            self._cache.index.insert(object_id.namespace, [object_id.key], parent)
 
     def lost(self, keys: Iterable[BlockKey]) -> None:
         """Take these as missing for a while: workers did not find them."""
@@ -479,33 +447,27 @@ class _Lookups:
     ) -> _Found | None:
         """Return what seems stored of the `blocks` of a prompt that may be restored; None to be asked again soon."""
         now_s = self._clock.monotonic_s()
-        if request not in self._asked:
+        if request not in self.asked:
             pieces = sequence.tail(tokens, len(blocks), len(tokens) - 1)
-            is_asked = sequence.options.is_latest or self._known(blocks) < len(blocks)
-            if not is_asked and all(self.are_held(piece.ids) for piece in pieces):
+            # The index has a block only with all before it; pieces stand alone.
+            wanted = [each for block in (*blocks[-1:], *pieces) for each in (*block.ids, *block.states)]
+            if not sequence.options.is_latest and self.are_held(wanted):
                 return _Found(len(blocks), len(blocks), len(pieces))
             ask = partial(self._asker.submit, self._match, sequence, tokens, blocks)
             if (asked := self._cache.guarded("start a thread", ask, None)) is None:
                 return _Found(0)
-            self._asked[request] = (now_s, asked)
-        asked_s, answer = self._asked[request]
+            self.asked[request] = (now_s, asked)
+        asked_s, answer = self.asked[request]
         try:
             # Of many requests in front of a slow store each is asked again: those that run wait for all of them.
-            hit = answer.result(min(ANSWER_S, max(0.0, ANSWERS_S - self._waited_s)))
-        except FutureTimeoutError:
+            hit = answer.result(min(ANSWER_S, max(0.0, ANSWERS_S - self.waited_s)))
+        except TimeoutError:
             # Nobody waits for a slow store for long; its answer, when it comes, serves the next request.
             return None if now_s - asked_s < self._match_s_max else _Found(0)
         finally:
-            self._waited_s += self._clock.monotonic_s() - now_s
-        del self._asked[request]
+            self.waited_s += self._clock.monotonic_s() - now_s
+        del self.asked[request]
         return hit
-
-    def _known(self, blocks: Sequence[BlockRef]) -> int:
-        """Return how many leading blocks the index has of every shard, without asking any tier; 0 if without states."""
-        if not blocks or not self.are_held(blocks[-1].states):
-            return 0
-        shards = range(len(blocks[0].ids))
-        return min(self._cache.index.match([block.ids[shard].key for block in blocks]) for shard in shards)
 
     def are_held(self, ids: Iterable[ObjectId]) -> bool:
         """True if the index has all of these, without asking any tier."""

@@ -18,6 +18,9 @@ from kvtide.outcomes import Why
 from kvtide.store.load import MissReason
 from kvtide.types import BlockKey, Namespace, ObjectId
 
+# Of a block: what it depends on besides tokens, given its first and the token after its last; b"" for nothing.
+Extra = Callable[[int, int], bytes]
+
 
 class BlockRef(NamedTuple):
     """One block of a sequence, by shard: its object, the one before, and of models with states those at its end."""
@@ -181,7 +184,6 @@ class FollowedPrefix:
 class TrackedSequence:
     """The blocks of a request, whose tokens may only grow, and how far they have been taken care of.
 
-    extra: what a block depends on besides tokens, given its first and the token after its last; b"" for nothing.
     tail_tokens: tokens of a piece of a block, 0 for whole blocks alone; those that depend on more have no pieces.
     """
 
@@ -190,7 +192,7 @@ class TrackedSequence:
         namespaces: tuple[Namespace, ...],
         block_tokens: int,
         has_states: bool = False,
-        extra: Callable[[int, int], bytes] | None = None,
+        extra: Extra | None = None,
         tail_tokens: int = 0,
     ) -> None:
         self.namespaces = namespaces
@@ -209,20 +211,17 @@ class TrackedSequence:
         self._parents = tuple(BlockKey(namespace) for namespace in namespaces)
         self._all: Sequence[int] = ()
         self._leads: list[bytes] = []
-        # What its request says, and what of that no longer holds: after a load that failed it waits for no second one.
+        # What its request says; after a load that failed it waits for no second one.
         self.options = NO_OPTIONS
-        self.may_load = True
-        # Where it is streamed: until when, by the clock, and at which quality.
-        self.stream: tuple[float, float | None] | None = None
         # Of a prefix that another engine is computing.
         self.followed: FollowedPrefix | None = None
-        # The length of its prompt, and the last block that another prompt of this length can restore.
-        self.prompt_tokens = self.last_block = 0
+        self.prompt_tokens = 0
         # What the engine had computed itself when it last asked for a match, and the pieces that were offered then.
         self.computed_tokens = 0
         self.offered: tuple[BlockRef, ...] = ()
-        # When it was first asked for a match, until that has an answer.
-        self.asked_s: float | None = None
+        # When it was first asked for a match, and whether that has an answer.
+        self.asked_s = 0.0
+        self.is_answered = False
         self.summary = RequestSummary()
         # Where its last load began; the first of its blocks that came rougher than the store has it, on top of which
         # nothing is stored.
@@ -254,10 +253,8 @@ class TrackedSequence:
 
         A piece's key goes on from that of the block before, so that it stands for all tokens up to its end.
         """
-        if not self.tail_tokens:
-            return []
         start, size = blocks * self._block_tokens, self.tail_tokens
-        count = min((stop - start) // size, self._block_tokens // size - 1)
+        count = min((stop - start) // size, self._block_tokens // size - 1) if size else 0
         if count <= 0:
             return []
         spaces = [tail_namespace(each, size) for each in self.namespaces]
