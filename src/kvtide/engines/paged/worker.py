@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -84,7 +84,6 @@ class WorkerHalf:
         self._pool = pool
         self._states = states
         self._kept = KeptBlocks(kept_bytes_max, pool.room_bytes, cache.tiers.is_valid)
-        self._tokens = pool.layout.tokens
         self._tail_tokens = tail_tokens
         self._is_refused = is_refused
         self._has_room = has_room
@@ -110,7 +109,7 @@ class WorkerHalf:
         def take() -> None:
             # Behind all else that computes.
             step_back(TOUCH_NICE)
-            self._pool.reserve(self._kept.bytes_max // self._pool.room_bytes, lambda: not self._is_closed)
+            self._pool.reserve(self._kept.count_max, lambda: not self._is_closed)
             memory = self.cache.tiers.open_tiers.get(MemoryTier.name)
             if isinstance(memory, MemoryTier):
                 memory.touch(TOUCHED_BYTES_MAX, lambda: not self._is_closed)
@@ -176,26 +175,25 @@ class WorkerHalf:
         self._finish(load, self.cache.guarded("load into pages", partial(self._bring, load), FAULTY))
 
     def _bring(self, load: PageLoad) -> LoadReport:
-        kept, blocks = load.restore_kept(self.cache.guarded), len(load.order.blocks)
+        order, kept = load.order, load.restore_kept(self.cache.guarded)
         report = LoadReport(kept, 0, None)
-        if kept < blocks or load.order.tail:
+        if kept < len(load.refs):
+            metas = [self._meta(block, order.is_latest) for block in order.blocks[kept:]]
+            metas += [self._meta(piece, order.is_latest, self._tail_tokens) for piece in order.tail]
+            stream = order.stream
+            rest = self._load_whole(load, metas) if stream is None else self._stream(load, metas, stream)
             # What was kept counts as loaded.
-            stream = load.order.stream
-            rest = self._load_whole(load, kept) if stream is None else self._stream(load, kept, stream)
             report = rest._replace(blocks=kept + rest.blocks)
-        if self._states is not None and report.blocks == blocks:
+        if self._states is not None and report.blocks == len(order.blocks):
             return self._load_states(load, report, self._states)
         return report
 
-    def _load_whole(self, load: PageLoad, kept: int) -> LoadReport:
-        """Load the blocks that were not kept, and the pieces behind them."""
-        metas, latest = self._metas(load, kept), load.order.is_latest
-        metas += [self._meta(piece, latest, self._tail_tokens) for piece in load.order.tail]
+    def _load_whole(self, load: PageLoad, metas: Sequence[BlockMeta]) -> LoadReport:
         by_layer = load.write if isinstance(self._pool, HostPages) else None
         into = Whole(load.write, partial(load.take, metas), by_layer, bool(by_layer) and load.order.is_in_step)
         return self.cache.load(metas, into, self._left_s(load))
 
-    def _stream(self, load: PageLoad, kept: int, how: StreamOrder) -> LoadReport:
+    def _stream(self, load: PageLoad, metas: Sequence[BlockMeta], how: StreamOrder) -> LoadReport:
         """Bring the base of all blocks, refinements until then, and write each page once."""
         # Who streams nothing needs none of it.
         from kvtide.store.load.run import FetchLimits, LoadRequest
@@ -206,7 +204,7 @@ class WorkerHalf:
         request = LoadRequest(NO_PREFILL, max(0.0, until_s), goal)
         limits = FetchLimits(read_s_max=max(left_s, READ_S_MIN))
         streamed = Streamed(load, request, None, computes=False, limits=limits)
-        report = self.cache.load(self._metas(load, kept), streamed, left_s)
+        report = self.cache.load(metas, streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             load.is_rough = True
             with self._changed:
@@ -241,27 +239,19 @@ class WorkerHalf:
 
     def _note(self, load: PageLoad, report: LoadReport, seconds: float) -> None:
         order, refs = load.order, load.refs
-        wanted, loaded = self._tokens_of(order, len(refs)), self._tokens_of(order, report.blocks)
+        tokens = [self._pool.layout.tokens] * len(order.blocks) + [self._tail_tokens] * len(order.tail)
+        wanted, loaded = sum(tokens), sum(tokens[: report.blocks])
         counts = {"loads": 1, "loaded_tokens": loaded, "loaded_bytes": report.stored_bytes}
         self._counts.update({**counts, "load_seconds": seconds, "failed_loads": loaded < wanted})
         # A streamed load takes the time that it was given, which says nothing of a link.
         is_timed = order.stream is None or seconds > order.stream.within_s
         ended = EndedLoad(order.request, loaded, wanted, seconds, report.reason, load.is_rough, is_timed)
-        lost: tuple[BlockKey, ...] = ()
-        if loaded < wanted and report.reason is not MissReason.DEADLINE:
-            lost = ((load.missed_states or refs[report.blocks].ids[self._shard]).key,)
+        is_lost = loaded < wanted and report.reason is not MissReason.DEADLINE
+        lost = ((load.missed_states or refs[report.blocks].ids[self._shard]).key,) if is_lost else ()
         self._report = self._report.joined(WorkerReport(0, (ended,), lost))
-
-    def _tokens_of(self, order: LoadOrder, came: int) -> int:
-        """Return the tokens of so many leading blocks and pieces."""
-        blocks = min(came, len(order.blocks))
-        return blocks * self._tokens + (came - blocks) * self._tail_tokens
 
     def _left_s(self, load: PageLoad) -> float:
         return max(0.0, load.started_s + load.order.deadline_s - self._clock.monotonic_s())
-
-    def _metas(self, load: PageLoad, first: int) -> list[BlockMeta]:
-        return [self._meta(block, load.order.is_latest) for block in load.order.blocks[first:]]
 
     def _meta(self, block: BlockRef, is_latest: bool = False, tail_tokens: int = 0) -> BlockMeta:
         object_id = self.cache.tiers.named(block.ids[self._shard], is_latest)
@@ -269,8 +259,9 @@ class WorkerHalf:
         return BlockMeta(object_id, block.parents[self._shard], block.start, layout, self._label)
 
     def _state_meta(self, block: BlockRef, states: PagePool, is_latest: bool = False) -> BlockMeta:
-        object_id, end = self.cache.tiers.named(block.states[self._shard], is_latest), block.start + self._tokens - 1
+        object_id = self.cache.tiers.named(block.states[self._shard], is_latest)
         # Each stands alone, at its block's last token.
+        end = block.start + self._pool.layout.tokens - 1
         return BlockMeta(object_id, BlockKey(object_id.namespace), end, states.layout, f"{self._label} states")
 
     def wait_layer(self, layer: int) -> None:
@@ -351,11 +342,10 @@ class WorkerHalf:
         lost = found.lost + self.cache.take_gone()
         return found._replace(step=step, lost=lost, is_refused=self._is_refused)
 
-    def take_counts(self) -> dict[str, float]:
+    def take_counts(self) -> Mapping[str, float]:
         """Return what was counted of loads that ended since the last call, by name."""
         with self._changed:
-            found: dict[str, float] = {**self._counts}
-            self._counts.clear()
+            found, self._counts = self._counts, Counter()
         return found
 
     def check(self) -> None:
@@ -376,12 +366,11 @@ class KeptBlocks:
     """Captured blocks of one size, by name. Thread-safe. Those of an id that `is_valid` no more are not here."""
 
     def __init__(self, bytes_max: int, block_bytes: int, is_valid: Callable[[ObjectId], bool]) -> None:
-        self.bytes_max = bytes_max
-        self._count_max = bytes_max // block_bytes
+        self.count_max = bytes_max // block_bytes
         self._is_valid = is_valid
         self._lock = threading.Lock()
         # With the id that was current then: equal ids may be of different generations.
-        self._blocks: Recent[ObjectId, tuple[ObjectId, Captured]] = Recent(self._count_max)
+        self._blocks: Recent[ObjectId, tuple[ObjectId, Captured]] = Recent(self.count_max)
         self._loaded: Recent[ObjectId, None] = Recent(LOADED_MAX)
 
     def leading(self, object_ids: Sequence[ObjectId]) -> list[Captured]:
@@ -403,7 +392,7 @@ class KeptBlocks:
 
     def is_loaded_again(self, object_id: ObjectId) -> bool:
         """Note a load from a tier; tell whether the block has earned a place by it. Never where no block has room."""
-        if self._count_max == 0:
+        if self.count_max == 0:
             return False
         with self._lock:
             if object_id in self._loaded:
@@ -414,10 +403,7 @@ class KeptBlocks:
 
 
 class PageLoad:
-    """One load, of blocks and the pieces behind them, which have the positions after theirs.
-
-    Its sinks may be called too late: then they write nothing.
-    """
+    """One load, of blocks and then of pieces behind them, by position. Sinks that are called too late write nothing."""
 
     def __init__(
         self, order: LoadOrder, ids: Sequence[ObjectId], pool: PagePool, kept: KeptBlocks, started_s: float
@@ -426,7 +412,6 @@ class PageLoad:
         self.started_s = started_s
         # Where the blocks came, and the states after them did not.
         self.missed_states: ObjectId | None = None
-        # Blocks, and pieces behind them.
         self.refs = (*order.blocks, *order.tail)
         # A stream that ended before all refinements were there.
         self.is_rough = False
@@ -436,17 +421,14 @@ class PageLoad:
         self._pool = pool
         self._kept = kept
         self._captured = [] if order.is_latest else kept.leading(ids)
+        # Nothing has to come from a tier.
+        self.is_kept = len(self._captured) == len(self.refs)
         self._pages_per_block = pool.layout.tokens // pool.page_tokens
         self._gate = WriteGate()
         # The token that the pages begin with.
         self._start = self.refs[0].start + order.skip_pages * pool.page_tokens
         # Of each layer, the blocks that are still to come.
         self._missing = [len(self.refs)] * pool.layout.layers
-
-    @property
-    def is_kept(self) -> bool:
-        """True if nothing has to come from a tier."""
-        return len(self._captured) == len(self._ids) and not self.order.tail
 
     def restore_kept(self, guarded: FaultGuard) -> int:
         """Copy the leading blocks that this process has kept, up to one that can't be; return how many."""
