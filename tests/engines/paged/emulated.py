@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,11 +42,8 @@ class EmulatedStream(DeviceStream):
                 self._done += 1
                 self._work[self._done - 1]()
 
-    def queue(self) -> AbstractContextManager[Any]:
-        return self._queue()
-
     @contextmanager
-    def _queue(self) -> Iterator[None]:
+    def queue(self) -> Iterator[None]:
         before, self._device.current = self._device.current, self
         yield
         self._device.current = before

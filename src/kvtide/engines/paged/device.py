@@ -41,10 +41,7 @@ class DeviceStream:
 
     def queue(self) -> AbstractContextManager[Any]:
         """Return a context in which torch queues here."""
-        context: AbstractContextManager[Any] = (
-            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        )
-        return context
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> Any:
         """Return an event after all that is queued here."""
@@ -110,11 +107,9 @@ class DevicePages(PagePool):
         self._copies = DeviceStream.new(self._device)
         self._after: Any = None
         pages = layout.tokens // page_tokens
-        # How many pages a block has of each layer, and how many bytes they take in each room.
+        # How many pages a block has of each layer.
         self._counts = [pages * len(layer.slots or (0,)) for layer in layers]
-        taken = sum(
-            count * room[0].nbytes for count, rooms in zip(self._counts, self._rooms, strict=True) for room in rooms
-        )
+        taken = sum(count * layer.pages[0].nbytes for count, layer in zip(self._counts, layers, strict=True))
         assert taken == layout.raw_bytes, f"{layout} takes {layout.raw_bytes} bytes, its pages {taken}"
 
     @classmethod
@@ -136,7 +131,6 @@ class DevicePages(PagePool):
         # Given back, torch keeps them pinned.
 
     def follow(self) -> None:
-        """Put what is written from now on after what torch's current stream has queued."""
         self._after = DeviceStream.current(self._device).mark()
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
@@ -145,8 +139,7 @@ class DevicePages(PagePool):
         with self._copies.queue():
             data, start = self._pinned(torch.from_numpy(bits.reshape(-1).view(np.uint8))), 0
             own = self._own(pages, skip_pages)
-            for layer, rooms, count in zip(self.layers, self._rooms, self._counts, strict=True):
-                chosen, here = own[layer.slots]
+            for (chosen, here), rooms, count in zip(own, self._rooms, self._counts, strict=True):
                 for room in rooms:
                     stop = start + count * room[0].nbytes
                     values = data[start:stop].view(room.dtype).view(count, *room.shape[1:])
@@ -159,11 +152,9 @@ class DevicePages(PagePool):
     def capture(self, pages: Sequence[int]) -> Captured:
         """Gather the pages on the device when the engine's stream comes here; they go to the host beside it."""
         own = self._own(pages, 0)
-        if any(len(own[layer.slots][1]) < count for layer, count in zip(self.layers, self._counts, strict=True)):
+        if any(len(here) < count for (_, here), count in zip(own, self._counts, strict=True)):
             raise ValueError("a page of the block was given up")
-        found = [
-            room[own[layer.slots][0]] for layer, rooms in zip(self.layers, self._rooms, strict=True) for room in rooms
-        ]
+        found = [room[chosen] for (chosen, _), rooms in zip(own, self._rooms, strict=True) for room in rooms]
         gathered = torch.cat([each.reshape(-1).view(torch.uint8) for each in found])
         self._copies.wait_for(DeviceStream.current(self._device).mark())
         with self._copies.queue():
@@ -171,23 +162,18 @@ class DevicePages(PagePool):
             host.copy_(gathered, non_blocking=True)
         self._copies.uses(gathered)
         event = self._copies.mark()
+        return coming(self, host, (lambda: None) if event is None else event.synchronize)
 
-        def wait() -> None:
-            if event is not None:
-                event.synchronize()
-
-        return coming(self, host, wait)
-
-    def _own(self, pages: Sequence[int], skip_pages: int) -> dict[Any, tuple[torch.Tensor, list[int]]]:
-        """Return by their slots the numbers of layers' pages on the device, and where they come in a block."""
-        found = {}
+    def _own(self, pages: Sequence[int], skip_pages: int) -> list[tuple[torch.Tensor, list[int]]]:
+        """Return of each layer the numbers of its pages, on the device, and where they come in a block."""
+        found: dict[Any, tuple[torch.Tensor, list[int]]] = {}
         for layer in self.layers:
             if layer.slots not in found:
                 chosen, here = layer.own(pages, skip_pages)
                 # From pageable memory the engine's thread would wait for its step here.
                 numbers = self._pinned(torch.tensor(chosen, dtype=torch.int64))
                 found[layer.slots] = numbers.to(self._device, non_blocking=True), here
-        return found
+        return [found[layer.slots] for layer in self.layers]
 
     def _room(self) -> torch.Tensor:
         return torch.empty(self.layout.raw_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
@@ -210,4 +196,4 @@ def coming(pool: PagePool, host: torch.Tensor, wait: Callable[[], None]) -> Capt
         bits: BlockBits = host.numpy().view(pool.layout.bits_dtype).reshape(pool.layout.shape)
         return bits
 
-    return Captured(pool, block, wait)
+    return Captured(block, lambda pages, skip_pages: pool.scatter(block(), pages, skip_pages), wait)

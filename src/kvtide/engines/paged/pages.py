@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,23 +50,16 @@ class CellOrder(Enum):
     TRANSPOSED_KEYS = "transposed keys"
 
 
-class Captured:
+class Captured(NamedTuple):
     """The pages of a block as they were. Safe to use from several threads. DeviceFault if the device fails.
 
-    block: returns them as a block. wait: returns when the pages may be overwritten by whomever: at once, unless a
-    device copies. restore: writes them into pages, from so many pages into the block on; by default the block.
+    block: returns them as a block. restore: writes them into pages, from so many pages into the block on. wait: returns
+    when the pages may be overwritten by whomever: at once, unless a device copies.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        block: Callable[[], BlockBits],
-        wait: Callable[[], None] = lambda: None,
-        restore: Callable[[Sequence[int], int], None] | None = None,
-    ) -> None:
-        self.block = block
-        self.wait = wait
-        self.restore = restore or (lambda pages, skip_pages: pool.scatter(block(), pages, skip_pages))
+    block: Callable[[], BlockBits]
+    restore: Callable[[Sequence[int], int], None]
+    wait: Callable[[], None] = lambda: None
 
 
 class PagePool(Protocol):
@@ -103,10 +96,7 @@ class PagePool(Protocol):
         return
 
     def scatter(self, bits: BlockBits, pages: Sequence[int], skip_pages: int) -> None:
-        """Write a block into those of `pages` that the engine still has, from `skip_pages` pages into it on.
-
-        Done on return.
-        """
+        """Write a block, from `skip_pages` pages into it on, into `pages` without those given up. Done on return."""
 
     def decode(
         self, codec: Codec, meta: BlockMeta, sections: Sequence[Section], pages: Sequence[int], skip_pages: int
@@ -142,8 +132,7 @@ def keys_values(cells: Any, order: CellOrder) -> tuple[Any, Any]:
 def cell_order(cell: Cells, keys: Cells, values: Cells) -> CellOrder:
     """Return the order of a cell in which an engine wrote keys and values (tokens, head_dim). ValueError if unknown."""
     for order in CellOrder:
-        found_keys, found_values = keys_values(cell, order)
-        if np.array_equal(found_keys, keys) and np.array_equal(found_values, values):
+        if all(map(np.array_equal, keys_values(cell, order), (keys, values))):
             return order
     raise ValueError("the engine keeps keys and values inside a page in an order that kvtide does not know")
 
@@ -163,9 +152,8 @@ class HostPages(PagePool):
         self._slots = slots
         self._layers = list(layers)
         self._views = [keys_values(layer, order) for layer in layers]
-        for layer, (keys, _) in zip(layers, self._views, strict=True):
-            # Writes to a copy would be lost without a word.
-            assert np.shares_memory(layer, keys)
+        # Writes to a copy would be lost without a word.
+        assert all(np.shares_memory(layer, keys) for layer, (keys, _) in zip(layers, self._views, strict=True))
 
     def scatter(self, bits: Iterable[BlockBits], pages: Sequence[int], skip_pages: int, first: int = 0) -> None:
         """Write a block's layers from `first` on, each (2, tokens, kv_heads, head_dim); see PagePool."""
@@ -177,10 +165,7 @@ class HostPages(PagePool):
                     room[page] = values[position * tokens : (position + 1) * tokens].transpose(1, 0, 2)
 
     def scatter_tokens(self, layers: Iterable[BlockBits], page: int, start: int, first: int = 0) -> None:
-        """Write layers from `first` on, each (2, tokens, kv_heads, head_dim), from token `start` of a page on.
-
-        Others stay as they are.
-        """
+        """Write layers from `first` on, each (2, tokens, kv_heads, head_dim), as a page's tokens from `start` on."""
         for room, values in self._token_rooms(layers, page, start, first):
             room[...] = values.transpose(1, 0, 2)
 
@@ -201,16 +186,14 @@ class HostPages(PagePool):
                 yield room[page, :, start : start + len(values)], values
 
     def capture(self, pages: Sequence[int]) -> Captured:
-        _, kv_heads, tokens, content = self._layers[0].shape
-        cells = _mapped((len(self._layers), len(pages), kv_heads, tokens, content), self.layout.bits_dtype)
+        cells = _mapped((len(self._layers), len(pages), *self._layers[0].shape[1:]), self.layout.bits_dtype)
         for number, (layer, copy) in enumerate(zip(self._layers, cells, strict=True)):
             own = list(self._own_pages(number, pages))
             if len(own) < len(pages):
                 raise ValueError(f"layer {number} has given up a page of the block")
             for position, page in own:
                 copy[position] = layer[page]
-        block = partial(_block_of_cells, cells, self.layout, self.order)
-        return Captured(self, block, restore=partial(self._write, cells))
+        return Captured(partial(_block_of_cells, cells, self.layout, self.order), partial(self._write, cells))
 
     def _write(self, cells: Cells, pages: Sequence[int], skip_pages: int) -> None:
         for number, (layer, copy) in enumerate(zip(self._layers, cells, strict=True)):
@@ -244,13 +227,13 @@ def _block_of_cells(cells: Cells, layout: BlockLayout, order: CellOrder) -> Bloc
 class OpaquePages(PagePool):
     """Pages whose bytes mean something to the engine alone: a block holds for each layer its pages in order.
 
-    layers: the pages (pages, bytes) of each, and its slots in a joined page (`join_pages`).
+    layers: the pages (pages, bytes) of each, an array or a tensor, and its slots in a joined page (`join_pages`).
     """
 
-    def __init__(self, layers: Sequence[tuple[Bytes, tuple[int, ...]]], layout: BlockLayout, page_tokens: int) -> None:
+    def __init__(self, layers: Sequence[tuple[Any, tuple[int, ...]]], layout: BlockLayout, page_tokens: int) -> None:
         self.layout = layout
         self.page_tokens = page_tokens
-        self._layers = list(layers)
+        self._layers = [(np.asarray(pages), slots) for pages, slots in layers]
         page_bytes = sum(len(slots) * int(pages.shape[1]) for pages, slots in layers)
         self._pages = layout.raw_bytes // page_bytes
         assert self._pages * page_bytes == layout.raw_bytes, f"{layout} is not whole pages of {page_bytes} bytes"
@@ -268,7 +251,7 @@ class OpaquePages(PagePool):
             if not page:
                 raise ValueError("a page of the block was given up")
             data[part] = layer[page]
-        return Captured(self, lambda: bits)
+        return Captured(lambda: bits, partial(self.scatter, bits))
 
     def _rooms(self, pages: Sequence[int], skip_pages: int) -> Iterator[tuple[Bytes, int, slice]]:
         """Return for each of the engine's pages its layer, its number and where it lies in a block."""
