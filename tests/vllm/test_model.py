@@ -83,12 +83,12 @@ def _served(config: Any, caches: Any, settings: ConnectorSettings = SETTINGS, is
 def test_plain_model_is_served_in_blocks_of_whole_pages() -> None:
     model = _served(_config(), _caches(_spec()))
     assert model.layout.shape == (2, 2, 128, 2, 64)
-    assert (model.page_tokens, model.label) == (16, "toy float32")
+    assert (model.layers.page_tokens, model.label) == (16, "toy float32")
 
 
 def test_shards_and_salts_have_namespaces_of_their_own() -> None:
     one, two = (_served(_config(shards=n), _caches(_spec())).namespaces for n in (1, 2))
-    names = [*one.of(b""), *two.of(b""), *one.of(b"tenant")]
+    names = [*one(b""), *two(b""), *one(b"tenant")]
     assert len(set(names)) == 4
 
 
@@ -98,10 +98,10 @@ def _window(**changes: Any) -> Any:
 
 def test_windows_and_full_attention_are_one_block_of_all_layers() -> None:
     served = _served(_config(), _caches(_spec(), _window()))
-    assert (served.layout.layers, served.slots) == (4, ((0,), (0,), (1,), (1,)))
+    assert (served.layout.layers, served.layers.slots) == (4, ((0,), (0,), (1,), (1,)))
     alone, plain = _served(_config(), _caches(_window())), _served(_config(), _caches(_spec()))
-    assert (alone.slots, plain.slots) == (((0,), (0,)), None)
-    assert len({model.namespaces.of(b"") for model in (served, alone, plain)}) == 3
+    assert (alone.layers.slots, plain.layers.slots) == (((0,), (0,)), None)
+    assert len({model.namespaces(b"") for model in (served, alone, plain)}) == 3
 
 
 def _state(**changes: Any) -> Any:
@@ -112,17 +112,16 @@ def _state(**changes: Any) -> Any:
 def test_states_are_a_part_of_their_own_beside_the_rows() -> None:
     served, plain = _served(_config(), _caches(_spec(), _state())), _served(_config(), _caches(_spec()))
     assert served.layout == plain.layout
-    assert (served.states.layout.raw_bytes, served.states.slots) == (2 * 64, (1, 1))
-    assert served.namespaces.has_states
-    assert not plain.namespaces.has_states
+    states = served.layers.states
+    assert (states.layout.raw_bytes, states.slots, plain.layers.states) == (2 * 64, (1, 1), None)
     others = [_served(_config(), _caches(_spec(), _state(shapes=((3, 4), (4, 1))))), plain]
-    assert len({served.namespaces.of(b""), *(each.namespaces.of(b"") for each in others)}) == 3
+    assert len({served.namespaces(b""), *(each.namespaces(b"") for each in others)}) == 3
 
 
 def test_layers_of_several_shapes_are_kept_as_bytes_of_joined_pages() -> None:
     served = _served(_config(), _caches(_spec(), _window(block_size=32, head_size=32)))
-    assert (served.dtype, served.page_tokens, served.counts) == (None, 32, (2, 1))
-    assert served.slots == ((0, 1), (0, 1), (2,), (2,))
+    assert (served.dtype, served.layers.page_tokens, served.layers.counts) == (None, 32, (2, 1))
+    assert served.layers.slots == ((0, 1), (0, 1), (2,), (2,))
     assert served.layout.raw_bytes == 128 * 2 * 4 * (2 * 2 * 64 + 2 * 2 * 32)
     with pytest.raises(UnsupportedModel, match="lossless or raw"):
         _served(_config(), _caches(_spec(), _window(head_size=32)), is_exact=False)
@@ -177,7 +176,7 @@ def test_fp8_is_taken_as_bytes_in_pairs_under_names_of_its_own(any_processor: No
     assert served.layout.shape == (2, 2, 128, 2, 32)
     assert served.opaque.startswith("fp8 of torch.float32 by ")
     others = [_served(_config(), _caches(_spec())), _served(_config(cache="fp8_e5m2"), _caches(_fp8()))]
-    assert len({*served.namespaces.of(b""), *(name for each in others for name in each.namespaces.of(b""))}) == 3
+    assert len({*served.namespaces(b""), *(name for each in others for name in each.namespaces(b""))}) == 3
     with pytest.raises(UnsupportedModel, match="lossless or raw"):
         _served(_config(cache="fp8"), _caches(_fp8()), is_exact=False)
 
@@ -185,16 +184,16 @@ def test_fp8_is_taken_as_bytes_in_pairs_under_names_of_its_own(any_processor: No
 def test_pages_that_are_kept_as_they_are_have_their_size_in_the_names(any_processor: None) -> None:
     small, large = (_served(_config(cache="fp8"), _caches(_fp8(block_size=tokens))) for tokens in (32, 64))
     assert small.layout == large.layout
-    assert small.namespaces.of(b"") != large.namespaces.of(b"")
+    assert small.namespaces(b"") != large.namespaces(b"")
     # Rows of tokens fit any page.
     small, large = (_served(_config(), _caches(_spec(block_size=tokens))) for tokens in (32, 64))
-    assert small.namespaces.of(b"") == large.namespaces.of(b"")
+    assert small.namespaces(b"") == large.namespaces(b"")
 
 
 def test_latents_are_one_row_a_token_and_one_copy_for_all_ranks() -> None:
     served = _served(_config(shards=2), _caches(_latent()))
     assert served.layout.shape == (2, 2, 128, 1, 288)
-    one, other = served.namespaces.of(b"")
+    one, other = served.namespaces(b"")
     assert one == other
 
 
@@ -214,9 +213,9 @@ def test_whatever_a_gpu_keeps_is_served_under_names_that_say_what_decides_its_by
 ) -> None:
     served, on_cpu = _served(_config(device="cuda"), _caches(*specs)), None
     assert served.opaque.startswith(opaque) and bool(opaque) == bool(served.opaque)
-    if served.states is not None:
+    if served.layers.states is not None:
         on_cpu = _served(_config(), _caches(*specs))
-        assert served.namespaces.of(b"") != on_cpu.namespaces.of(b"")
+        assert served.namespaces(b"") != on_cpu.namespaces(b"")
 
 
 def test_fp8_is_refused_where_vllm_has_no_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +352,7 @@ def test_connector_has_what_holds_the_pages_encode_its_blocks(monkeypatch: pytes
     options = {"store": "memory://", "codec": "cachegen:2"}
     connector: Any = object.__new__(module.KVTideConnector)
     connector._settings, connector._codec = ConnectorSettings.parse(options), "cachegen"
-    connector._model = SimpleNamespace(label="", slots=None, tail_tokens=0)
+    connector._model = SimpleNamespace(label="", layers=SimpleNamespace(slots=None), tail_tokens=0)
     connector._vllm_config = connector._clock = None
     connector._registry, connector._counts = None, Counter()
     pool: Any = SimpleNamespace(memory=None, encoder=lambda codec: f"{codec} on the device")
@@ -479,7 +478,7 @@ def test_longest_prompt_is_part_of_the_name_where_keys_go_by_it(
         own = {"model": str(tmp_path), "revision": None, "quantization": None, "max_model_len": tokens}
         vars(served.model_config).update(own, hf_config=SimpleNamespace(to_dict=lambda: config))
         model = _served(served, _caches(_spec()), ConnectorSettings.parse({"store": "memory://"}))
-        names.add(model.namespaces.of(b""))
+        names.add(model.namespaces(b""))
     assert (len(names) == 2) == is_other
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import SystemClock
-from kvtide.engines.paged import Namespaces, OpaquePages, ScheduledRequest, SchedulerHalf, WorkerHalf
+from kvtide.engines.paged import OpaquePages, ScheduledRequest, SchedulerHalf, WorkerHalf
 from kvtide.engines.paged.pages import CellOrder, HostPages, keys_values
 from kvtide.engines.paged.sequence import StepCommands
 from kvtide.engines.settings import NO_OPTIONS, RequestOptions
@@ -51,19 +51,19 @@ def host_pages(
     return HostPages(layers, layout, order), layers
 
 
-def namespaces(layout: BlockLayout = LAYOUT, shards: int = 1, has_states: bool = False) -> Namespaces:
+def namespaces(layout: BlockLayout = LAYOUT, shards: int = 1) -> Callable[[bytes], tuple[Namespace, ...]]:
     """Return the names of a toy model's blocks."""
 
     def of(salt: bytes) -> tuple[Namespace, ...]:
         texts = [f"toy {shard}/{shards}" for shard in range(shards)]
         return tuple(namespace_digest(b"model", layout.dtype, text, layout.tokens, salt) for text in texts)
 
-    return Namespaces(of, has_states)
+    return of
 
 
 def pending(layout: BlockLayout, tokens: list[int], blocks: Sequence[BlockBits], start: int = 0) -> list[PendingBlock]:
     """Return a prompt's blocks, from block `start` on, as an engine of the toy model would store them."""
-    (space,) = namespaces(layout).of(b"")
+    (space,) = namespaces(layout)(b"")
     keys = [BlockKey(space), *block_keys(space, np.array(tokens, dtype=np.uint32), layout.tokens)]
 
     def one(position: int, bits: BlockBits) -> PendingBlock:
@@ -90,7 +90,7 @@ class ToyEngine:
         layout: BlockLayout = LAYOUT,
         page_count: int = PAGES,
     ) -> None:
-        names, clock = namespaces(layout, shards, has_states=states is not None), SystemClock()
+        names, clock = namespaces(layout, shards), SystemClock()
         cache = open_cache(store, load_s_max=5.0)
         options: dict[str, Any] = {"tail_tokens": tail_tokens, "state_every_tokens": every}
         # A busy machine is no slow store.

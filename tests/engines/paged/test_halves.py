@@ -141,14 +141,14 @@ def test_request_for_the_latest_takes_no_stale_copy_and_what_any_region_has(
         one, two = (engines(url, kept_bytes_max=kept_bytes_max) for url in regions)
         one.compute("a", PROMPT)
         assert [loaded(engine, "b", is_latest=True) for engine in (one, two)] == [3, 3]
-        (namespace,) = namespaces().of(b"")
+        (namespace,) = namespaces()(b"")
         invalidate(regions[1], namespace)
         assert [loaded(one, "c", is_latest=False), loaded(one, "d", is_latest=True)] == [3, 0]
 
 
 def test_blocks_kept_as_pages_end_with_their_generation(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.tier.stack.invalidation._POLL_S", 0.05)
-    (namespace,) = namespaces().of(b"")
+    (namespace,) = namespaces()(b"")
     with running_server() as server:
         engine = engines(server.url, kept_bytes_max=3 * LAYOUT.raw_bytes)
         engine.compute("a", PROMPT)
@@ -250,7 +250,7 @@ def test_load_starts_behind_what_the_engine_has(second: ToyEngine) -> None:
 
 def test_deleted_block_fails_its_pages_and_is_forgotten(second: ToyEngine) -> None:
     assert len(list(second.scheduler.cache.tiers.objects())) == 3
-    (space,) = namespaces().of(b"")
+    (space,) = namespaces()(b"")
     assert second.worker.cache.tiers.delete(ObjectId(space, block_keys(space, PROMPT, BLOCK)[1]), "removed")
     hit, pages, failed = second.load("b", PROMPT)
     assert hit == 3 * BLOCK
@@ -578,7 +578,7 @@ def test_block_counts_only_if_every_shard_has_it(engines: Engines) -> None:
     engine.compute("a", PROMPT)
     assert engine.ask("b", PROMPT) == 24
     # Shard 1 had no room for the first block.
-    lost = block_keys(namespaces(shards=2).of(b"")[1], PROMPT, BLOCK)[0]
+    lost = block_keys(namespaces(shards=2)(b"")[1], PROMPT, BLOCK)[0]
     engine.scheduler.heard(WorkerReport(1, lost=(lost,)))
     assert engine.ask("b", PROMPT) == 0
 

@@ -211,7 +211,6 @@ def test_tokens_of_a_page_come_back_as_they_were(order: CellOrder) -> None:
 
 
 STATE_BYTES = 32
-NAMES = namespaces(has_states=True)
 BRANCH = [*PROMPT[: 2 * BLOCK], *range(7, 7 + BLOCK + 3)]
 
 
@@ -222,7 +221,7 @@ def state_of(tokens: list[int]) -> bytes:
 class StateEngine(ToyEngine):
     """An engine whose steps leave a state in the last page that they fill."""
 
-    def __init__(self, open_cache: Callable[..., Cache], store: str, every: int = 0) -> None:
+    def __init__(self, open_cache: Callable[..., Cache], store: str, every: int) -> None:
         self.states = np.zeros((PAGES, STATE_BYTES + 8), np.uint8)
         pool = OpaquePages([(self.states[:, :STATE_BYTES], (0,))], chunk_layout(STATE_BYTES, 1, 1), 1)
         super().__init__(open_cache, store, states=pool, every=every)
@@ -250,7 +249,7 @@ States = Callable[..., StateEngine]
 
 @pytest.fixture
 def engines(open_cache: Callable[..., Cache], tmp_path: Path, stack: ExitStack) -> States:
-    def make(every: int = 0) -> StateEngine:
+    def make(every: int = 1 << 30) -> StateEngine:
         return stack.enter_context(closing(StateEngine(open_cache, str(tmp_path / "store"), every)))
 
     return make
@@ -303,7 +302,7 @@ def test_state_that_is_gone_fails_the_load_and_is_not_promised_again(engines: St
     first.run("a", PROMPT, 3 * BLOCK, len(PROMPT))
     assert second.ask("b", PROMPT) == 3 * BLOCK
     second.scheduler.finished("b")
-    state = TrackedSequence(NAMES.of(b""), BLOCK, has_states=True).blocks(PROMPT)[-1].states[0]
+    state = TrackedSequence(namespaces()(b""), BLOCK, has_states=True).blocks(PROMPT)[-1].states[0]
     for engine in (first, second):
         engine.worker.cache.tiers.delete(state, "a test")
     assert second.restored("c", PROMPT) == (3 * BLOCK, bytes(STATE_BYTES), True)

@@ -15,7 +15,7 @@ from kvtide.engines.paged.pages import (
     keys_values,
 )
 from kvtide.engines.paged.scheduler import ScheduledRequest, SchedulerHalf
-from kvtide.engines.paged.sequence import Namespaces, StepCommands, WorkerReport
+from kvtide.engines.paged.sequence import StepCommands, WorkerReport
 from kvtide.engines.paged.worker import LoadOutcome, WorkerHalf
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "CellOrder",
     "HostPages",
     "LoadOutcome",
-    "Namespaces",
     "OpaquePages",
     "PagePool",
     "ScheduledRequest",

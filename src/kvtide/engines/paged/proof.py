@@ -32,10 +32,6 @@ class Proof(NamedTuple):
     reason: str
     seconds: float
 
-    def beside(self, other: Proof) -> Proof:
-        """Return both as one: what is proved of a part is of no use alone."""
-        return Proof(self.reason or other.reason, self.seconds + other.seconds)
-
 
 def prove(
     pool: PagePool,

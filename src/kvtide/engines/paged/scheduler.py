@@ -19,7 +19,6 @@ from kvtide.engines.paged.sequence import (
     Extra,
     FollowedPrefix,
     LoadOrder,
-    Namespaces,
     RequestSummary,
     StepCommands,
     StoreOrder,
@@ -32,7 +31,7 @@ from kvtide.group import Parts
 from kvtide.outcomes import Choice, Why
 from kvtide.store import Cache
 from kvtide.store.load import MissReason
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey, Namespace, ObjectId
 
 STEPS_IN_FLIGHT_MAX = 64
 # Blocks that lie rough in the engine's pages: more than any engine has.
@@ -58,13 +57,15 @@ class SchedulerHalf:
     """Decides for all requests of one engine, whose scheduler calls it. Not thread-safe.
 
     What was ordered to be stored counts as stored: the workers load it from their queues, and tell what they dropped.
-    tail_tokens: what a prompt has behind its last full block is stored in pieces of so many; 0: it is not.
+    namespaces: by a request's salt, one for each shard. state_every_tokens: states (decision 0021) are kept after so
+    many tokens at the most; 0: blocks have none. tail_tokens: what a prompt has behind its last full block is stored
+    in pieces of so many; 0: it is not.
     """
 
     def __init__(
         self,
         cache: Cache,
-        namespaces: Namespaces,
+        namespaces: Callable[[bytes], tuple[Namespace, ...]],
         block_tokens: int,
         page_tokens: int,
         clock: Clock,
@@ -175,10 +176,9 @@ class SchedulerHalf:
     def _tracked(
         self, request: str, salt: bytes, tokens: Sequence[int], options: RequestOptions, extra: Extra | None
     ) -> TrackedSequence:
-        namespaces = self._namespaces.of(salt + self._epoch)
+        namespaces = self._namespaces(salt + self._epoch)
         tail_tokens = self._tail_tokens if options.stream is None else 0
-        has_states = self._namespaces.has_states
-        sequence = TrackedSequence(namespaces, self._block_tokens, has_states, extra, tail_tokens)
+        sequence = TrackedSequence(namespaces, self._block_tokens, bool(self._state_every_tokens), extra, tail_tokens)
         self._sequences[request] = sequence
         sequence.prompt_tokens, sequence.options = len(tokens), options
         sequence.asked_s = self._clock.monotonic_s()
@@ -241,7 +241,7 @@ class SchedulerHalf:
         self._step += 1
         # A step that waits for its loads says nothing of how fast the engine computes.
         is_waiting = any(load.is_in_step for load in self._loads)
-        if is_waiting and len(self._namespaces.of(self._epoch)) > 1:
+        if is_waiting and len(self._namespaces(self._epoch)) > 1:
             pages = (page for load in self._loads if load.is_in_step for page in load.pages)
             self._doubtful[self._step] = frozenset(pages)
             if len(self._doubtful) > STEPS_IN_FLIGHT_MAX:
@@ -263,7 +263,7 @@ class SchedulerHalf:
         is_sure = not doubtful or doubtful.isdisjoint(scheduled.pages())
         if sequence is not None and is_sure and not self._is_refused:
             yield from self._block_stores(sequence, scheduled)
-            if self._namespaces.has_states and sequence.options.may_store:
+            if self._state_every_tokens and sequence.options.may_store:
                 yield from self._state_stores(sequence, scheduled)
             yield from self._tail_stores(sequence, scheduled)
 
@@ -307,7 +307,7 @@ class SchedulerHalf:
         full, rest = divmod(tokens, self._block_tokens)
         if rest or tokens > len(scheduled.tokens):
             return
-        is_often = 0 < self._state_every_tokens <= tokens - sequence.state_tokens
+        is_often = self._state_every_tokens <= tokens - sequence.state_tokens
         # The last block that another prompt of this length can restore.
         is_last = full >= (sequence.prompt_tokens - 1) // self._block_tokens
         if not (is_often or is_last or full == sequence.known):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -139,18 +138,8 @@ class RequestSummary:
         return "; ".join([*found, f"{self.stored_blocks} blocks to store"])
 
 
-SALTS_MAX = 1024
 # The store is asked so often for blocks that another engine is about to store.
 FOLLOW_EVERY_S = 0.02
-
-
-class Namespaces:
-    """Namespaces of a model's shards by a request's salt. has_states: blocks have a part of states (decision 0021)."""
-
-    def __init__(self, of: Callable[[bytes], tuple[Namespace, ...]], has_states: bool = False) -> None:
-        """of: returns one for each shard."""
-        self.has_states = has_states
-        self.of: Callable[[bytes], tuple[Namespace, ...]] = lru_cache(SALTS_MAX)(of)
 
 
 def tail_namespace(namespace: Namespace, tail_tokens: int) -> Namespace:

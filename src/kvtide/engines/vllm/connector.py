@@ -90,9 +90,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_exact = self._registry.make(settings.codec).is_lossless
         self._model = served_model(vllm_config, kv_cache_config, settings, is_exact)
         # Where there are several groups their rows are one block, and need the profile of such.
-        shape = ProfileShape(self._model.layout, "" if self._model.slots is None else ALL_ROWS)
+        shape = ProfileShape(self._model.layout, "" if self._model.layers.slots is None else ALL_ROWS)
         self._codec = self._registry.make_by_group(settings.codec, [shape])
-        self._layers = {name: position for position, name in enumerate(self._model.layer_names)}
+        self._layers = {name: position for position, name in enumerate(self._model.layers.names)}
         # Layers that come in turn are worth waiting for where they come from this machine and into its memory.
         self._may_load_in_step = is_local(settings.store) and isinstance(self._codec, LayeredCodec) and device == "cpu"
         self._requests: dict[str, ServedRequest] = {}
@@ -114,21 +114,21 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # The scheduler's side
 
     def _scheduler_half(self) -> SchedulerHalf:
-        settings, layout, states = self._settings, self._model.layout, self._model.states
+        settings, layout, states = self._settings, self._model.layout, self._model.layers.states
         limits = replace(settings.limits(), memory_bytes_max=ASKING_MEMORY_BYTES)
         cache = cache_for(settings.store, self._codec, self._registry, limits, self._clock)
         cache.open()
-        state_every_tokens = settings.state_every_tokens
-        if states is not None and not state_every_tokens:
-            state_every_tokens = state_every(states.layout.raw_bytes, layout.raw_bytes / layout.tokens)
+        every = 0 if states is None else settings.state_every_tokens
+        if states is not None and not every:
+            every = state_every(states.layout.raw_bytes, layout.raw_bytes / layout.tokens)
         return SchedulerHalf(
             cache,
             self._model.namespaces,
             layout.tokens,
-            self._model.page_tokens,
+            self._model.layers.page_tokens,
             self._clock,
             settings.match_s_max,
-            state_every_tokens,
+            every,
             self._model.is_drafted,
             self._model.tail_tokens,
         )
@@ -158,7 +158,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _is_in_step(self) -> bool:
         """True if a load that is ordered now is for the step itself: there, nobody else would wait for it."""
-        if self._model.slots is not None:
+        if self._model.layers.slots is not None:
             return False
         is_alone = self._may_load_in_step and len(self._requests) == 1 and self._settings.start_within_s is None
         return self._settings.load == "layers" or (self._settings.load == "auto" and is_alone)
@@ -171,7 +171,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _joined(self, pages: Sequence[Sequence[int]]) -> list[int]:
         """Return a request's pages; where there are groups, each with those of all."""
-        return list(pages[0]) if self._model.slots is None else join_pages(pages, self._model.counts)
+        return list(pages[0]) if self._model.layers.slots is None else join_pages(pages, self._model.layers.counts)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the step's orders."""
@@ -245,9 +245,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         found = page_pools(model, kv_caches, self._vllm_config, settings, codecs, self._clock)
         pool = found.pool
         # Pages that windows have given up can't be kept as they are.
-        kept_bytes_max = settings.kept_bytes_max if model.slots is None else 0
-        limits = settings.limits()
-        limits = replace(limits, memory_bytes_max=limits.memory_bytes_max - kept_bytes_max)
+        kept_bytes_max = settings.kept_bytes_max if model.layers.slots is None else 0
+        limits = replace(settings.limits(), memory_bytes_max=settings.memory_bytes_max - kept_bytes_max)
         encoder = codec.through(pool.encoder) if isinstance(codec, AwaitingCodec) else pool.encoder(codec)
         rank, device = get_tensor_model_parallel_rank(), pool.memory if settings.device_bytes_max else None
         cache = cache_for(settings.store, encoder, self._registry, limits, self._clock, device=device)
@@ -303,12 +302,12 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the pages that the loads just reported could not fill."""
-        return self._outcome.failed_pages if self._model.slots is None else set()
+        return self._outcome.failed_pages if self._model.layers.slots is None else set()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads have ended, and which failed where several groups' pages can't tell."""
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = set() if self._model.slots is None else self._outcome.failed
+        results.failed_recving = set() if self._model.layers.slots is None else self._outcome.failed
         return results
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

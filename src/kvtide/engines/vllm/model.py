@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 import vllm
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.engines import untested_vllm
-from kvtide.engines.paged import Namespaces, files_fingerprint
+from kvtide.engines.paged import files_fingerprint
 from kvtide.engines.settings import ConnectorSettings, RequestOptions
 from kvtide.errors import UnsupportedModel
 from kvtide.keys import namespace_digest
@@ -45,37 +45,50 @@ _QUANTISED = {KVQuantMode.FP8_PER_TENSOR}
 _VOLATILE_CONFIG = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 # Extra keys of vLLM's blocks that the salt has already.
 _SALTED = {"lora", "cache_salt"}
+SALTS_MAX = 1024
+_IN_VERSION = f"in vLLM {'.'.join(vllm.__version__.split('.')[:2])}"
 # Where a config has these, vLLM goes by the longest prompt that is served: how fast keys turn, how queries are scaled.
 _BY_LENGTH = "longrope", "llama4"
 
 
 class ServedStates(NamedTuple):
-    """Layers whose past is one state: a page of each, at a block's end, whose first bytes are the state."""
+    """Layers whose past is one state, with which a page at a block's end begins. order: says what its bytes mean."""
 
     layout: BlockLayout
     layer_names: tuple[str, ...]
     slots: tuple[int, ...]
     layer_bytes: tuple[int, ...]
+    order: str
+
+
+class ServedLayers(NamedTuple):
+    """Layers with rows of tokens, each one's name, spec and slots.
+
+    slots: in a joined page (`join_pages`), of several groups or windows, whose pages the engine gives up; else None.
+    counts: of all groups, the pages in a joined one, of `page_tokens`. states: layers of states beside them.
+    """
+
+    names: tuple[str, ...]
+    specs: tuple[Any, ...]
+    slots: tuple[tuple[int, ...], ...] | None
+    page_tokens: int
+    counts: tuple[int, ...]
+    states: ServedStates | None
 
 
 class ServedModel(NamedTuple):
-    """One shard's cache: `layout` of its blocks, tokens of a page, and what names its blocks.
+    """One shard's cache: `layout` of its blocks, its layers, and what names its blocks by a request's salt.
 
     opaque: what decides the order inside a page that kvtide keeps as it is; "" for keys and values as it knows them.
-    dtype: of the pages; None if layers differ in it or in their shape. slots: each layer's in a joined page
-    (`join_pages`), of several groups or windows, whose pages the engine gives up; else None. counts: pages of each.
+    dtype: of the pages; None if layers differ in it or in their shape.
     """
 
     layout: BlockLayout
-    page_tokens: int
-    layer_names: tuple[str, ...]
-    namespaces: Namespaces
+    layers: ServedLayers
+    namespaces: Callable[[bytes], tuple[Namespace, ...]]
     label: str
     opaque: str
     dtype: torch.dtype | None
-    slots: tuple[tuple[int, ...], ...] | None
-    counts: tuple[int, ...]
-    states: ServedStates | None
     is_drafted: bool
     tail_tokens: int
 
@@ -84,7 +97,7 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     """Return what is served. UnsupportedModel, with the reason, for what can't be restored exactly."""
     check_version()
     _refuse_by_config(vllm_config)
-    layers, is_drafted = _layers_of(kv_cache_config), _is_drafted(vllm_config)
+    layers, is_drafted = _layers_of(vllm_config, kv_cache_config), _is_drafted(vllm_config)
     spec = layers.specs[0]
     if layers.slots is not None and settings.load == "layers":
         raise UnsupportedModel("with several groups of layers vLLM takes failures between steps alone: load async")
@@ -101,26 +114,19 @@ def served_model(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
             "tail_tokens stores parts of pages: it takes keys and values of full attention, an exact codec, no drafts"
         )
     layout = _row_layout(spec, len(layers.names), tokens) if is_uniform else _mixed_layout(layers, tokens)
-    states = _states_of(layers)
     # Of states each bit is kept, whatever the rows' codec.
-    of_states = "" if states is None else _state_order(vllm_config, layers)
-    text = " beside ".join(filter(None, [opaque, of_states]))
+    text = " beside ".join(filter(None, [opaque, "" if layers.states is None else layers.states.order]))
     if layers.slots is not None:
         # Grouping is vLLM's own, and decides the order of layers in a block.
         text = f"{text} groups {list(zip(layers.names, layers.slots, strict=True))}"
     quality = f"{'exact' if is_exact else 'approximate'}{f' {text}' if text else ''}"
-    name = str(vllm_config.model_config.model)
     return ServedModel(
         layout,
-        layers.page_tokens,
-        layers.names,
-        _namespaces(vllm_config, layout, settings, quality, type(spec) is MLAAttentionSpec, states is not None),
-        f"{name.rstrip('/').rpartition('/')[2]} {opaque or layout.dtype.value}",
+        layers,
+        _namespaces(vllm_config, layout, settings, quality, type(spec) is MLAAttentionSpec),
+        f"{str(vllm_config.model_config.model).rstrip('/').rpartition('/')[2]} {opaque or layout.dtype.value}",
         opaque,
         spec.dtype if is_uniform else None,
-        layers.slots,
-        layers.counts,
-        states,
         is_drafted,
         settings.tail_tokens_for(layers.page_tokens, has_parts and vllm_config.device_config.device_type == "cpu"),
     )
@@ -155,9 +161,8 @@ def _refuse_by_config(vllm_config: Any) -> None:
         raise UnsupportedModel(f"pipeline parallelism is not supported, got {parallel.pipeline_parallel_size} stages")
     if parallel.decode_context_parallel_size != 1 or getattr(parallel, "prefill_context_parallel_size", 1) != 1:
         raise UnsupportedModel("context parallelism spreads a page's tokens over ranks, which is not supported")
-    if speculative is not None and speculative.method not in ("ngram", *_DRAFTED):
-        known = ", ".join(("ngram", *_DRAFTED))
-        raise UnsupportedModel(f"speculative method {speculative.method!r} is not known; {known} are")
+    if speculative is not None and speculative.method not in (known := ("ngram", *_DRAFTED)):
+        raise UnsupportedModel(f"speculative method {speculative.method!r} is not known; {', '.join(known)} are")
     if model.runner_type != "generate":
         raise UnsupportedModel(f"only text generation is supported, got runner {model.runner_type!r}")
 
@@ -183,14 +188,6 @@ def _checked_rows(spec: Any) -> Any:
     return spec
 
 
-def _checked_states(spec: Any) -> Any:
-    if spec.mamba_cache_mode != "align":
-        raise UnsupportedModel("vLLM keeps no states at the ends of blocks: give enable_prefix_caching=True")
-    if spec.num_speculative_blocks:
-        raise UnsupportedModel("states of drafted tokens are not supported: use KVTideTier")
-    return spec
-
-
 def _is_drafted(vllm_config: Any) -> bool:
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.method in _DRAFTED
@@ -199,21 +196,7 @@ def _is_drafted(vllm_config: Any) -> bool:
 # Layers, and how their pages are laid out
 
 
-class _Layers(NamedTuple):
-    """Layers with rows of tokens, each one's spec and slots (None for one group of full attention).
-
-    counts: of all groups, the pages in a joined one, of `page_tokens`. states: of layers of states name, spec and slot.
-    """
-
-    names: tuple[str, ...]
-    specs: tuple[Any, ...]
-    slots: tuple[tuple[int, ...], ...] | None
-    page_tokens: int
-    counts: tuple[int, ...]
-    states: list[tuple[str, Any, int]]
-
-
-def _layers_of(kv_cache_config: Any) -> _Layers:
+def _layers_of(vllm_config: Any, kv_cache_config: Any) -> ServedLayers:
     """Return what layers keep. UnsupportedModel for what are neither rows of tokens nor states beside them."""
     found = kv_cache_config.kv_cache_groups
     specs = [group.kv_cache_spec for group in found]
@@ -229,8 +212,12 @@ def _layers_of(kv_cache_config: Any) -> _Layers:
     rows, states, first = list[tuple[str, Any, tuple[int, ...]]](), list[tuple[str, Any, int]](), 0
     for group, spec, count in zip(found, specs, counts, strict=True):
         if type(spec) is MambaSpec:
+            if spec.mamba_cache_mode != "align":
+                raise UnsupportedModel("vLLM keeps no states at the ends of blocks: give enable_prefix_caching=True")
+            if spec.num_speculative_blocks:
+                raise UnsupportedModel("states of drafted tokens are not supported: use KVTideTier")
             # In a joined page it is the one at the end of what that covers.
-            states += [(name, _checked_states(spec), first + count - 1) for name in group.layer_names]
+            states += [(name, spec, first + count - 1) for name in group.layer_names]
         else:
             rows += [(name, _checked_rows(spec), tuple(range(first, first + count))) for name in group.layer_names]
         first += count
@@ -238,17 +225,22 @@ def _layers_of(kv_cache_config: Any) -> _Layers:
     rows.sort(key=lambda row: [int(part) for part in row[0].split(".") if part.isdecimal()])
     names, checked, slots = zip(*rows, strict=True)
     is_plain = len(specs) == 1 and type(specs[0]) not in _WINDOWS
-    return _Layers(names, checked, None if is_plain else slots, page_tokens, counts, states)
+    beside = _states_of(vllm_config, states) if states else None
+    return ServedLayers(names, checked, None if is_plain else slots, page_tokens, counts, beside)
 
 
-def _states_of(layers: _Layers) -> ServedStates | None:
-    if not layers.states:
-        return None
-    names, specs, slots = zip(*layers.states, strict=True)
+def _states_of(vllm_config: Any, layers: Iterable[tuple[str, Any, int]]) -> ServedStates:
+    names, specs, slots = zip(*layers, strict=True)
     sizes = tuple(spec.state_content_size_bytes for spec in specs)
     is_float32 = {dtype for spec in specs for dtype in spec.dtypes} == {torch.float32}
     unit = KVDtype.FLOAT32 if is_float32 else KVDtype.BFLOAT16
-    return ServedStates(_bytes_layout(sum(sizes), 1, unit), names, slots, sizes)
+    kinds = sorted({f"{spec.mamba_type.name} {spec.shapes} {list(map(str, spec.dtypes))}" for spec in specs})
+    # Their kernels go by the device.
+    device = vllm_config.device_config.device_type
+    if device == "cpu":
+        device = f"bf16 {torch.cpu._is_avx512_bf16_supported()} amx {torch.cpu._is_amx_tile_supported()}"
+    order = f"states of {', '.join(kinds)} by {device} {_IN_VERSION}"
+    return ServedStates(_bytes_layout(sum(sizes), 1, unit), names, slots, sizes, order)
 
 
 def _row_layout(spec: Any, layers: int, tokens: int) -> BlockLayout:
@@ -260,7 +252,7 @@ def _row_layout(spec: Any, layers: int, tokens: int) -> BlockLayout:
     return BlockLayout(layers, tokens, spec.num_kv_heads, dims, DTYPES.get(spec.dtype, KVDtype.BFLOAT16))
 
 
-def _mixed_layout(layers: _Layers, tokens: int) -> BlockLayout:
+def _mixed_layout(layers: ServedLayers, tokens: int) -> BlockLayout:
     dtypes = {spec.dtype for spec in layers.specs}
     unit = DTYPES.get(dtypes.pop(), KVDtype.BFLOAT16) if len(dtypes) == 1 else KVDtype.BFLOAT16
     token_bytes = sum(2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize for spec in layers.specs)
@@ -276,18 +268,17 @@ def _bytes_layout(size: int, tokens: int, unit: KVDtype) -> BlockLayout:
 
 def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
     """Return what decides the order inside a page, where kvtide does not know it or not take it apart; else ""."""
-    cache_type, is_mla = vllm_config.cache_config.cache_dtype, type(spec) is MLAAttentionSpec
+    cache_type, precision = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
     device = vllm_config.device_config.device_type
-    if is_mla:
-        return f"latents of {cache_type} on {device} {_in_version()}"
+    if type(spec) is MLAAttentionSpec:
+        return f"latents of {cache_type} on {device} {_IN_VERSION}"
     if device != "cpu":
         # Rows go into a block in an order of its own, whatever the strides.
         is_plain = not is_mixed and spec.dtype in DTYPES
-        return "" if is_plain else f"{cache_type} of {vllm_config.model_config.dtype} on {device} {_in_version()}"
+        return "" if is_plain else f"{cache_type} of {precision} on {device} {_IN_VERSION}"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     # Bytes lie as the model's own precision would.
-    precision = vllm_config.model_config.dtype
     try:
         isa = _get_attn_isa(precision, spec.block_size, spec.head_size, cache_type)
     except NotImplementedError as error:
@@ -295,34 +286,15 @@ def _opaque_order(vllm_config: Any, spec: Any, is_mixed: bool) -> str:
     # AMX packs pairs; the other kernels' order is looked at where the pages are.
     is_opaque = is_mixed or spec.dtype in BYTE_DTYPES or (isa == "amx" and spec.dtype is torch.bfloat16)
     # Keys may lie by dims, so that their order goes by the tokens of a page.
-    return f"{cache_type} of {precision} by {isa} in pages of {spec.block_size} {_in_version()}" if is_opaque else ""
-
-
-def _state_order(vllm_config: Any, layers: _Layers) -> str:
-    """Return what decides what the bytes of states mean: their kernels, which go by the device."""
-    specs = [spec for _, spec, _ in layers.states]
-    kinds = sorted({f"{spec.mamba_type.name} {spec.shapes} {list(map(str, spec.dtypes))}" for spec in specs})
-    device = vllm_config.device_config.device_type
-    if device == "cpu":
-        device = f"bf16 {torch.cpu._is_avx512_bf16_supported()} amx {torch.cpu._is_amx_tile_supported()}"
-    return f"states of {', '.join(kinds)} by {device} {_in_version()}"
-
-
-def _in_version() -> str:
-    return f"in vLLM {'.'.join(vllm.__version__.split('.')[:2])}"
+    return f"{cache_type} of {precision} by {isa} in pages of {spec.block_size} {_IN_VERSION}" if is_opaque else ""
 
 
 # Names
 
 
 def _namespaces(
-    vllm_config: Any,
-    layout: BlockLayout,
-    settings: ConnectorSettings,
-    quality: str,
-    is_replicated: bool,
-    has_states: bool,
-) -> Namespaces:
+    vllm_config: Any, layout: BlockLayout, settings: ConnectorSettings, quality: str, is_replicated: bool
+) -> Callable[[bytes], tuple[Namespace, ...]]:
     fingerprint = settings.fingerprint.encode() or _fingerprint(vllm_config)
     shards = vllm_config.parallel_config.tensor_parallel_size
     shape = f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"
@@ -331,12 +303,13 @@ def _namespaces(
     texts = [f"{shape} {quality} shard={part}" for part in parts]
     own_salt = settings.tenant_salt.encode()
 
+    @lru_cache(SALTS_MAX)
     def of(salt: bytes) -> tuple[Namespace, ...]:
         # The lengths keep "a" + "bc" and "ab" + "c" apart.
         both = len(own_salt).to_bytes(4, "little") + own_salt + salt if own_salt or salt else b""
         return tuple(namespace_digest(fingerprint, layout.dtype, text, layout.tokens, both) for text in texts)
 
-    return Namespaces(of, has_states)
+    return of
 
 
 def _fingerprint(vllm_config: Any) -> bytes:

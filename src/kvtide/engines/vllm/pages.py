@@ -49,18 +49,17 @@ def page_pools(
     clock: Clock,
 ) -> EnginePages:
     """Return the engine's pages, a device's once they are proved with the codecs. UnsupportedModel for unknown ones."""
-    states = model.states
-    names = {*model.layer_names, *(states.layer_names if states is not None else ())}
+    states = model.layers.states
+    names = {*model.layers.names, *(states.layer_names if states is not None else ())}
     if set(kv_caches) != names:
         raise UnsupportedModel(f"pages and layers do not match: {sorted(set(kv_caches) ^ names)[:4]}")
-    layers = [kv_caches[name] for name in model.layer_names]
+    layers = [kv_caches[name] for name in model.layers.names]
     parts = [] if states is None else zip(states.layer_names, states.layer_bytes, states.slots, strict=True)
     bytes_of = [(_bytes_of(kv_caches[name])[:, :size], (slot,)) for name, size, slot in parts]
     if vllm_config.device_config.device_type == "cpu":
         pool = _host_pool(model, layers, vllm_config)
-        pages_of = [(pages.numpy(), slots) for pages, slots in bytes_of]
-        return EnginePages(pool, None if states is None else OpaquePages(pages_of, states.layout, 1), {})
-    attention = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(model.layer_names))
+        return EnginePages(pool, None if states is None else OpaquePages(bytes_of, states.layout, 1), {})
+    attention = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(model.layers.names))
     unknown = {layer.get_attn_backend().get_name() for layer in attention.values()} - KNOWN_BACKENDS
     if unknown:
         raise UnsupportedModel(f"pages of attention backend {sorted(unknown)} are not known")
@@ -77,23 +76,23 @@ def _bytes_of(layer: torch.Tensor) -> torch.Tensor:
 
 
 def _host_pool(model: ServedModel, layers: list[torch.Tensor], vllm_config: Any) -> PagePool:
-    layout = model.layout
+    layout, slots = model.layout, model.layers.slots
     if model.dtype is None:
-        assert model.slots is not None
-        parts = zip(map(_bytes_of, layers), model.slots, strict=True)
-        return OpaquePages([(pages.numpy(), slots) for pages, slots in parts], layout, model.page_tokens)
+        assert slots is not None
+        parts = list(zip(map(_bytes_of, layers), slots, strict=True))
+        return OpaquePages(parts, layout, model.layers.page_tokens)
     layers = _checked_rows(model, layers)
     order = CellOrder.SPLIT if model.opaque else _probed_order(layers[0], vllm_config)
     bits = [layer.view(_INT_BITS[layout.dtype.item_bytes]).numpy().view(layout.bits_dtype) for layer in layers]
-    return HostPages(bits, layout, order, None if model.slots is None else [first for (first,) in model.slots])
+    return HostPages(bits, layout, order, None if slots is None else [first for (first,) in slots])
 
 
 def _checked_rows(model: ServedModel, layers: Sequence[torch.Tensor], parts: int = 1) -> list[torch.Tensor]:
     """Return layers as rows of the layout's elements. UnsupportedModel for other shapes; pages may lie in `parts`."""
     layout = model.layout
-    wanted = (layout.kv_heads, model.page_tokens // parts, 2 * layout.head_dim)
+    wanted = (layout.kv_heads, model.layers.page_tokens // parts, 2 * layout.head_dim)
     found = [layer.view(torch.bfloat16) if model.dtype in BYTE_DTYPES else layer for layer in layers]
-    for name, layer in zip(model.layer_names, found, strict=True):
+    for name, layer in zip(model.layers.names, found, strict=True):
         if layer.ndim != 4 or tuple(layer.shape[1:]) != wanted or DTYPES.get(layer.dtype) is not layout.dtype:
             shape = f"{tuple(layer.shape)} of {layer.dtype}"
             raise UnsupportedModel(f"pages of {name} must be (pages, {wanted}) of {layout.dtype.value}, got {shape}")
@@ -112,32 +111,30 @@ def _proved(
     from kvtide.engines.paged.device import DeviceLayer, DevicePages, device_name
     from kvtide.engines.paged.proof import prove
 
-    slots = model.slots or [None] * len(layers)
+    slots = model.layers.slots or [None] * len(layers)
     # A page of the engine's may be several of its kernels', one behind the other.
-    tokens = [model.page_tokens // len(own or (0,)) for own in slots]
+    tokens = [model.layers.page_tokens // len(own or (0,)) for own in slots]
     parts = [max(1, each // layer.shape[2]) for each, layer in zip(tokens, layers, strict=True)]
     found, halves = (_checked_rows(model, layers, parts[0]), 2) if model.dtype is not None else (layers, 1)
     split = [layer.unflatten(0, (-1, each)) if each > 1 else layer for layer, each in zip(found, parts, strict=True)]
     rows = list(map(DeviceLayer, split, [halves] * len(split), slots))
-    pool: PagePool = DevicePages(rows, model.layout, model.page_tokens)
-    states: PagePool | None = None
-    proof, groups = prove(pool, rows, clock, codecs), {row.slots for row in rows}
-    if model.states is not None:
-        kept = [DeviceLayer(pages, 1, own) for pages, own in bytes_of]
-        states = DevicePages(kept, model.states.layout, 1)
-        proof, groups = proof.beside(prove(states, kept, clock, codecs)), groups | {each.slots for each in kept}
-    name, result = device_name(layers[0].device), "failed" if proof.reason else "proved"
-    counts = Counter({counted("proofs", result): 1.0, "proof_seconds": proof.seconds})
-    if proof.reason:
-        _log.warning("kvtide serves nothing here: %s failed its proof: %s", name, proof.reason)
-        return EnginePages(pool, states, counts, proof.reason)
-    who = "torch"
+    kept = [DeviceLayer(pages, 1, own) for pages, own in bytes_of]
+    plain = DevicePages(rows, model.layout, model.layers.page_tokens)
+    states = None if model.layers.states is None else DevicePages(kept, model.layers.states.layout, 1)
+    proofs = [prove(each, each.layers, clock, codecs) for each in (plain, states) if each is not None]
+    # What is proved of a part is of no use alone.
+    reason, seconds = next((each.reason for each in proofs if each.reason), ""), sum(each.seconds for each in proofs)
+    name, result = device_name(layers[0].device), "failed" if reason else "proved"
+    counts = Counter({counted("proofs", result): 1.0, "proof_seconds": seconds})
+    if reason:
+        _log.warning("kvtide serves nothing here: %s failed its proof: %s", name, reason)
+        return EnginePages(plain, states, counts, reason)
     # Kernels know plain pages alone.
-    if settings.device_kernels != "off" and model.slots is None and parts[0] == 1:
-        plain, pool = pool, _with_kernels(pool, settings, codecs, clock)
-        who = "torch" if pool is plain else "kernels"
-        counts.update([] if pool is plain else [counted("proofs", who)])
-    said = (len(groups), len(codecs), proof.seconds)
+    has_kernels = settings.device_kernels != "off" and model.layers.slots is None and parts[0] == 1
+    pool = _with_kernels(plain, settings, codecs, clock) if has_kernels else plain
+    who = "torch" if pool is plain else "kernels"
+    counts.update([] if pool is plain else [counted("proofs", who)])
+    said = (len({row.slots for row in (*rows, *kept)}), len(codecs), seconds)
     _log.info("proved on %s: %d groups, %d codecs, %.2f s, copied by %s", name, *said, who)
     return EnginePages(pool, states, counts)
 
