@@ -337,9 +337,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Store what is queued and give everything back. Idempotent."""
-        if self._cache_counts is not None:
-            self._cache_counts.close()
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        for each in (self._cache_counts, self._worker, self._scheduler):
+            if each is not None:
+                each.close()

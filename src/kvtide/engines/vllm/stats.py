@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import prometheus_client
@@ -35,39 +34,37 @@ class Counted(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-COUNTED: Mapping[str, Counted] = MappingProxyType(
-    {
-        "loads": Counted("Loads that ended."),
-        "loaded_tokens": Counted("Tokens that loads brought."),
-        "loaded_bytes": Counted("Stored bytes that were read for them."),
-        "load_seconds": Counted("Seconds from the order of a load to its end."),
-        "failed_loads": Counted("Loads that did not bring all."),
-        "rough_loads": Counted("Streamed loads that ended before all refinements were there."),
-        "unfit_blocks": Counted("Blocks that the codec's profile does not fit, stored losslessly."),
-        "unprofiled_blocks": Counted("Blocks that were stored losslessly for want of a profile."),
-        "checked_blocks": Counted("Blocks that were decoded again and kept their profile's promise."),
-        "streamed_kl": Counted("Sum of the KL divergences, in nats, at which rough loads ended."),
-        "lookups": Counted("Requests that were looked up."),
-        "lookup_seconds": Counted("Seconds that requests waited for their look-up."),
-        "asked_tokens": Counted("Prompt tokens that were looked up, without those in vLLM's own prefix cache."),
-        "hit_tokens": Counted("Tokens of them that were stored and worth loading."),
-        "decided_tokens": Counted("Prompt tokens by what was decided about them, and why.", ("choice", "why")),
-        "stored_blocks": Counted("Blocks that were stored."),
-        "stored_bytes": Counted("Bytes that they take."),
-        "dropped_blocks": Counted("Blocks that were not stored: no room in the queue, or a fault."),
-        "damaged_blocks": Counted("Blocks that were loaded from those of their sections that were good."),
-        "missed_blocks": Counted("Loads that a block ended, by what was wrong with it.", ("reason",)),
-        "tier_hits": Counted("Objects that a tier was asked for and had.", ("tier",)),
-        "tier_misses": Counted("Objects that a tier was asked for and had not.", ("tier",)),
-        "tier_evictions": Counted("Objects that left a tier for others.", ("tier",)),
-        "tier_faults": Counted("Times that a tier failed.", ("tier",)),
-        "request_options": Counted("Options in requests' kv_transfer_params, used or left out.", ("what",)),
-        "proofs": Counted("Starts on a device whose pages were proved, or failed their proof.", ("result",)),
-        "proof_seconds": Counted("Seconds that proofs took."),
-        "hints_heard": Counted("Pieces of advice about sessions that came to a cache."),
-        "hints_ignored": Counted("Those of them that no tier believed or takes."),
-    }
-)
+COUNTED: Mapping[str, Counted] = {
+    "loads": Counted("Loads that ended."),
+    "loaded_tokens": Counted("Tokens that loads brought."),
+    "loaded_bytes": Counted("Stored bytes that were read for them."),
+    "load_seconds": Counted("Seconds from the order of a load to its end."),
+    "failed_loads": Counted("Loads that did not bring all."),
+    "rough_loads": Counted("Streamed loads that ended before all refinements were there."),
+    "unfit_blocks": Counted("Blocks that the codec's profile does not fit, stored losslessly."),
+    "unprofiled_blocks": Counted("Blocks that were stored losslessly for want of a profile."),
+    "checked_blocks": Counted("Blocks that were decoded again and kept their profile's promise."),
+    "streamed_kl": Counted("Sum of the KL divergences, in nats, at which rough loads ended."),
+    "lookups": Counted("Requests that were looked up."),
+    "lookup_seconds": Counted("Seconds that requests waited for their look-up."),
+    "asked_tokens": Counted("Prompt tokens that were looked up, without those in vLLM's own prefix cache."),
+    "hit_tokens": Counted("Tokens of them that were stored and worth loading."),
+    "decided_tokens": Counted("Prompt tokens by what was decided about them, and why.", ("choice", "why")),
+    "stored_blocks": Counted("Blocks that were stored."),
+    "stored_bytes": Counted("Bytes that they take."),
+    "dropped_blocks": Counted("Blocks that were not stored: no room in the queue, or a fault."),
+    "damaged_blocks": Counted("Blocks that were loaded from those of their sections that were good."),
+    "missed_blocks": Counted("Loads that a block ended, by what was wrong with it.", ("reason",)),
+    "tier_hits": Counted("Objects that a tier was asked for and had.", ("tier",)),
+    "tier_misses": Counted("Objects that a tier was asked for and had not.", ("tier",)),
+    "tier_evictions": Counted("Objects that left a tier for others.", ("tier",)),
+    "tier_faults": Counted("Times that a tier failed.", ("tier",)),
+    "request_options": Counted("Options in requests' kv_transfer_params, used or left out.", ("what",)),
+    "proofs": Counted("Starts on a device whose pages were proved, or failed their proof.", ("result",)),
+    "proof_seconds": Counted("Seconds that proofs took."),
+    "hints_heard": Counted("Pieces of advice about sessions that came to a cache."),
+    "hints_ignored": Counted("Those of them that no tier believed or takes."),
+}
 
 
 def counted(name: str, *labels: str) -> str:
@@ -162,11 +159,10 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def __init__(self, config: Any, types: Any, label_names: list[str], label_values: dict[int, list[object]]) -> None:
         super().__init__(config, types, label_names, label_values)
         self._counters: dict[str, Any] = {}
+        make = types[prometheus_client.Counter]
         for name, each in COUNTED.items():
             labels = [*label_names, *each.labels]
-            self._counters[name] = types[prometheus_client.Counter](
-                f"vllm:kvtide_{name}", documentation=each.what, labelnames=labels
-            )
+            self._counters[name] = make(f"vllm:kvtide_{name}", documentation=each.what, labelnames=labels)
             # Those without labels of their own are there from the start.
             for engine in label_values if not each.labels else ():
                 self._counter(name, engine)

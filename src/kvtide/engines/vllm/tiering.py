@@ -42,12 +42,9 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
         settings = ConnectorSettings.parse(options)
-        self._store = ChunkStore(
-            settings,
-            _layout(config, self.block_size_bytes),
-            settings.fingerprint.encode() or _fingerprint(config),
-            f"vllm chunks of {self.block_size_bytes} bytes, {_order(config)}",
-        )
+        fingerprint = settings.fingerprint.encode() or _fingerprint(config)
+        text = f"vllm chunks of {self.block_size_bytes} bytes, {_order(config)}"
+        self._store = ChunkStore(settings, _layout(config, self.block_size_bytes), fingerprint, text)
         self._chunks = np.frombuffer(primary_kv_view.cast("B"), dtype=np.uint8).reshape(-1, self.block_size_bytes)
         self._store.cache.open()
         self._workers = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="kvtide-tier")
