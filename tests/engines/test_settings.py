@@ -240,12 +240,6 @@ def test_what_was_used_last_goes_last() -> None:
     assert [len(kept.leading([each])) for each in (A, B, C)] == [1, 0, 1]
 
 
-def test_second_load_earns_a_place() -> None:
-    kept = KeptBlocks(100, 100, lambda object_id: True)
-    assert [kept.is_loaded_again(A) for _ in range(3)] == [False, True, False]
-    assert not kept.is_loaded_again(B)
-
-
 def test_without_room_for_a_block_nothing_is_kept() -> None:
     kept = KeptBlocks(99, 100, lambda object_id: True)
     kept.put(A, _captured())

@@ -1,7 +1,6 @@
 """The connector's counters: added once, labelled, and never a reason to wait."""
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ from kvtide.clock import ManualClock
 from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, counted
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.types import TierStats
+from kvtide_lab.bench.services import wait_until
 
 
 class Counting:
@@ -39,12 +39,9 @@ class Counting:
 
 def _taken(counts: Any) -> dict[str, float]:
     """Take counts as the engine's steps do, until an answer has come."""
-    for _ in range(2000):
-        found: dict[str, float] = counts.take()
-        if found:
-            return found
-        time.sleep(0.005)
-    raise AssertionError("no answer came")
+    found: list[dict[str, float]] = []
+    wait_until(lambda: found.append(counts.take()) or any(found), "an answer")
+    return found[-1]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """kvtide below vLLM's own tiering, in the real engine."""
 
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -83,6 +84,14 @@ def _tier(
     return KVTideTier(SimpleNamespace(config=made), view, "KVTideTier", store=str(store), fingerprint=fingerprint)
 
 
+def _store(tier: Any) -> bool:
+    """Store a chunk and end the tier; return whether the chunk was there before."""
+    found = tier.lookup(b"key", None) is LookupResult.HIT
+    tier.submit_store(TransferJob(1, [b"key"], np.array([0]), False, None))
+    tier.shutdown()
+    return found
+
+
 def test_model_of_another_config_with_the_same_weights_shares_nothing(tmp_path: Path) -> None:
     found = list[bool]()
     for config_text in ("{}", '{"rope_theta": 1}', "{}"):
@@ -91,29 +100,21 @@ def test_model_of_another_config_with_the_same_weights_shares_nothing(tmp_path: 
         (folder / "model.safetensors").write_bytes(b"weights")
         (folder / "config.json").write_text(config_text)
         tier = _tier(folder, tmp_path / "store", 1, is_canonical=False, fingerprint="")
-        found.append(tier.lookup(b"key", None) is LookupResult.HIT)
-        tier.submit_store(TransferJob(1, [b"key"], np.array([0]), False, None))
-        tier.shutdown()
+        found.append(_store(tier))
     assert found == [False, False, True]
 
 
 @pytest.mark.parametrize("is_canonical", [False, True])
 def test_bytes_of_another_type_are_others_whatever_name_the_model_is_given(tmp_path: Path, is_canonical: bool) -> None:
-    found = list[bool]()
-    for dtype in ("bfloat16", "float16", "bfloat16"):
-        tier = _tier(tmp_path, tmp_path / "store", 1, is_canonical=is_canonical, dtype=dtype)
-        found.append(tier.lookup(b"key", None) is LookupResult.HIT)
-        tier.submit_store(TransferJob(1, [b"key"], np.array([0]), False, None))
-        tier.shutdown()
-    assert found == [False, False, True]
+    make = partial(_tier, tmp_path, tmp_path / "store", 1, is_canonical=is_canonical)
+    tiers = (make(dtype=dtype) for dtype in ("bfloat16", "float16", "bfloat16"))
+    assert [_store(tier) for tier in tiers] == [False, False, True]
 
 
 def test_ranks_of_any_number_share_the_portable_order_and_no_other(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for is_canonical, shared in ((False, {(1, False)}), (True, {(1, True), (2, True), (1, False)})):
-        tier = _tier(tmp_path, store, 1, is_canonical=is_canonical)
-        tier.submit_store(TransferJob(1, [b"key"], np.array([0]), False, None))
-        tier.shutdown()
+        _store(_tier(tmp_path, store, 1, is_canonical=is_canonical))
         for ranks in (1, 2):
             for other in (False, True):
                 reader = _tier(tmp_path, store, ranks, is_canonical=other)

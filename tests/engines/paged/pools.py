@@ -29,10 +29,8 @@ def empty_layers(pages: int = 12, layout: BlockLayout = LAYOUT) -> list[Any]:
     return list(np.zeros(shape, layout.bits_dtype))
 
 
-def random_block(seed: int, layout: BlockLayout = LAYOUT) -> BlockBits:
-    rng = np.random.default_rng(seed)
-    bits: Any = rng.integers(1, 1 << 15, layout.shape).astype(layout.bits_dtype)
-    return bits
+def random_block(seed: int, layout: BlockLayout = LAYOUT) -> Any:
+    return np.random.default_rng(seed).integers(1, 1 << 15, layout.shape).astype(layout.bits_dtype)
 
 
 def engine_writes(layers: Sequence[Any], order: CellOrder, bits: BlockBits, pages: Sequence[int]) -> None:
@@ -67,10 +65,8 @@ def pending(layout: BlockLayout, tokens: list[int], blocks: Sequence[BlockBits],
     keys = [BlockKey(space), *block_keys(space, np.array(tokens, dtype=np.uint32), layout.tokens)]
 
     def one(position: int, bits: BlockBits) -> PendingBlock:
-        name = ObjectId(space, keys[position + 1])
-        return PendingBlock(
-            BlockMeta(name, keys[position], position * layout.tokens, layout, "toy"), lambda: lambda: bits
-        )
+        name, start = ObjectId(space, keys[position + 1]), position * layout.tokens
+        return PendingBlock(BlockMeta(name, keys[position], start, layout, "toy"), lambda: lambda: bits)
 
     return [one(position, bits) for position, bits in enumerate(blocks, start)]
 

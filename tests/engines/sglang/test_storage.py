@@ -45,9 +45,6 @@ class Interface:
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
 
-    def clear(self) -> None:
-        pass
-
 
 @pytest.fixture
 def backends(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
