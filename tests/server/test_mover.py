@@ -30,6 +30,7 @@ from kvtide.wire.http import RequestHead
 SLICE = 64 << 10
 SIZE = 4 << 20
 CONTENT = random.Random(1).randbytes(SIZE)
+ANY_PACE = ProgressBudget(1e9, 1.0, 0.0)
 
 
 class Rig:
@@ -56,9 +57,9 @@ class Rig:
         """Send CONTENT to a reader, who is returned."""
         ours, theirs = self.pair()
         stream = Connection(ours, asyncio.get_running_loop(), self.mover)
-        pace, pieces = ProgressBudget(1e9, 1.0, stream.now_s()), [memoryview(CONTENT)]
         guest, asked = Guest(client, f"@{client}", f"@{client}"), RequestHead("GET", "/", {}, None, True)
-        order = SendOrder(Exchange(stream, guest, asked, 10.0), b"head", pieces, pace, lambda: False)
+        exchange = Exchange(stream, guest, asked, 10.0)
+        order = SendOrder(exchange, b"head", [memoryview(CONTENT)], ANY_PACE, lambda: False)
         return asyncio.create_task(self.sender.send(order)), theirs
 
     def __enter__(self) -> Rig:
@@ -66,7 +67,7 @@ class Rig:
 
     def __exit__(self, *_: object) -> None:
         self.mover.close()
-        self.workers.__exit__(None, None, None)
+        self.workers.close()
         for end in self.sockets:
             end.close()
         self.scheduler.check()
@@ -95,7 +96,7 @@ async def test_reader_that_takes_nothing_ends_a_body_and_nothing_follows() -> No
     with Rig() as rig:
         ours, theirs = rig.pair()
         body = Body(rig.mover, rig.mover.native.send(ours.fileno(), [memoryview(CONTENT)], 0))
-        sent = await body.end(lambda progress: progress.moved_s + 0.05)
+        sent = await body.end(ANY_PACE, 0.05)
         ours.close()
         got = b""
         while data := await asyncio.get_running_loop().sock_recv(theirs, SIZE):
@@ -109,7 +110,7 @@ async def test_cancelled_upload_writes_to_its_buffer_no_more() -> None:
         ours, theirs = rig.pair()
         buffer = bytearray(SIZE)
         body = Body(rig.mover, rig.mover.native.receive(ours.fileno(), memoryview(buffer), 0))
-        task = asyncio.create_task(body.end(lambda progress: 1e9))
+        task = asyncio.create_task(body.end(ANY_PACE))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -128,21 +129,22 @@ async def test_dribble_below_what_wakes_the_thread_counts_as_progress() -> None:
             ours = listener.accept()[0]
         rig.sockets += [ours, theirs]
         ours.setblocking(False)
-        looks: list[BodyProgress] = []
+        looks: list[int] = []
         # No more is sent: what nobody reads may not fit between the two, and would block.
         taken = 128 << 10
 
-        def due_s(progress: BodyProgress) -> float:
-            looks.append(progress)
-            if len(looks) == 2:
-                theirs.sendall(CONTENT[1000:taken])
-            return asyncio.get_running_loop().time() + 0.05
+        class Pace(ProgressBudget):
+            def moved(self, count: int, now_s: float) -> None:
+                looks.append(count)
+                if len(looks) == 2:
+                    theirs.sendall(CONTENT[1000:taken])
+                self.due_s = asyncio.get_running_loop().time() + 0.05
 
         theirs.sendall(CONTENT[:1000])
         buffer = bytearray(SIZE)
         body = Body(rig.mover, rig.mover.native.receive(ours.fileno(), memoryview(buffer)[:taken], 2 * taken))
-        assert await body.end(due_s) == taken and buffer[:taken] == CONTENT[:taken]
-    assert looks[0].size == 0 and looks[1].size == 1000
+        assert await body.end(Pace(1e9, 1.0, 0.0)) == taken and buffer[:taken] == CONTENT[:taken]
+    assert looks[:2] == [0, 1000] and sum(looks) == taken
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -155,7 +157,7 @@ async def test_file_that_ends_early_and_peer_that_closes_are_told_apart(is_cut: 
             theirs.close()
         body = Body(rig.mover, rig.mover.native.send_file(ours.fileno(), file.fileno(), 0, SIZE, 0))
         with pytest.raises(EOFError if is_cut else BrokenPipeError):
-            await body.end(lambda progress: 1e9)
+            await body.end(ANY_PACE)
 
 
 @in_loop
@@ -218,7 +220,7 @@ async def test_slice_that_ends_as_a_newcomer_comes_stays_with_its_send() -> None
 class Stalled:
     """A body of which nothing moves for too long."""
 
-    async def end(self, due_s: object) -> int:
+    async def end(self, *bounds: object) -> int:
         return 0
 
 

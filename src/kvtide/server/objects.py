@@ -22,17 +22,7 @@ import msgspec
 
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
-from kvtide.server.http import (
-    BodyBuffers,
-    Exchange,
-    Resources,
-    Sender,
-    SendOrder,
-    Shares,
-    lent_pieces,
-    piece_bytes,
-    receive,
-)
+from kvtide.server.http import BodyBuffers, Exchange, Resources, Sender, SendOrder, Shares, lent_pieces, receive
 from kvtide.server.quotas import Quotas
 from kvtide.server.regions import Backing, Latest, stored_quality
 from kvtide.server.settings import ServerLimits
@@ -165,19 +155,15 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_
         parse_header(table[: tier.get_into(stored, table) or 0])
         return None
     buffer = buffers.take(size, tenant)
-    give_back = partial(buffers.give_back, buffer, tenant)
-    try:
+    with ExitStack() as held:
+        held.callback(buffers.give_back, buffer, tenant)
         read = tier.get_into(stored, buffer[:size])
         if read is None:
-            give_back()
             return None
         parse_header(buffer[:read])
         if read != size:
             raise CorruptPayload(f"{stored}: {read} bytes came of an object of {size}")
-    except BaseException:
-        give_back()
-        raise
-    return LentObject(size, bytes(head), (buffer[:size],), None, give_back)
+        return LentObject(size, bytes(head), (buffer[:size],), None, held.pop_all().close)
 
 
 @dataclass(eq=False)
@@ -303,15 +289,14 @@ class ObjectRequests:
             status, asked = 206, parse_ranges(headers["range"], lent.size)
             if "," in headers["range"]:
                 kind, leads = multipart(tag.strip('"'), lent.size, asked)
-                behind = [
-                    [*lent_pieces(lent, part), memoryview(lead)] for part, lead in zip(asked, leads[1:], strict=True)
-                ]
-                pieces = [memoryview(leads[0]), *chain.from_iterable(behind)]
+                pieces = [memoryview(leads[0])]
+                for part, lead in zip(asked, leads[1:], strict=True):
+                    pieces += [*lent_pieces(lent, part), memoryview(lead)]
             else:
                 pieces = lent_pieces(lent, asked[0])
                 common.append(("Content-Range", f"bytes {asked[0].start}-{asked[0].stop - 1}/{lent.size}"))
         common.append(("Content-Type", kind))
-        count = sum(map(piece_bytes, pieces))
+        count = sum(map(len, pieces))
         if exchange.head.method == "HEAD":
             await exchange.reply(status, headers=common, length=count)
             return

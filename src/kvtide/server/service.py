@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -86,7 +86,7 @@ class Service:
             await asyncio.to_thread(self.quotas.recount, self._backing.local, tenants, generation)
         with ExitStack() as stack:
             listeners = [stack.enter_context(listener_on(address)) for address in self._addresses]
-            workers = stack.enter_context(Workers(self.live.limits.io_threads))
+            workers = stack.enter_context(closing(Workers(self.live.limits.io_threads)))
             self.acceptor.mover.open(loop)
             stack.callback(self.acceptor.mover.close)
             shared = Resources(self.live, self.metrics, workers, self.buffers)

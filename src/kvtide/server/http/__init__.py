@@ -2,7 +2,7 @@
 
 from kvtide.server.http.connections import Acceptor, Connection, Guest, listener_on
 from kvtide.server.http.exchange import Exchange, Reception, Resources, receive
-from kvtide.server.http.sender import Sender, SendOrder, lent_pieces, piece_bytes
+from kvtide.server.http.sender import Sender, SendOrder, lent_pieces
 from kvtide.server.http.shares import BodyBuffers, Rates, Shares, Workers
 
 __all__ = [
@@ -20,6 +20,5 @@ __all__ = [
     "Workers",
     "lent_pieces",
     "listener_on",
-    "piece_bytes",
     "receive",
 ]

@@ -18,6 +18,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv6Address
@@ -65,19 +66,6 @@ class BodyProgress(NamedTuple):
 
     size: int
     moved_s: float
-
-
-def following(pace: ProgressBudget, stall_s_max: float = math.inf) -> Callable[[BodyProgress], float]:
-    """Return what `Body.end` asks: when a body is late by its pace, or because nothing moves for `stall_s_max`."""
-    seen = 0
-
-    def due_s(progress: BodyProgress) -> float:
-        nonlocal seen
-        pace.moved(progress.size - seen, progress.moved_s)
-        seen = progress.size
-        return min(pace.due_s, progress.moved_s + stall_s_max)
-
-    return due_s
 
 
 class Mover:
@@ -137,14 +125,26 @@ class Body:
             return self._mover.native.shorten(self._job, size)
         return self.progress().size <= size
 
-    async def end(self, due_s: Callable[[BodyProgress], float]) -> int:
-        """Wait until all has moved or it is late; return how much has. EOFError if a side ended, else OSError."""
+    async def end(self, pace: ProgressBudget, stall_s_max: float = math.inf) -> int:
+        """Wait until all has moved, or it is late by its pace, or nothing has moved for `stall_s_max`.
+
+        Return how many bytes have moved; the pace has heard of them. EOFError if a side ended, else OSError.
+        """
+        paced_bytes = 0
+
+        def due_s(progress: BodyProgress) -> float:
+            nonlocal paced_bytes
+            pace.moved(progress.size - paced_bytes, progress.moved_s)
+            paced_bytes = progress.size
+            return min(pace.due_s, progress.moved_s + stall_s_max)
+
         if self._waiter is not None:
             _, self._size, self._error = await self._outcome(self._waiter, due_s)
         if self._error == JOB_ENDED:
             raise EOFError(f"it ended after {self._size} bytes")
         if self._error not in {0, JOB_STOPPED}:
             raise OSError(self._error, os.strerror(self._error))
+        due_s(BodyProgress(self._size, self._mover.loop.time()))
         return self._size
 
     async def _outcome(self, waiter: _Outcome, due_s: Callable[[BodyProgress], float]) -> tuple[int, int, int]:
@@ -218,22 +218,19 @@ class Connection:
         Waits until `idle_deadline_s` for its first byte, from then on for `head_s_max`. RequestRefused (431) if it
         is too long.
         """
-        deadline_s, searched = idle_deadline_s, 0
-        if self._pending:
-            self.head_began_s = self._loop.time()
-            deadline_s = self.head_began_s + head_s_max
+        if not self._pending:
+            self._pending = await self._until_done(lambda: self._sock.recv(HEAD_BYTES_MAX), idle_deadline_s)
+            if not self._pending:
+                return None
+        self.head_began_s, searched = self._loop.time(), 0
         while (end := self._pending.find(HEAD_END, max(0, searched - len(HEAD_END)))) < 0:
             searched = len(self._pending)
             if searched > HEAD_BYTES_MAX:
                 raise RequestRefused(431, f"the head has more than {HEAD_BYTES_MAX} bytes")
+            deadline_s = self.head_began_s + head_s_max
             data = await self._until_done(lambda: self._sock.recv(HEAD_BYTES_MAX), deadline_s)
             if not data:
-                if searched:
-                    raise ConnectionResetError("the peer closed within a head")
-                return None
-            if not searched:
-                self.head_began_s = self._loop.time()
-                deadline_s = self.head_began_s + head_s_max
+                raise ConnectionResetError("the peer closed within a head")
             self._pending += data
         end += len(HEAD_END)
         head, self._pending = self._pending[:end], self._pending[end:]
@@ -250,25 +247,19 @@ class Connection:
         view[:done] = self._pending[:done]
         self._pending = self._pending[done:]
         if not self.is_encrypted and done < len(view):
-            await self._receive(view[done:], pace)
-            return
+            body = Body(self._mover, self._mover.native.receive(self._descriptor, view[done:], self._wake_bytes))
+            try:
+                done += await body.end(pace)
+            except EOFError as error:
+                raise ConnectionResetError(f"the peer closed within a body: {error}") from None
+            if done < len(view):
+                raise TimeoutError
         while done < len(view):
             came = await self._until_done(partial(self._sock.recv_into, view[done:]), pace.due_s)
             if not came:
                 raise ConnectionResetError(f"the peer closed after {done} of {len(view)} bytes")
             done += came
             pace.moved(came, self._loop.time())
-
-    async def _receive(self, view: memoryview, pace: ProgressBudget) -> None:
-        body = Body(self._mover, self._mover.native.receive(self._descriptor, view, self._wake_bytes))
-        due_s = following(pace)
-        try:
-            done = await body.end(due_s)
-        except EOFError as error:
-            raise ConnectionResetError(f"the peer closed within a body: {error}") from None
-        if done < len(view):
-            raise TimeoutError
-        due_s(BodyProgress(done, self._loop.time()))
 
     async def send_all(self, data: bytes, deadline_s: float, has_more: bool = False) -> None:
         """Send bytes; with `has_more` they may wait in the kernel for what follows."""
@@ -290,24 +281,21 @@ class Connection:
     async def send_encrypted(self, views: Sequence[memoryview], stall_s_max: float) -> int:
         """Send memory in pieces over TLS. Return how much went out before the peer took nothing for so long."""
         done = 0
-        for view in views:
-            rest = view
-            while rest:
-                try:
+        with suppress(TimeoutError):
+            for view in views:
+                rest = view
+                while rest:
                     send, due_s = partial(self._sock.send, rest), self.now_s() + stall_s_max
                     sent = await self._until_done(send, due_s, is_send=True)
-                except TimeoutError:
-                    return done
-                done, rest = done + sent, rest[sent:]
+                    done, rest = done + sent, rest[sent:]
         return done
 
     async def is_writable(self, deadline_s: float) -> bool:
         """Wait until the socket takes bytes. False if it did not until the deadline."""
-        try:
+        with suppress(TimeoutError):
             await self._wait(BlockingIOError(), deadline_s, is_send=True)
-        except TimeoutError:
-            return False
-        return True
+            return True
+        return False
 
     async def _until_done(self, action: Callable[[], Any], deadline_s: float, is_send: bool = False) -> Any:
         while True:
@@ -336,14 +324,12 @@ class Connection:
         """Let the peer read our last words: it may still be sending, and a close with bytes unread would reset it."""
         if self.is_encrypted:
             return
-        try:
+        # An error: it is gone already, or keeps on sending.
+        with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
             for _ in range(LINGER_BYTES_MAX // HEAD_BYTES_MAX):
                 if not await self._until_done(lambda: self._sock.recv(HEAD_BYTES_MAX), deadline_s):
                     return
-        except OSError:
-            # It is gone already, or keeps on sending.
-            return
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

@@ -15,14 +15,7 @@ import msgspec
 
 from kvtide.errors import RequestRefused
 from kvtide.server.auth import NOBODY, Caller
-from kvtide.server.http.connections import (
-    ADDRESS_MARK,
-    SHARED_ADDRESSES,
-    Connection,
-    ConnectionLimits,
-    Guest,
-    account_of,
-)
+from kvtide.server.http.connections import SHARED_ADDRESSES, Connection, ConnectionLimits, Guest, account_of
 from kvtide.server.http.shares import HEALTH, STRANGERS, BodyBuffers, Rates, Turns, Workers
 from kvtide.server.metrics import Metrics
 from kvtide.server.settings import Live, ProgressBudget
@@ -87,7 +80,7 @@ class Exchange:
     @property
     def share(self) -> str:
         """The sharer of the link: the tenant, else the address, or the connection where all have that one."""
-        if not self.owner.startswith(ADDRESS_MARK):
+        if self.caller.owner:
             return self.caller.tenant
         # Where nobody shows a token a tenant is what anybody calls himself.
         return f"{self.owner}#{self.guest.client}" if self.owner in SHARED_ADDRESSES else self.owner

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
-from kvtide.server.http.connections import Body, BodyProgress, following
+from kvtide.server.http.connections import Body
 from kvtide.server.http.exchange import Exchange
 from kvtide.server.http.shares import Workers
 from kvtide.server.metrics import Metrics
@@ -35,27 +34,27 @@ _LOOK_AGAIN_S = 0.2
 _LATE_S_MAX = 2.0
 
 
-class FilePiece(NamedTuple):
-    """Some bytes of a file."""
+@dataclass(frozen=True, slots=True)
+class FilePiece:
+    """Some bytes of a file; `[start:stop]` is a part of them, as of memory."""
 
     file: FilePart
     size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> FilePiece:
+        return FilePiece(FilePart(self.file.descriptor, self.file.offset + part.start), part.stop - part.start)
 
 
 # Bytes of a body, wherever they lie.
 Piece = memoryview | FilePiece
 
 
-def piece_bytes(piece: Piece) -> int:
-    """Return how many bytes a piece has."""
-    return piece.size if isinstance(piece, FilePiece) else len(piece)
-
-
 def lent_pieces(lent: LentObject, part: ByteRange) -> list[Piece]:
     """Return a part of what is lent as pieces."""
-    if lent.file is None:
-        return window(lent.views, *part)
-    return [FilePiece(FilePart(lent.file.descriptor, lent.file.offset + part.start), part.stop - part.start)]
+    return window(lent.views if lent.file is None else [FilePiece(lent.file, lent.size)], *part)
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ class SendOrder:
 
     def __post_init__(self) -> None:
         files = [piece for piece in self.pieces if isinstance(piece, FilePiece)]
-        self.size = sum(map(piece_bytes, self.pieces))
+        self.size = sum(map(len, self.pieces))
         self.is_cold = not all(map(_is_cached, files))
         self.is_mixed = bool(files) and len(self.pieces) > 1
 
@@ -266,7 +265,7 @@ class Sender:
                 ahead_bytes = 0 if order.is_mixed else order.size - position
                 count = await self._send_pieces(order, run, each, ahead_bytes)
                 sent += count
-                if count < sum(map(piece_bytes, each)):
+                if count < sum(map(len, each)):
                     return sent
         return sent
 
@@ -275,9 +274,9 @@ class Sender:
         stream, slice_bytes, first = order.exchange.stream, self.scheduler.settings.slice_bytes, pieces[0]
         if isinstance(first, FilePiece):
             if stream.is_encrypted:
-                return self._paced(order, await self._send_encrypted(order, *first))
+                return self._paced(order, await self._send_encrypted(order, first))
             if order.is_cold:
-                await self._workers.read(order.exchange.owner, partial(_warm, *first, max(first.size, ahead_bytes)))
+                await self._workers.read(order.exchange.owner, partial(_warm, first, max(first.size, ahead_bytes)))
             body = stream.start_file(first.file, first.size, slice_bytes)
         else:
             views = [piece for piece in pieces if isinstance(piece, memoryview)]
@@ -286,23 +285,20 @@ class Sender:
             body = stream.start_views(views, slice_bytes)
         if not order.is_mixed:
             run.body = body
-        due_s = following(order.pace, self._stall_s_max)
         try:
-            sent = await body.end(due_s)
+            return await body.end(order.pace, self._stall_s_max)
         except EOFError:
             raise ConnectionAbortedError("the object was evicted while it was sent") from None
-        due_s(BodyProgress(sent, self._loop.time()))
-        return sent
 
     def _paced(self, order: SendOrder, sent: int) -> int:
         order.pace.moved(sent, self._loop.time())
         return sent
 
-    async def _send_encrypted(self, order: SendOrder, file: FilePart, count: int) -> int:
+    async def _send_encrypted(self, order: SendOrder, piece: FilePiece) -> int:
         done = 0
-        while done < count:
-            wanted = min(_TLS_READ_BYTES, count - done)
-            read = partial(os.pread, file.descriptor, wanted, file.offset + done)
+        while done < piece.size:
+            wanted = min(_TLS_READ_BYTES, piece.size - done)
+            read = partial(os.pread, piece.file.descriptor, wanted, piece.file.offset + done)
             data = await self._workers.read(order.exchange.owner, read)
             if len(data) < wanted:
                 raise ConnectionAbortedError("the object was evicted while it was sent")
@@ -317,14 +313,9 @@ def window(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     """Return bytes [start, stop) of pieces, as pieces."""
     found, at = list[Piece](), 0
     for piece in pieces:
-        first, last = max(0, start - at), min(piece_bytes(piece), stop - at)
-        at += piece_bytes(piece)
-        if first >= last:
-            continue
-        if isinstance(piece, FilePiece):
-            file = piece.file
-            found.append(FilePiece(FilePart(file.descriptor, file.offset + first), last - first))
-        else:
+        first, last = max(0, start - at), min(len(piece), stop - at)
+        at += len(piece)
+        if first < last:
             found.append(piece[first:last])
     return found
 
@@ -343,8 +334,9 @@ def _is_cached(piece: FilePiece) -> bool:
     return True
 
 
-def _warm(file: FilePart, count: int, count_ahead: int) -> None:
-    """Wait until a part is in the page cache; the disk goes on with what comes after it."""
-    os.posix_fadvise(file.descriptor, file.offset, count_ahead, os.POSIX_FADV_WILLNEED)
-    for at in range(0, count, _WARM_STEP_BYTES):
-        os.pread(file.descriptor, 1, file.offset + at)
+def _warm(piece: FilePiece, count_ahead: int) -> None:
+    """Wait until a piece is in the page cache; the disk goes on with what comes after it."""
+    descriptor, offset = piece.file
+    os.posix_fadvise(descriptor, offset, count_ahead, os.POSIX_FADV_WILLNEED)
+    for at in range(0, piece.size, _WARM_STEP_BYTES):
+        os.pread(descriptor, 1, offset + at)

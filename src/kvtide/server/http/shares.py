@@ -128,10 +128,11 @@ class BodyBuffers:
         self._bytes_max = bytes_max
         # One buffer of the largest body that fits is always allowed, rounded up as it is.
         self._tenant_bytes_max = bytes_max if tenant_bytes_max is None else _buffer_bytes(tenant_bytes_max)
-        self._tenants: dict[str, int] = {}
+        # What is lent to each, and to nobody's name.
+        self._tenants: Counter[str] = Counter()
         self._lock = threading.Lock()
+        # By size.
         self._free: dict[int, list[memoryview]] = {}
-        self._free_bytes = 0
         self.lent_bytes = 0
 
     def take(self, size: int, tenant: str = "", returning_bytes: int = 0) -> memoryview:
@@ -142,7 +143,7 @@ class BodyBuffers:
         """
         wanted = _buffer_bytes(size)
         with self._lock:
-            held = self._tenants.get(tenant, 0) - returning_bytes
+            held = self._tenants[tenant] - returning_bytes
             share = min(self._tenant_bytes_max, self._bytes_max - self.lent_bytes - wanted + returning_bytes)
             has_share = not tenant or held + wanted <= share
             if held and not has_share:
@@ -151,45 +152,41 @@ class BodyBuffers:
             free = self._free.get(wanted)
             if not (has_share and (free or self.lent_bytes + wanted <= self._bytes_max)):
                 raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
+            if not free:
+                self._make_room(wanted)
+            self.lent_bytes += wanted
+            self._tenants[tenant] += wanted
             if free:
-                self._free_bytes -= wanted
-                self._lend(wanted, tenant)
                 return free.pop()
-            self._make_room(wanted)
-            self._lend(wanted, tenant)
         return aligned_buffer(wanted)
-
-    def _lend(self, size: int, tenant: str) -> None:
-        self.lent_bytes += size
-        if tenant:
-            self._tenants[tenant] = self._tenants.get(tenant, 0) + size
 
     def _make_room(self, wanted: int) -> None:
         """Let go of free buffers until `wanted` more bytes fit."""
+        room = self._bytes_max - self.lent_bytes - self._free_bytes()
         for size in sorted(self._free, reverse=True):
-            while self._free[size] and self.lent_bytes + self._free_bytes + wanted > self._bytes_max:
+            while self._free[size] and room < wanted:
                 self._free[size].pop()
-                self._free_bytes -= size
+                room += size
+
+    def _free_bytes(self) -> int:
+        return sum(size * len(buffers) for size, buffers in self._free.items())
 
     def give_back(self, buffer: memoryview, tenant: str = "") -> None:
         """Take a buffer back, as `take` returned it to this tenant."""
         with self._lock:
             self.lent_bytes -= len(buffer)
-            if tenant:
-                self._tenants[tenant] -= len(buffer)
-                if not self._tenants[tenant]:
-                    del self._tenants[tenant]
-            self._free_bytes += len(buffer)
+            self._tenants[tenant] -= len(buffer)
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
             self._free.setdefault(len(buffer), []).append(buffer)
 
     def check(self) -> None:
         """AssertionError if the accounting is off."""
         with self._lock:
-            assert self._free_bytes == sum(size * len(buffers) for size, buffers in self._free.items())
             assert all(len(buffer) == size for size, buffers in self._free.items() for buffer in buffers)
-            assert self.lent_bytes >= sum(self._tenants.values())
+            assert self.lent_bytes == self._tenants.total()
             assert all(0 < held <= self._bytes_max for held in self._tenants.values())
-            assert self._free_bytes + self.lent_bytes <= self._bytes_max
+            assert self._free_bytes() + self.lent_bytes <= self._bytes_max
 
 
 class Turns:
@@ -250,10 +247,11 @@ class Rates:
     def take(self, owner: str, now_s: float, wait_s_max: float = 0.0) -> float:
         """Count one request; return how long it has to wait. RequestRefused (429) if that is over `wait_s_max`."""
         left = self._refilled(owner, now_s) - 1
-        if -left / self._requests_s() > wait_s_max:
-            raise RequestRefused(429, "too many requests", retry_after_s=-left / self._requests_s())
+        wait_s = max(0.0, -left / self._requests_s())
+        if wait_s > wait_s_max:
+            raise RequestRefused(429, "too many requests", retry_after_s=wait_s)
         self._note(owner, left, now_s)
-        return max(0.0, -left / self._requests_s())
+        return wait_s
 
     def _refilled(self, owner: str, now_s: float) -> float:
         left, then_s = self._left.get(owner, (self._burst, now_s))
@@ -277,10 +275,7 @@ class Workers:
         owner_max = max(1, io_threads - 1)
         self._reading, self._writing = Shares(io_threads, owner_max), Shares(io_threads, owner_max)
 
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Wait for what runs."""
         self._executor.shutdown()
 
