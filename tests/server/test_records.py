@@ -253,7 +253,7 @@ def test_clock_that_went_back_does_not_hide_changes() -> None:
 
 
 def test_long_lists_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.server.records.CHANGES_MAX", 3)
+    monkeypatch.setattr("kvtide.wire.protocol.CHANGES_MAX", 3)
     records = Records(None, SystemClock())
     for number in range(7):
         records.write("", RecordName(RecordKind.PROFILE, str(number)), "x")

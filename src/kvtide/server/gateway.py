@@ -125,8 +125,6 @@ class Gateway:
         try:
             async with asyncio.timeout_at(deadline_s) as exchange.start_timeout:
                 await self._answer_at_leisure(exchange)
-        except RequestRefused as error:
-            await exchange.refuse(error)
         except TimeoutError:
             if exchange.start_timeout is None or not exchange.start_timeout.expired():
                 raise

@@ -128,9 +128,9 @@ class Quotas:
                 return
             if left := entry.tiers & ~(1 << tier):
                 self._entries[object_id] = entry._replace(tiers=left)
-                return
-            del self._entries[object_id]
-            _add(self._held, entry.tenant, -1, -entry.size)
+            else:
+                del self._entries[object_id]
+                _add(self._held, entry.tenant, -1, -entry.size)
 
     def recount(self, stack: TierStack, tenants: Sequence[str], generation: Callable[[str, Namespace], int]) -> None:
         """Count what the stack's tiers have from before the start, for those of `tenants` that it belongs to."""

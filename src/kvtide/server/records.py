@@ -32,18 +32,8 @@ from kvtide.tier import LastingFault, Repeater
 from kvtide.tier.files import Files
 from kvtide.tier.http.records import RecordsClient, raise_to
 from kvtide.types import Namespace
-from kvtide.wire.protocol import (
-    CHANGES_MAX,
-    RECORD_BYTES_MAX,
-    Header,
-    Record,
-    RecordKind,
-    RecordList,
-    RecordName,
-    RecordsRoute,
-    is_tag_matched,
-    staleness_s,
-)
+from kvtide.wire import protocol
+from kvtide.wire.protocol import Header, Record, RecordKind, RecordList, RecordName, RecordsRoute
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +71,7 @@ def _require(headers: Mapping[str, str], record: Record | None) -> None:
     tag, (match, none_match) = record.tag if record else "", (headers.get(name, "") for name in _CONDITIONS)
     if match and not (tag and any(each.strip() in {tag, "*"} for each in match.split(","))):
         raise RequestRefused(412, "the record is not what If-Match says")
-    if none_match and tag and is_tag_matched(none_match, tag):
+    if none_match and tag and protocol.is_tag_matched(none_match, tag):
         raise RequestRefused(412, "the record is what If-None-Match says")
 
 
@@ -237,7 +227,7 @@ class Records:
             found = [each for each in self._records.values() if each.version > after and is_shown(each.tenant)]
             version, epoch = self.version, self.epoch
         found.sort(key=lambda record: record.version)
-        return RecordList(found[:CHANGES_MAX], len(found) <= CHANGES_MAX, version, epoch)
+        return RecordList(found[: protocol.CHANGES_MAX], len(found) <= protocol.CHANGES_MAX, version, epoch)
 
     def _is_old(self, record: Record) -> bool:
         found = self._records.get(_place(record))
@@ -286,16 +276,12 @@ class Records:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         aside = self._path.with_name(self._path.name + ".new")
         complete = _summed(_COMPLETE) + b"\n" if self.is_complete else b""
-        with os.fdopen(Files().open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(complete + b"".join(map(_packed, self._records.values())))
-            file.flush()
-            os.fsync(file.fileno())
+        with Files().opened(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            Files().write_full(file, [complete + b"".join(map(_packed, self._records.values()))], 0)
+            os.fsync(file)
         aside.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
+        with Files().opened(self._path.parent, os.O_RDONLY | os.O_DIRECTORY) as folder:
             os.fsync(folder)
-        finally:
-            os.close(folder)
         if self._file is not None:
             self._file.close()
         self._file = self._path.open("ab", buffering=0)
@@ -499,10 +485,9 @@ class CentralRecords:
 
     def is_too_old_for(self, headers: Mapping[str, str]) -> bool:
         """True if a request wants the latest, or what is newer than we have. RequestRefused (400) for nonsense."""
-        staleness_s_max = staleness_s(headers)
-        if Header.FORCE in headers:
-            return True
-        return staleness_s_max is not None and self._clock.monotonic_s() - self._asked_s > staleness_s_max
+        staleness_s_max = protocol.staleness_s(headers)
+        is_stale = staleness_s_max is not None and self._clock.monotonic_s() - self._asked_s > staleness_s_max
+        return is_stale or Header.FORCE in headers
 
 
 def _whose(tenant: str) -> list[tuple[str, str]]:
@@ -547,7 +532,7 @@ class RecordRequests:
             raise RequestRefused(503, "the centre, where records are, has not answered yet", retry_after_s=1.0)
         if record is None:
             raise RequestRefused(404, "no such record")
-        if is_tag_matched(exchange.head.headers.get("if-none-match", ""), record.tag):
+        if protocol.is_tag_matched(exchange.head.headers.get("if-none-match", ""), record.tag):
             await exchange.reply(304, headers=self._headers(record.tag))
         else:
             await self._reply(exchange, record)
@@ -558,8 +543,8 @@ class RecordRequests:
         found = await self._shared.workers.read(exchange.owner, look)
         version = found.records[-1].version if found.records else route.after
         tag = f'"{found.epoch}.{version}"'
-        is_behind = found.version < route.after
-        if not found.records and not is_behind and is_tag_matched(exchange.head.headers.get("if-none-match", ""), tag):
+        is_known = not found.records and route.after <= found.version
+        if is_known and protocol.is_tag_matched(exchange.head.headers.get("if-none-match", ""), tag):
             await exchange.reply(304, headers=self._headers(tag))
             return
         # The caller's own are nobody's in particular.
@@ -580,8 +565,8 @@ class RecordRequests:
 
     async def _put(self, exchange: Exchange, name: RecordName) -> None:
         caller, size = exchange.caller, exchange.head.content_length
-        if size is None or size > RECORD_BYTES_MAX:
-            raise RequestRefused(411 if size is None else 413, f"a record may have {RECORD_BYTES_MAX} bytes")
+        if size is None or size > protocol.RECORD_BYTES_MAX:
+            raise RequestRefused(411 if size is None else 413, f"a record may have {protocol.RECORD_BYTES_MAX} bytes")
         if not self._are_kept:
             raise RequestRefused(409, "this server has no file for records and would forget them: --records PATH")
         body = bytearray(size)

@@ -92,16 +92,14 @@ class Manifest:
                     tenant = (first + second).rstrip(b"\0").decode("ascii", errors="replace")
                     self._names[named[1]] = Name(tenant, named[2], named[0])
                 elif kind in {_ADDED, _DONE}:
-                    self._replay(number, ObjectId(Namespace(first), BlockKey(second)), kind == _DONE)
+                    object_id = ObjectId(Namespace(first), BlockKey(second))
+                    self._sequence = max(self._sequence, number)
+                    if kind == _DONE:
+                        self._pending.pop(object_id, None)
+                    # A fault may have taken its name, by which alone the centre could get it.
+                    elif object_id.namespace in self._names:
+                        self._pending[object_id] = number
             self._rewrite()
-
-    def _replay(self, sequence: int, object_id: ObjectId, is_done: bool) -> None:
-        self._sequence = max(self._sequence, sequence)
-        if is_done:
-            self._pending.pop(object_id, None)
-        # A fault may have taken its name, by which alone the centre could get it.
-        elif object_id.namespace in self._names:
-            self._pending[object_id] = sequence
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -329,22 +327,25 @@ class Synchroniser:
             or stored_quality(self._local, object_id) < stored_quality(central, object_id)
         )
         if is_lacking:
-            found, self._buffer = read_whole(self._local, object_id, self._buffer, self._object_bytes_max)
+            found = read_whole(self._local, object_id, self._object_bytes_max, self._take)
         if found is not None:
             self._tries[object_id] += 1
             try:
-                is_stored = central.put_from(object_id, found)
+                self.sent_objects += central.put_from(object_id, found)
             except TierUnavailable as error:
                 # The centre answers, but does not take this one: after some tries it is given up.
                 if self._tries[object_id] < TRIES_MAX:
                     raise
                 self.given_up += 1
                 _log.warning("the centre does not take %s, it stays here: %s", object_id, error)
-            else:
-                self.sent_objects += is_stored
         del self._tries[object_id]
         self.manifest.done(object_id)
         return 0 if found is None else len(found)
+
+    def _take(self, size: int) -> memoryview:
+        if size > len(self._buffer):
+            self._buffer = aligned_buffer(size)
+        return self._buffer
 
 
 def stored_quality(tier: Tier, object_id: ObjectId) -> float:
@@ -353,24 +354,14 @@ def stored_quality(tier: Tier, object_id: ObjectId) -> float:
     return object_quality(head[: tier.get_into(object_id, memoryview(head)) or 0])
 
 
-def read_whole(
-    tier: Tier,
-    object_id: ObjectId,
-    buffer: memoryview,
-    size_max: int,
-    take: Callable[[int], memoryview] = aligned_buffer,
-) -> tuple[memoryview | None, memoryview]:
-    """Read an object of unknown size; return it, or None if it is not there, and the buffer, or a larger of `take`."""
-    head = memoryview(bytearray(HEADER_BYTES))
-    came = tier.get_into(object_id, head)
-    if came != HEADER_BYTES:
-        return None, buffer
-    size = object_bytes(bytes(head))
+def read_whole(tier: Tier, object_id: ObjectId, size_max: int, take: Callable[[int], memoryview]) -> memoryview | None:
+    """Read an object of unknown size into a buffer of `take`; None if it is not there."""
+    head = bytearray(HEADER_BYTES)
+    size = object_bytes(head[: tier.get_into(object_id, memoryview(head)) or 0])
     if not HEADER_BYTES <= size <= size_max:
-        return None, buffer
-    if size > len(buffer):
-        buffer = take(size)
-    return (buffer[:size] if tier.get_into(object_id, buffer[:size]) == size else None), buffer
+        return None
+    buffer = take(size)[:size]
+    return buffer if tier.get_into(object_id, buffer) == size else None
 
 
 class Latest:
@@ -396,7 +387,7 @@ class Latest:
         for source in self._sources:
             source.close()
 
-    def bring(self, object_id: ObjectId, take: Callable[[int], memoryview] = aligned_buffer) -> bool:
+    def bring(self, object_id: ObjectId, take: Callable[[int], memoryview]) -> bool:
         """Copy an object into our store from whoever has it. False if nobody has, RequestRefused (503) if unknown."""
         workers, problem = self._workers, None
         if workers is None:
@@ -404,13 +395,12 @@ class Latest:
         # All are asked at the same time: who is silent holds nobody up whom another has an answer for.
         asked = {workers.submit(copy_context().run, source.contains, object_id): source for source in self._sources}
         for answer in as_completed(asked):
+            found = None
             try:
-                if not answer.result():
-                    continue
-                found, _ = read_whole(asked[answer], object_id, memoryview(b""), self._object_bytes_max, take)
+                if answer.result():
+                    found = read_whole(asked[answer], object_id, self._object_bytes_max, take)
             except TierUnavailable as error:
                 problem = error
-                continue
             if found is not None:
                 return self._store.put_from(object_id, found)
         if problem is not None:
