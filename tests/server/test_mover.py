@@ -37,13 +37,12 @@ class Rig:
     """A mover and a sender with few slots, and readers at the other ends of its sockets."""
 
     def __init__(self, slots: int = 1) -> None:
-        loop = asyncio.get_running_loop()
         self.mover = Mover()
-        self.mover.open(loop)
+        self.mover.open()
         settings = SchedulerSettings(slots=slots, tenant_slots_max=slots, slice_bytes=SLICE)
         self.scheduler = Scheduler(settings, random.Random(0))
         self.workers = Workers(2)
-        self.sender = Sender(self.scheduler, loop, self.workers, 5.0, Metrics(CollectorRegistry()))
+        self.sender = Sender(self.scheduler, self.workers, 5.0, Metrics(CollectorRegistry()))
         self.sockets: list[socket.socket] = []
 
     def pair(self) -> tuple[socket.socket, socket.socket]:
@@ -56,7 +55,7 @@ class Rig:
     def sending(self, client: str) -> tuple[asyncio.Task[float], socket.socket]:
         """Send CONTENT to a reader, who is returned."""
         ours, theirs = self.pair()
-        stream = Connection(ours, asyncio.get_running_loop(), self.mover)
+        stream = Connection(ours, self.mover)
         guest, asked = Guest(client, f"@{client}", f"@{client}"), RequestHead("GET", "/", {}, None, True)
         exchange = Exchange(stream, guest, asked, 10.0)
         order = SendOrder(exchange, b"head", [memoryview(CONTENT)], ANY_PACE, lambda: False)

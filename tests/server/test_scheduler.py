@@ -250,7 +250,7 @@ def test_next_grant_is_none_unless_the_link_alone_holds_it_up() -> None:
 
 
 def test_tenants_that_left_are_remembered_within_a_bound() -> None:
-    policy = VtcPolicy(SLICE_BYTES)
+    policy = VtcPolicy(SLICE_BYTES, random.Random(0))
     for number in range(5000):
         flow = Flow(f"tenant-{number}", 1.0)
         policy.enter(flow)

@@ -94,8 +94,7 @@ class Caller(NamedTuple):
         """The tenant for whom the caller asks, without `admin`. RequestRefused (403) if it may not."""
         if not _TENANT.fullmatch(tenant) or not self.may_act_for(tenant):
             raise RequestRefused(403, "the token may not ask for that tenant")
-        is_relay = tenant in self.on_behalf_of
-        owner = tenant if is_relay else self.owner
+        owner = tenant if tenant in self.on_behalf_of else self.owner
         return Caller(tenant, self.scopes - {Scope.ADMIN}, owner=owner, is_relay=bool(self.on_behalf_of))
 
     def require(self, scope: Scope) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -43,11 +42,11 @@ from kvtide.wire import (
     version_tag,
 )
 from kvtide.wire.http import Headers
-from kvtide.wire.protocol import etag
 from kvtide.wire.ranges import ByteRange, multipart, parse_ranges
 from kvtide.wire.receiver import Receiver, is_frame, parse_frame_header
 
 _Result = TypeVar("_Result")
+_IsWanted = Callable[[StoredObject], bool]
 _REASON_CHARACTERS_MAX = 16
 
 
@@ -122,12 +121,7 @@ class Lending:
 def _in_time(exchange: Exchange, action: Callable[[], _Result]) -> Callable[[], _Result]:
     """Return the action with the request's deadline, if it has one, for the servers that it asks."""
     deadline_s = exchange.start_deadline_s
-
-    def run() -> _Result:
-        with until(deadline_s if deadline_s is not None else math.inf):
-            return action()
-
-    return run
+    return until(deadline_s if deadline_s is not None else math.inf)(action)
 
 
 def _release(lent: LentObject | None) -> None:
@@ -136,10 +130,7 @@ def _release(lent: LentObject | None) -> None:
 
 
 def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_max: int) -> LentObject | None:
-    """Lend an object, out of a buffer of ours where the tier can't lend; None if it is larger than these may be.
-
-    CorruptPayload if that is no object.
-    """
+    """Lend an object, else a copy in a buffer; None without it, or if it is too large. CorruptPayload if damaged."""
     if (lent := tier.lend(stored)) is not None:
         return lent
     head = bytearray(HEADER_BYTES)
@@ -303,14 +294,9 @@ class ObjectRequests:
         if asked[0].start == 0:
             # Whoever loads layer by layer reads an object in several ranges.
             self._shared.metrics.count_read(exchange.caller.tenant)
-        order = SendOrder(
-            exchange,
-            head=exchange.begin(status, count, common),
-            pieces=pieces,
-            pace=self._shared.live.limits.pace(exchange.stream.now_s()),
-            is_in_the_way=partial(self._lending.memory.is_waited_for, exchange.owner),
-        )
-        exchange.wait_s = await self._sender.send(order)
+        head, pace = exchange.begin(status, count, common), self._shared.live.limits.pace(exchange.stream.now_s())
+        is_in_the_way = partial(self._lending.memory.is_waited_for, exchange.owner)
+        exchange.wait_s = await self._sender.send(SendOrder(exchange, head, pieces, pace, is_in_the_way))
         exchange.status, exchange.sent_bytes = status, count
         self._shared.metrics.count(self._shared.metrics.sent, exchange.caller.tenant, count)
 
@@ -326,7 +312,7 @@ class ObjectRequests:
                 return
         with self._quotas.room(tenant, size):
             body, give_back = await receive(exchange, self._shared, size)
-            is_new = await self._write(exchange, partial(self._store, tenant, object_id, stored, body), give_back)
+            is_new = await self._write(exchange, partial(self._store, object_id, stored, body), give_back)
             self._shared.metrics.count(self._shared.metrics.received, tenant, size)
             await exchange.reply(201 if is_new else 200)
 
@@ -361,15 +347,13 @@ class ObjectRequests:
             self._shared.metrics.corrupt_objects.inc()
             raise RequestRefused(422, str(error)) from error
 
-    def _store(self, tenant: str, claimed: ObjectId, stored: NamedId, body: memoryview) -> bool:
+    def _store(self, claimed: ObjectId, stored: NamedId, body: memoryview) -> bool:
         """Verify and store a body. False if one as good was here. CorruptPayload, RequestRefused (507)."""
         is_here = self._local.contains(stored)
         if is_here and object_quality(body) >= stored_quality(self._local, stored):
             return False
-        parsed = parse_object(body, claimed)
-        parsed.sections()
-        tier = self._tier
-        put = tier.replace if is_here and tier.can_replace else tier.put_from
+        parse_object(body, claimed).sections()
+        put = self._tier.replace if is_here and self._tier.can_replace else self._tier.put_from
         try:
             if not put(stored, body):
                 raise RequestRefused(507, "no tier took the object")
@@ -405,7 +389,7 @@ class ObjectRequests:
         try:
             with self._quotas.room(tenant, upload.stored.object_bytes):
                 lent = self._uploads.lend_whole(upload)
-                store = partial(self._store, tenant, object_id, stored, lent.views[0])
+                store = partial(self._store, object_id, stored, lent.views[0])
                 is_new = await self._write(exchange, store, lent.release)
         finally:
             self._uploads.drop(*upload.name)
@@ -473,12 +457,7 @@ class Uploads:
         self._uploads: dict[tuple[ObjectId, bytes], Upload] = {}
 
     def take(
-        self,
-        object_id: ObjectId,
-        claimed: ObjectId,
-        owner: str,
-        body: memoryview,
-        is_wanted: Callable[[StoredObject], bool],
+        self, object_id: ObjectId, claimed: ObjectId, owner: str, body: memoryview, is_wanted: _IsWanted
     ) -> Upload | None:
         """Take an object's header and table, frames, or both in this order; None if the object is not wanted.
 
@@ -521,7 +500,7 @@ class Uploads:
             raise RequestRefused(413, f"objects in pieces may take {size_max} bytes here, this one {new.held_bytes}")
         while True:
             held, counts = Counter[str](), Counter[str]()
-            for each in chain(self._uploads.values(), [new]):
+            for each in (*self._uploads.values(), new):
                 held[each.owner] += each.held_bytes
                 counts[each.owner] += 1
             idle = sorted((each for each in self._uploads.values() if not each.users), key=lambda each: each.used_s)
@@ -546,7 +525,7 @@ class Uploads:
             upload = next((each for (of, _), each in self._uploads.items() if of == object_id), None)
             if upload is None or upload.is_over or not upload.has_part(asked):
                 return None
-            tag = etag(upload.stored.version_tag)
+            tag = protocol.etag(upload.stored.version_tag)
             return self._lent(upload) if headers.get("if-range", tag) == tag else None
 
     def lend_whole(self, upload: Upload) -> LentObject:

@@ -23,6 +23,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
@@ -191,7 +192,7 @@ class Records:
         with self._lock:
             found = self._newer([each for each in records if each.kind is RecordKind.GENERATION])
             first = self._next_version()
-            self._append([msgspec.structs.replace(each, version=first + n) for n, each in enumerate(found)])
+            self._append([replace(each, version=first + n) for n, each in enumerate(found)])
 
     def _newer(self, records: Sequence[Record]) -> list[Record]:
         newer = [record for record in records if not self._is_old(record)]
@@ -209,8 +210,7 @@ class Records:
     def begin_anew(self) -> None:
         """Count all that is here as older than what the centre, which lost its records, writes from now on."""
         with self._lock:
-            for place, record in self._records.items():
-                self._records[place] = msgspec.structs.replace(record, version=0)
+            self._records = {place: replace(record, version=0) for place, record in self._records.items()}
             self.version = 0
             if self._path is not None:
                 with _answering():
@@ -425,7 +425,7 @@ class CentralRecords:
             if each.kind is RecordKind.GENERATION:
                 lost += [each] if int(each.value) > int(other.value if other else 0) else []
             elif other is None and each.value and each.version < found.version:
-                gone.append(msgspec.structs.replace(each, value="", version=found.version))
+                gone.append(replace(each, value="", version=found.version))
         if found.version < self._records.version:
             # Its clock may have been set back besides.
             self._records.begin_anew()
@@ -449,10 +449,7 @@ class CentralRecords:
             raise RequestRefused(503, reason, retry_after_s=1.0) from error
 
     def write(self, tenant: str, name: RecordName, value: str, headers: Mapping[str, str]) -> Record:
-        """Let the centre write a record, then have it here.
-
-        RequestRefused: 503 if the centre can't be asked, else what it answers.
-        """
+        """Let the centre write a record, then have it here. RequestRefused: 503 if it is silent, else its answer."""
         written = self._asked(lambda: self._client.write(name, value, _passed(tenant, headers)))
         return self._adopted(tenant, written)
 
@@ -464,10 +461,10 @@ class CentralRecords:
     def latest(self, tenant: str, name: RecordName) -> Record | None:
         """Return a record as the centre has it now, None if it has none. RequestRefused as in `write`."""
         found = self._asked(lambda: self._client.read(name, headers=_whose(tenant)))
-        return msgspec.structs.replace(found, tenant=tenant) if found is not None else None
+        return replace(found, tenant=tenant) if found is not None else None
 
     def _adopted(self, tenant: str, record: Record) -> Record:
-        record = msgspec.structs.replace(record, tenant=tenant)
+        record = replace(record, tenant=tenant)
         self._records.adopt([record])
         return record
 
@@ -548,11 +545,8 @@ class RecordRequests:
             await exchange.reply(304, headers=self._headers(tag))
             return
         # The caller's own are nobody's in particular.
-        shown = [
-            msgspec.structs.replace(record, tenant="") if record.tenant == caller.tenant else record
-            for record in found.records
-        ]
-        body = msgspec.json.encode(msgspec.structs.replace(found, records=shown)) + b"\n"
+        shown = [replace(each, tenant="") if each.tenant == caller.tenant else each for each in found.records]
+        body = msgspec.json.encode(replace(found, records=shown)) + b"\n"
         await exchange.reply(200, body, [*self._headers(tag), ("Content-Type", "application/json")])
 
     async def _reply(self, exchange: Exchange, record: Record) -> None:

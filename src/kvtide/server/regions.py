@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -460,12 +459,9 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
         if not settings.regions:
             return Backing(local, records, names, local)
         asked = [client for url in settings.regions for client in records_clients(url, clock, ASKED_S_MAX)]
-        sources = [
-            http_tier(url, clock, _PEER, ASKED_S_MAX, _LOCAL_ONLY, bytes_s_min=BYTES_S_MIN) for url in settings.regions
-        ]
-        return Backing(
-            local, records, names, local, Latest(sources, local, size_max), recovery=Recovery(asked, records)
-        )
+        sources = [http_tier(url, clock, _PEER, ASKED_S_MAX, _LOCAL_ONLY, BYTES_S_MIN) for url in settings.regions]
+        latest = Latest(sources, local, size_max)
+        return Backing(local, records, names, local, latest, recovery=Recovery(asked, records))
     central = settings.central
     if settings.manifest is None:
         raise ValueError("a regional server needs a file for its manifest: --manifest PATH")
@@ -475,18 +471,10 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
     if len(asking) != 1:
         raise ValueError(f"a centre is one server: it alone says what the latest is, got {central!r}")
     manifest = Manifest(settings.manifest)
-    behind_of = partial(http_tier, central, clock, _PEER, LATEST_S_MAX, bytes_s_min=BYTES_S_MIN)
-    behind = CentralTier(behind_of(), manifest)
+    behind = CentralTier(http_tier(central, clock, _PEER, LATEST_S_MAX, (), BYTES_S_MIN), manifest)
+    latest = Latest([http_tier(central, clock, _PEER, LATEST_S_MAX, _LATEST, BYTES_S_MIN)], local, size_max)
     # Nobody waits for what is sent: the centre may take its time to store it.
-    synchroniser = Synchroniser(
-        local, http_tier(central, clock), manifest, names, settings.sync_bytes_s_max, size_max, clock
-    )
-    return Backing(
-        TierStack([local, behind], written_last=[behind]),
-        records,
-        names,
-        local,
-        Latest([behind_of(extra=_LATEST)], local, size_max),
-        CentralRecords(asking[0], records, clock),
-        synchroniser,
-    )
+    sent_to, bytes_s_max = http_tier(central, clock), settings.sync_bytes_s_max
+    synchroniser = Synchroniser(local, sent_to, manifest, names, bytes_s_max, size_max, clock)
+    store = TierStack([local, behind], written_last=[behind])
+    return Backing(store, records, names, local, latest, CentralRecords(asking[0], records, clock), synchroniser)

@@ -13,7 +13,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -149,6 +149,10 @@ class SendPolicy(ABC):
     # Whether bodies are cut into slices; without, a body is one slice.
     has_slices: bool
 
+    def __init__(self, slice_bytes: int, rng: random.Random) -> None:
+        self._credit_bytes = float(_CREDIT_SLICES * slice_bytes)
+        self._rng = rng
+
     @abstractmethod
     def pick(self, ready: Sequence[Flow]) -> Flow:
         """Return one of the flows that could send now, never none."""
@@ -181,9 +185,6 @@ class LotteryPolicy(SendPolicy):
 
     has_slices = False
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
     def pick(self, ready: Sequence[Flow]) -> Flow:
         return self._rng.choices(ready, [math.exp(1 / flow.waiting) for flow in ready])[0]
 
@@ -198,8 +199,8 @@ class VtcPolicy(SendPolicy):
 
     has_slices = True
 
-    def __init__(self, slice_bytes: int) -> None:
-        self._credit_bytes = float(_CREDIT_SLICES * slice_bytes)
+    def __init__(self, slice_bytes: int, rng: random.Random) -> None:
+        super().__init__(slice_bytes, rng)
         self._served: dict[Flow, float] = {}
         self._left: Recent[str, float] = Recent(_LEFT_OWNERS_MAX)
         self._highest = 0.0
@@ -224,12 +225,8 @@ class VtcPolicy(SendPolicy):
         return max(self._served[flow], self._highest - self._credit_bytes / flow.weight)
 
 
-POLICIES: Mapping[str, Callable[[int, random.Random], SendPolicy]] = MappingProxyType(
-    {
-        "fifo": lambda slice_bytes, rng: FifoPolicy(),
-        "lottery": lambda slice_bytes, rng: LotteryPolicy(rng),
-        "vtc": lambda slice_bytes, rng: VtcPolicy(slice_bytes),
-    }
+POLICIES: Mapping[str, type[SendPolicy]] = MappingProxyType(
+    {"fifo": FifoPolicy, "lottery": LotteryPolicy, "vtc": VtcPolicy}
 )
 
 

@@ -78,7 +78,6 @@ class Service:
 
     async def run(self, stop: asyncio.Event, on_listening: Callable[[ListenAddress], None]) -> None:
         """Serve until `stop` is set, then drain. OSError if the address can't be had; `on_listening` gets it."""
-        loop = asyncio.get_running_loop()
         if self.quotas.is_counting:
             settings = self.live.settings
             tenants = sorted({*settings.quotas, *tenants_named(settings.grants)} - {OTHERS})
@@ -87,10 +86,10 @@ class Service:
         with ExitStack() as stack:
             listeners = [stack.enter_context(listener_on(address)) for address in self._addresses]
             workers = stack.enter_context(closing(Workers(self.live.limits.io_threads)))
-            self.acceptor.mover.open(loop)
+            self.acceptor.mover.open()
             stack.callback(self.acceptor.mover.close)
             shared = Resources(self.live, self.metrics, workers, self.buffers)
-            gateway = self._gateway(loop, shared)
+            gateway = self._gateway(shared)
             accepting = [asyncio.create_task(self.acceptor.accept(listener, gateway.serve)) for listener in listeners]
             stack.callback(self.health.close)
             if self.live.settings.health is not None:
@@ -124,15 +123,15 @@ class Service:
                     # It ends by a fault alone: better no server than one that is deaf.
                     task.result()
 
-    def _gateway(self, loop: asyncio.AbstractEventLoop, shared: Resources) -> Gateway:
+    def _gateway(self, shared: Resources) -> Gateway:
         backing, settings = self._backing, self.live.settings
-        self._sender = Sender(self.scheduler, loop, shared.workers, settings.limits.stall_s_max, shared.metrics)
+        self._sender = Sender(self.scheduler, shared.workers, settings.limits.stall_s_max, shared.metrics)
         objects = ObjectRequests(backing, shared, self._sender, self.quotas, self.uploads, self._member)
         # Records last as long as what they are about: in a file, unless all of that is in memory.
         is_memory = all(url.startswith("memory://") for url in settings.tiers)
         are_kept = is_memory or records_path(settings) is not None
         records = RecordRequests(backing.records, backing.central, shared, are_kept)
-        reception = Reception(self.live, self.acceptor.limits, loop)
+        reception = Reception(self.live, self.acceptor.limits)
         return Gateway(backing, shared, reception, objects, records, self._sources, self.health, self._access_log)
 
     def reload(self) -> None:

@@ -77,10 +77,10 @@ class Mover:
         # Bodies under way, by their job's number.
         self.waiting: dict[int, _Outcome] = {}
 
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread. OSError if there is no room for one."""
-        self.loop, self.native = loop, NativeMover()
-        loop.add_reader(self.native.fileno(), self._take)
+    def open(self) -> None:
+        """Start the thread, on the loop that runs. OSError if there is no room for one."""
+        self.loop, self.native = asyncio.get_running_loop(), NativeMover()
+        self.loop.add_reader(self.native.fileno(), self._take)
 
     def close(self) -> None:
         """End the thread. Who waits for a body is cancelled."""
@@ -184,14 +184,13 @@ def common_name(certificate: Mapping[str, Any] | None) -> str | None:
 class Connection:
     """A connected socket, plain or TLS; one coroutine at a time uses it. Heads, and what TLS encrypts, move here."""
 
-    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, mover: Mover) -> None:
+    def __init__(self, sock: socket.socket, mover: Mover) -> None:
         self._sock = sock
-        self._loop = loop
-        self._mover = mover
+        self._mover, self._loop = mover, mover.loop
         self._descriptor = sock.fileno()
         self._pending = b""
         # When the first byte of the last head came, or was found after the request before.
-        self.head_began_s = loop.time()
+        self.head_began_s = self._loop.time()
         # Then bodies go through `send_encrypted`; others are started and move on their own.
         self.is_encrypted = isinstance(sock, ssl.SSLSocket)
         self._wake_bytes = WAKE_BYTES if sock.family in {socket.AF_INET, socket.AF_INET6} else 0
@@ -361,14 +360,11 @@ def account_of(host: str) -> str:
 
 def connections_for(limits: ServerLimits, descriptors: int) -> int:
     """Return how many connections there may be where a process may have so many descriptors."""
-    room = max(1, descriptors - FILES_MAX)
-    if room < limits.connections_max:
-        _log.warning(
-            "connections_max is %d, descriptors are for %d: raise the hard limit (LimitNOFILE=, `ulimit -Hn`)",
-            limits.connections_max,
-            room,
-        )
-    return min(limits.connections_max, room)
+    wanted, room = limits.connections_max, max(1, descriptors - FILES_MAX)
+    if room < wanted:
+        text = "connections_max is %d, descriptors are for %d: raise the hard limit (LimitNOFILE=, `ulimit -Hn`)"
+        _log.warning(text, wanted, room)
+    return min(wanted, room)
 
 
 @dataclass(slots=True, eq=False)
@@ -533,9 +529,8 @@ class Acceptor:
         is_near = sock.family == socket.AF_UNIX and not self._address.path
         if self._live.tls is not None and not is_near:
             sock = self._live.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        loop = asyncio.get_running_loop()
-        stream = Connection(sock, loop, self.mover)
-        task = self._tasks[guest] = loop.create_task(serve(stream, guest))
+        stream = Connection(sock, self.mover)
+        task = self._tasks[guest] = self.mover.loop.create_task(serve(stream, guest))
         task.add_done_callback(partial(self._end, guest, stream))
 
     def _cut(self, guest: Guest) -> None:

@@ -154,15 +154,12 @@ def check_site(headers: Mapping[str, str]) -> None:
 
 
 class Reception:
-    """Asks every request for a token; where there are none, web pages of other sites may not ask.
+    """Asks every request for a token; without tokens, web pages of other sites may not ask. Runs on the event loop."""
 
-    Runs on the event loop.
-    """
-
-    def __init__(self, live: Live, doors: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, live: Live, doors: ConnectionLimits) -> None:
         self._live = live
         self._doors = doors
-        self._turns = Turns(loop)
+        self._turns = Turns()
         self._rates = Rates(lambda: live.limits.tenant_requests_s_max)
         self._stranger_rates = Rates(lambda: live.limits.stranger_requests_s_max)
 

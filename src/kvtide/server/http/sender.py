@@ -59,10 +59,7 @@ def lent_pieces(lent: LentObject, part: ByteRange) -> list[Piece]:
 
 @dataclass(slots=True)
 class SendOrder:
-    """A body to be sent: its pieces, to whom, behind which head, and how slowly.
-
-    `is_in_the_way` tells whether somebody waits for what is lent.
-    """
+    """A body to send: its pieces, to whom, behind which head, how slowly, and whether others wait for what is lent."""
 
     exchange: Exchange
     head: bytes
@@ -100,15 +97,15 @@ class _Run:
 
 @dataclass(eq=False)
 class Sender:
-    """Runs the scheduler on an event loop. All calls come from the loop's thread."""
+    """Runs the scheduler on the event loop that runs. All calls come from the loop's thread."""
 
     scheduler: Scheduler
-    _loop: asyncio.AbstractEventLoop
     _workers: Workers
     _stall_s_max: float
     _metrics: Metrics
 
     def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._waiting: dict[Send, asyncio.Future[Slice]] = {}
         self._runs: dict[Send, _Run] = {}
         # Runs when the scheduler's link has room again.

@@ -192,8 +192,8 @@ class BodyBuffers:
 class Turns:
     """Gives turns on one event loop. Counts start over in the pass after the one in which an owner had all of its."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._taken: dict[str, int] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._is_next_due = False
