@@ -88,22 +88,6 @@ def test_other_region_finds_the_latest_at_once(regions: Regions, tally: Tally) -
     assert ratio <= 1.1, "heads, acknowledgements and the one object that was fetched early included"
 
 
-def test_other_region_sees_the_latest_record_and_invalidation(regions: Regions, tally: Tally) -> None:
-    one, two = regions.places
-    wrong = 0
-    for value in (letter * 64 for letter in "abcdef"):
-        assert ask(one, "PUT", CHAT, value.encode())[0].status == 200
-        wrong += latest(two, CHAT)[1].strip().decode() != value
-    assert ask(one, "PUT", 50, object_bytes(50, OBJECT_BYTES))[0].status == 201
-    assert latest(two, 50)[0].status == 200
-    assert ask(one, "PUT", GENERATION, b"1")[0].status == 200
-    wrong += ask(one, "GET", 50)[0].status != 404
-    wrong += latest(two, 50)[0].status != 404
-    wrong += ask(two, "GET", 50)[0].status != 404
-    tally.count("regions: records", wrong, 0)
-    assert wrong == 0
-
-
 def test_region_without_its_centre_is_honest(regions: Regions, tally: Tally) -> None:
     data, one, host = object_bytes(100, OBJECT_BYTES), regions.places[0], regions.hosts[0]
     assert ask(one, "PUT", 100, data)[0].status == 201

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,10 @@ NAME = RecordName(RecordKind.GENERATION, SPACE.hex())
 ALIAS = RecordName(RecordKind.ALIAS, "chat")
 
 
-@contextmanager
-def opened(path: Path | None = None) -> Iterator[Records]:
+def opened(path: Path | None = None) -> closing[Records]:
     records = Records(path, ManualClock())
     records.open()
-    yield records
-    records.close()
+    return closing(records)
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,13 @@ from kvtide.wire.protocol import RecordKind, RecordName
 from kvtide_lab.bench.services import wait_until
 
 
-@contextmanager
-def manifest_in(folder: Path, *numbers: int) -> Iterator[Manifest]:
+def manifest_in(folder: Path, *numbers: int) -> closing[Manifest]:
     """Open a folder's manifest and add objects."""
     manifest = Manifest(folder / "manifest")
     manifest.open()
     for number in numbers:
         manifest.add(named(number))
-    yield manifest
-    manifest.close()
+    return closing(manifest)
 
 
 def named(number: int) -> NamedId:

@@ -103,9 +103,8 @@ def region_processes(folder: Path) -> Iterator[list[str]]:
 def invalidate(region: str, namespace: Namespace) -> None:
     """Raise a namespace's generation for the first time."""
     (client,) = records_clients(region, SystemClock(), 10.0)
-    client.open()
-    client.write(RecordName(RecordKind.GENERATION, namespace.hex()), "1")
-    client.close()
+    with client:
+        client.write(RecordName(RecordKind.GENERATION, namespace.hex()), "1")
 
 
 class Place(NamedTuple):
