@@ -156,21 +156,18 @@ class Gateway:
                 await exchange.refuse(RequestRefused(408, "the body came too slowly"))
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        route, caller = exchange.route, exchange.caller
+        route, caller, recovery = exchange.route, exchange.caller, self._backing.recovery
         if isinstance(route, protocol.PageRoute):
             await self._page(exchange, route.path)
-            return
-        if self._backing.recovery is not None and not self._backing.recovery.is_over:
+        elif recovery is not None and not recovery.is_over:
             # What was invalidated might be taken for valid.
             raise RequestRefused(503, "the centre has yet to ask its regions what was invalidated", retry_after_s=1.0)
-        if isinstance(route, ObjectId):
+        elif isinstance(route, ObjectId):
             await self._objects.answer(exchange, route)
-            return
-        if isinstance(route, protocol.RecordName | protocol.RecordsRoute):
+        elif isinstance(route, protocol.RecordName | protocol.RecordsRoute):
             await self._records.answer(exchange, route)
-            return
-        caller.require(Scope.READ)
-        if isinstance(route, protocol.ListRoute):
+        elif isinstance(route, protocol.ListRoute):
+            caller.require(Scope.READ)
             await exchange.reply_json(await self._walked(exchange, self._listing.objects(caller.tenant, route)))
         elif isinstance(route, protocol.PrefetchRoute):
             await self._prefetch(exchange, route)
@@ -197,6 +194,7 @@ class Gateway:
             await exchange.reply_json(await self._walked(exchange, self._listing.tenant(exchange.caller)))
 
     async def _asked(self, exchange: Exchange) -> protocol.ExistsQuestion:
+        exchange.caller.require(Scope.READ)
         size, most = exchange.head.content_length, protocol.EXISTS_BYTES_MAX
         if size is None or size > most:
             raise RequestRefused(411 if size is None else 413, f"expected at most {most} bytes of JSON")

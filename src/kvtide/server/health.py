@@ -12,7 +12,6 @@ import msgspec
 from kvtide.clock import Clock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server.regions import Backing
-from kvtide.tier import Tier
 from kvtide.tier.pool import Member
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, Headers, pack_response_head, parse_request_head
@@ -78,9 +77,14 @@ class Health:
         return self._tiers
 
     def _probe(self) -> dict[str, bool]:
-        store = self._backing.local
-        up = {name for name, tier in store.open_tiers.items() if _answers(tier)}
-        return {name: name in up for name in store.tier_names}
+        up = dict.fromkeys(self._backing.local.tier_names, False)
+        for name, tier in self._backing.local.open_tiers.items():
+            try:
+                tier.contains(_NOBODYS)
+                up[name] = True
+            except TierUnavailable as error:
+                _log.debug("%s does not answer: %s", tier.name, error)
+        return up
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= CONNECTIONS_MAX:
@@ -125,12 +129,3 @@ class Health:
             ("Content-Length", len(body)),
         ]
         return pack_response_head(status, headers) + body
-
-
-def _answers(tier: Tier) -> bool:
-    try:
-        tier.contains(_NOBODYS)
-    except TierUnavailable as error:
-        _log.debug("%s does not answer: %s", tier.name, error)
-        return False
-    return True

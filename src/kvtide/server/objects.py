@@ -187,11 +187,9 @@ class ObjectRequests:
 
     async def catch_up(self, exchange: Exchange) -> None:
         """Have the centre's records for a request that wants fresher ones than ours. RequestRefused if it can't be."""
-        central = self._backing.central
-        if central is None:
-            return
+        central, records = self._backing.central, self._backing.records
         # Objects can't be out of date, but their namespace's generation can; of any, where records are missing.
-        if central.is_too_old_for(exchange.head.headers) or not self._backing.records.is_complete:
+        if central is not None and (central.is_too_old_for(exchange.head.headers) or not records.is_complete):
             await self._shared.workers.read(exchange.owner, central.require_latest)
 
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
@@ -381,19 +379,18 @@ class ObjectRequests:
         self._shared.metrics.count(self._shared.metrics.received, tenant, size)
         if upload is None:
             await exchange.reply(200)
-            return
-        if missing:
+        elif missing:
             answer = msgspec.json.encode(protocol.PiecesAnswer(missing))
             await exchange.reply(202, answer, [("Content-Type", "application/json")])
-            return
-        try:
-            with self._quotas.room(tenant, upload.stored.object_bytes):
-                lent = self._uploads.lend_whole(upload)
-                store = partial(self._store, object_id, stored, lent.views[0])
-                is_new = await self._write(exchange, store, lent.release)
-        finally:
-            self._uploads.drop(*upload.name)
-        await exchange.reply(201 if is_new else 200)
+        else:
+            try:
+                with self._quotas.room(tenant, upload.stored.object_bytes):
+                    lent = self._uploads.lend_whole(upload)
+                    store = partial(self._store, object_id, stored, lent.views[0])
+                    is_new = await self._write(exchange, store, lent.release)
+            finally:
+                self._uploads.drop(*upload.name)
+            await exchange.reply(201 if is_new else 200)
 
     async def _delete(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.WRITE)
@@ -463,34 +460,24 @@ class Uploads:
 
         CorruptPayload for other bytes. RequestRefused: 404 for frames of what was not announced, 413, 503 without room.
         """
-        head_bytes = 0 if is_frame(body) else header_and_table_bytes(body)
+        head_bytes, new = 0 if is_frame(body) else header_and_table_bytes(body), None
         if head_bytes:
             announced = parse_header(bytes(body[:head_bytes]), claimed)
             if not is_wanted(announced):
                 return None
-            upload = self._begun(object_id, owner, announced)
-        else:
-            upload = self._found(object_id, parse_frame_header(body).version_tag)
-        upload.offer(body[head_bytes:])
-        return upload
-
-    def _begun(self, object_id: ObjectId, owner: str, stored: StoredObject) -> Upload:
-        self.drop_idle()
-        new = Upload(object_id, owner, stored, self._monotonic_s())
+            self.drop_idle()
+            new = Upload(object_id, owner, announced, self._monotonic_s())
+        name = new.name if new is not None else (object_id, parse_frame_header(body).version_tag)
         with self._lock:
-            if new.name not in self._uploads:
-                self._make_room(new)
-            upload = self._uploads.setdefault(new.name, new)
-            upload.used_s = new.used_s
-            return upload
-
-    def _found(self, object_id: ObjectId, version_tag: bytes) -> Upload:
-        with self._lock:
-            upload = self._uploads.get((object_id, version_tag))
+            upload = self._uploads.get(name, new)
             if upload is None:
                 raise RequestRefused(404, "no such object was announced, or it had to make room")
+            if upload is new:
+                self._make_room(upload)
+                self._uploads[name] = upload
             upload.used_s = self._monotonic_s()
-            return upload
+        upload.offer(body[head_bytes:])
+        return upload
 
     def _make_room(self, new: Upload) -> None:
         """Drop what rests longest until a new upload fits: of its owner, then of whoever holds most."""

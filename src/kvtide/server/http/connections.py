@@ -277,16 +277,13 @@ class Connection:
         begun = self._mover.native.send_file(self._descriptor, file.descriptor, file.offset, size, slice_bytes)
         return Body(self._mover, begun)
 
-    async def send_encrypted(self, views: Sequence[memoryview], stall_s_max: float) -> int:
-        """Send memory in pieces over TLS. Return how much went out before the peer took nothing for so long."""
+    async def send_encrypted(self, view: memoryview, stall_s_max: float) -> int:
+        """Send memory over TLS. Return how much went out before the peer took nothing for so long."""
         done = 0
         with suppress(TimeoutError):
-            for view in views:
-                rest = view
-                while rest:
-                    send, due_s = partial(self._sock.send, rest), self.now_s() + stall_s_max
-                    sent = await self._until_done(send, due_s, is_send=True)
-                    done, rest = done + sent, rest[sent:]
+            while done < len(view):
+                send, due_s = partial(self._sock.send, view[done:]), self.now_s() + stall_s_max
+                done += await self._until_done(send, due_s, is_send=True)
         return done
 
     async def is_writable(self, deadline_s: float) -> bool:

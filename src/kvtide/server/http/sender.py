@@ -22,8 +22,8 @@ from kvtide.tier.base import FilePart, LentObject
 from kvtide.wire.protocol import urgency
 from kvtide.wire.ranges import ByteRange
 
-# What TLS reads of a file at a time: the kernel can't encrypt.
-_TLS_READ_BYTES = 256 << 10
+# What TLS takes at a time, and reads of a file: the kernel can't encrypt.
+_TLS_BYTES = 256 << 10
 # A run that nobody waits for is at most so many slices long: for it the scheduler, and what it shows, lag behind.
 _RUN_SLICES_MAX = 16
 # One byte in so many is read to wait for a file's pages: half of what the kernel reads ahead by default.
@@ -45,7 +45,8 @@ class FilePiece:
         return self.size
 
     def __getitem__(self, part: slice) -> FilePiece:
-        return FilePiece(FilePart(self.file.descriptor, self.file.offset + part.start), part.stop - part.start)
+        start, stop, _ = part.indices(self.size)
+        return FilePiece(FilePart(self.file.descriptor, self.file.offset + start), stop - start)
 
 
 # Bytes of a body, wherever they lie.
@@ -142,7 +143,10 @@ class Sender:
 
     def _enqueue(self, order: SendOrder, size: int) -> Send:
         for run in self._runs.values():
-            self._catch_up(run)
+            # The scheduler hears of each slice that went out so far.
+            sent = run.body.progress().size if run.body is not None else 0
+            while sent >= run.done + run.piece.size < run.size:
+                self._next(run)
         exchange = order.exchange
         if not self._has_slots(exchange.share, 1):
             # Before it is queued: a slot that is given up by then comes back to its run.
@@ -167,7 +171,22 @@ class Sender:
 
     async def _granted(self, send: Send, order: SendOrder, position: int) -> _Run:
         """Wait for a slice; go on after it, up to a bound, if nobody else waits for a slot."""
-        piece = await self._slice(send, order)
+        waiting: asyncio.Future[Slice] = self._loop.create_future()
+        self._waiting[send] = waiting
+        self._pump()
+        if not waiting.done():
+            waits_since_s = self._loop.time()
+            try:
+                await waiting
+            except asyncio.CancelledError:
+                if waiting.done() and not waiting.cancelled():
+                    # It was granted in the same moment.
+                    self.scheduler.finish(waiting.result(), 0, self._loop.time())
+                raise
+            finally:
+                self._waiting.pop(send, None)
+                order.pace.paused(self._loop.time() - waits_since_s)
+        piece = waiting.result()
         settings, size, stream = self.scheduler.settings, piece.size, order.exchange.stream
         is_alone = not self._waiting and self._has_slots(send.owner, 0)
         if is_alone and not (settings.link_bits_s or order.is_cold or order.is_mixed or stream.is_encrypted):
@@ -175,15 +194,8 @@ class Sender:
         run = self._runs[send] = _Run(piece, size)
         return run
 
-    def _catch_up(self, run: _Run) -> None:
-        """Tell the scheduler how far a run is: finish each slice that went out, and take the next."""
-        if run.body is None:
-            return
-        sent = run.body.progress().size
-        while sent >= run.done + run.piece.size < run.size:
-            self._next(run)
-
     def _next(self, run: _Run) -> None:
+        """Finish a slice of a run that went out, and take the next."""
         now_s = self._loop.time()
         run.done += run.piece.size
         self.scheduler.finish(run.piece, run.piece.size, now_s)
@@ -217,24 +229,6 @@ class Sender:
             self._next(run)
         self.scheduler.finish(run.piece, max(0, sent - run.done), self._loop.time())
 
-    async def _slice(self, send: Send, order: SendOrder) -> Slice:
-        waiting: asyncio.Future[Slice] = self._loop.create_future()
-        self._waiting[send] = waiting
-        self._pump()
-        if waiting.done():
-            return waiting.result()
-        waits_since_s = self._loop.time()
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled():
-                # It was granted in the same moment.
-                self.scheduler.finish(waiting.result(), 0, self._loop.time())
-            raise
-        finally:
-            self._waiting.pop(send, None)
-            order.pace.paused(self._loop.time() - waits_since_s)
-
     def _pump(self) -> None:
         """Tell those whose slices were granted, now and when the link has room again."""
         is_handed_back = True
@@ -256,8 +250,10 @@ class Sender:
 
     async def _send_run(self, order: SendOrder, position: int, run: _Run) -> int:
         """Send a run's bytes from `position` on; return how many went out before the peer stopped taking."""
-        sent = 0
-        for kind, pieces in groupby(window(order.pieces, position, position + run.size), type):
+        sent, found = 0, window(order.pieces, position, position + run.size)
+        if order.exchange.stream.is_encrypted:
+            return await self._send_encrypted(order, found)
+        for kind, pieces in groupby(found, type):
             for each in [[piece] for piece in pieces] if kind is FilePiece else [list(pieces)]:
                 ahead_bytes = 0 if order.is_mixed else order.size - position
                 count = await self._send_pieces(order, run, each, ahead_bytes)
@@ -270,15 +266,11 @@ class Sender:
         """Send memory, or one piece of a file, of which the disk may read so many bytes ahead."""
         stream, slice_bytes, first = order.exchange.stream, self.scheduler.settings.slice_bytes, pieces[0]
         if isinstance(first, FilePiece):
-            if stream.is_encrypted:
-                return self._paced(order, await self._send_encrypted(order, first))
             if order.is_cold:
                 await self._workers.read(order.exchange.owner, partial(_warm, first, max(first.size, ahead_bytes)))
             body = stream.start_file(first.file, first.size, slice_bytes)
         else:
             views = [piece for piece in pieces if isinstance(piece, memoryview)]
-            if stream.is_encrypted:
-                return self._paced(order, await stream.send_encrypted(views, self._stall_s_max))
             body = stream.start_views(views, slice_bytes)
         if not order.is_mixed:
             run.body = body
@@ -287,22 +279,22 @@ class Sender:
         except EOFError:
             raise ConnectionAbortedError("the object was evicted while it was sent") from None
 
-    def _paced(self, order: SendOrder, sent: int) -> int:
-        order.pace.moved(sent, self._loop.time())
-        return sent
-
-    async def _send_encrypted(self, order: SendOrder, piece: FilePiece) -> int:
+    async def _send_encrypted(self, order: SendOrder, pieces: Sequence[Piece]) -> int:
         done = 0
-        while done < piece.size:
-            wanted = min(_TLS_READ_BYTES, piece.size - done)
-            read = partial(os.pread, piece.file.descriptor, wanted, piece.file.offset + done)
-            data = await self._workers.read(order.exchange.owner, read)
-            if len(data) < wanted:
-                raise ConnectionAbortedError("the object was evicted while it was sent")
-            sent = await order.exchange.stream.send_encrypted([memoryview(data)], self._stall_s_max)
-            done += sent
-            if sent < wanted:
-                break
+        for piece in pieces:
+            for at in range(0, len(piece), _TLS_BYTES):
+                part = piece[at : at + _TLS_BYTES]
+                if isinstance(part, FilePiece):
+                    read = partial(os.pread, part.file.descriptor, part.size, part.file.offset)
+                    data = await self._workers.read(order.exchange.owner, read)
+                    if len(data) < part.size:
+                        raise ConnectionAbortedError("the object was evicted while it was sent")
+                    part = memoryview(data)
+                sent = await order.exchange.stream.send_encrypted(part, self._stall_s_max)
+                order.pace.moved(sent, self._loop.time())
+                done += sent
+                if sent < len(part):
+                    return done
         return done
 
 
