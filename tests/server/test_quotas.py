@@ -12,8 +12,6 @@ from tests.server.worlds import logged, path_of, token_of
 from tests.servers import RunningServer, running_server
 from tests.suites.tier_suite import object_bytes, object_id
 
-from kvtide.server import quotas as quotas_module
-from kvtide.server import service
 from kvtide.server.auth import Proxies
 from kvtide.server.logs import ACCESS_LOGGER
 from kvtide.server.quotas import Quota, Stored
@@ -99,7 +97,7 @@ def test_refused_and_broken_uploads_take_nothing_of_the_quota() -> None:
 
 
 def test_objects_expire_and_make_room(tiers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_EXPIRY_S", 0.2)
+    monkeypatch.setattr("kvtide.server.service._EXPIRY_S", 0.2)
     with running_server(grants=GRANTS, tiers=tiers, quotas={"victim": Quota(objects_max=1, ttl_s=0.5)}) as server:
         assert (put(server, 1)[0], put(server, 2)[0]) == (201, 507)
         assert put(server, 7, "attacker")[0] == 201
@@ -143,8 +141,8 @@ def test_what_a_tier_behind_the_server_has_is_not_counted() -> None:
 
 
 def test_many_objects_of_one_tenant_leave_some_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas_module, "COUNTED_MAX", 8)
-    monkeypatch.setattr(quotas_module, "COUNTED_RESERVED", 2, raising=False)
+    monkeypatch.setattr("kvtide.server.quotas.COUNTED_MAX", 8)
+    monkeypatch.setattr("kvtide.server.quotas.COUNTED_RESERVED", 2)
     with running_server(grants=GRANTS, quotas={"*": Quota(bytes_max=1 << 30)}) as server:
         assert [put(server, number, "attacker")[0] for number in range(9)] == 8 * [201] + [507]
         assert [put(server, number)[0] for number in range(2)] == [201, 507]

@@ -179,11 +179,10 @@ class ObjectRequests:
         method = exchange.head.method
         if method in {"GET", "HEAD"}:
             await self._get(exchange, object_id)
-        elif method in {"PUT", "POST"}:
-            if not await self._is_sent_on(exchange, object_id):
-                await (self._put if method == "PUT" else self._post)(exchange, object_id)
-        else:
+        elif method == "DELETE":
             await self._delete(exchange, object_id)
+        elif not await self._is_sent_on(exchange, object_id):
+            await (self._put if method == "PUT" else self._post)(exchange, object_id)
 
     async def catch_up(self, exchange: Exchange) -> None:
         """Have the centre's records for a request that wants fresher ones than ours. RequestRefused if it can't be."""
@@ -194,15 +193,20 @@ class ObjectRequests:
 
     async def _get(self, exchange: Exchange, object_id: ObjectId) -> None:
         exchange.caller.require(Scope.READ)
-        latest, method = self._backing.latest, exchange.head.method
+        latest, method, headers = self._backing.latest, exchange.head.method, exchange.head.headers
+        is_forced = protocol.Header.FORCE in headers
         await self.catch_up(exchange)
         stored = await self._stored(exchange, object_id, 404)
-        tier = self._tier_for(exchange, stored)
+        if (sync := self._backing.synchroniser) is not None:
+            # What is hot is synchronised first.
+            sync.manifest.note_use(stored)
+        # What is here alone if a region asks, or if the latest is looked for apart.
+        tier = self._local if is_forced or protocol.Header.LOCAL in headers else self._tier
         lent = await self._lending.lend(exchange, tier, stored)
-        if lent is None and latest is not None and protocol.Header.FORCE in exchange.head.headers:
+        if lent is None and latest is not None and is_forced:
             await self._lending.bring(exchange, latest, stored)
             lent = await self._lending.lend(exchange, tier, stored)
-        lent = lent or self._uploads.lend(stored, method, exchange.head.headers)
+        lent = lent or self._uploads.lend(stored, method, headers)
         if lent is None:
             if not await self._is_sent_on(exchange, object_id):
                 reason = await self._reply_absent(exchange, stored)
@@ -246,14 +250,6 @@ class ObjectRequests:
         place: Headers = [("Location", f"{origin}{exchange.head.target}"), (protocol.Header.EPOCH, epoch)]
         await exchange.refuse(RequestRefused(307, "another server of the pool keeps this object"), place)
         return True
-
-    def _tier_for(self, exchange: Exchange, stored: ObjectId) -> Tier:
-        """The tier to look in: what is here alone if a region asks, or if the latest is looked for apart."""
-        if (sync := self._backing.synchroniser) is not None:
-            # What is hot is synchronised first.
-            sync.manifest.note_use(stored)
-        is_local = protocol.Header.LOCAL in exchange.head.headers or protocol.Header.FORCE in exchange.head.headers
-        return self._local if is_local else self._tier
 
     def _as_of(self) -> Headers:
         as_of_s = self._backing.as_of_s()

@@ -291,10 +291,9 @@ class Records:
         """AssertionError if the accounting is off, or there are too many."""
         with self._lock:
             assert len(self._records) <= _ALL_MAX
-            present = [(owner, name.kind is RecordKind.GENERATION) for owner, name in self._records]
             removed = [each for each in self._records.values() if not each.value]
             assert len(removed) <= REMOVED_MAX
-            assert sum(self._counts.values()) == len(present) - len(removed)
+            assert self._counts.total() == len(self._records) - len(removed)
 
 
 @contextmanager
@@ -320,7 +319,7 @@ def _summed(text: bytes) -> bytes:
 
 def _parsed(line: bytes) -> Record | None:
     text = line[_SUM_CHARACTERS:]
-    if line[:_SUM_CHARACTERS] != xxhash.xxh3_64_hexdigest(text).encode():
+    if line != _summed(text):
         return None
     try:
         return msgspec.json.decode(text, type=Record)

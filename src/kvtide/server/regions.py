@@ -72,7 +72,7 @@ class Manifest:
         self._pending: OrderedDict[ObjectId, int] = OrderedDict()
         self._uses: Counter[ObjectId] = Counter()
         self._names: dict[Namespace, Name] = {}
-        self._sequence = self._records = 0
+        self._sequence = 0
         # False after a fault: what was written last may be cut, and all behind it would be read as something else.
         self._is_whole = True
         # What `next` has returned last.
@@ -120,12 +120,12 @@ class Manifest:
                 return
             if self._names.get(object_id.namespace) != object_id.name:
                 self._names[object_id.namespace] = object_id.name
-                self._append(_packed_name(object_id.namespace, object_id.name), 2)
-            self._write(self._sequence, object_id, _ADDED)
+                self._append(_packed_name(object_id.namespace, object_id.name))
+            self._append(_RECORD.pack(self._sequence, *object_id, _ADDED))
             if len(self._pending) > PENDING_MAX:
                 oldest, sequence = self._pending.popitem(last=False)
                 self._uses.pop(oldest, None)
-                self._write(sequence, oldest, _DONE)
+                self._append(_RECORD.pack(sequence, *oldest, _DONE))
 
     def note_use(self, object_id: ObjectId) -> None:
         """Count a read: what is read often is sent first."""
@@ -153,16 +153,14 @@ class Manifest:
             self._uses.pop(object_id, None)
             sequence = self._pending.pop(object_id, None)
             if sequence is not None:
-                self._write(sequence, object_id, _DONE)
+                self._append(_RECORD.pack(sequence, *object_id, _DONE))
 
-    def _write(self, sequence: int, object_id: ObjectId, kind: int) -> None:
-        self._append(_RECORD.pack(sequence, object_id.namespace, object_id.key, kind), 1)
-
-    def _append(self, data: bytes, records: int) -> None:
+    def _append(self, data: bytes) -> None:
         if self._file is None:
             return
-        is_whole, self._is_whole, self._records = self._is_whole, False, self._records + records
-        if not is_whole or self._records > RECORDS_MAX or self._file.write(data) != len(data):
+        is_whole, self._is_whole = self._is_whole, False
+        is_full = self._file.tell() + len(data) > RECORDS_MAX * _RECORD.size
+        if not is_whole or is_full or self._file.write(data) != len(data):
             self._rewrite()
         self._is_whole = True
 
@@ -176,7 +174,6 @@ class Manifest:
         if self._file is not None:
             self._file.close()
         self._file = self._path.open("ab", buffering=0)
-        self._records = len(waiting) + 2 * len(names)
 
 
 def _packed_name(stored: Namespace, name: Name) -> bytes:
