@@ -11,6 +11,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
@@ -182,17 +183,12 @@ class Proxies:
 
     def client_of(self, headers: Mapping[str, str], host: str) -> str:
         """Return who sent a request: the last one of its chain that is not trusted, else the peer itself."""
-        if not self.is_trusted(host):
-            return host
-        for text in reversed(headers.get(FORWARDED_HEADER, "").split(",")):
-            try:
-                address = ip_address(text.strip())
-            except ValueError:
-                # What stands before this may be anybody's.
-                return host
-            host = _plain(address)
-            if not self.is_trusted(host):
-                return host
+        # What stands before something that is no address may be anybody's.
+        with suppress(ValueError):
+            for text in reversed(headers.get(FORWARDED_HEADER, "").split(",")):
+                if not self.is_trusted(host):
+                    break
+                host = _plain(ip_address(text.strip()))
         return host
 
 

@@ -256,11 +256,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
         if not 0 <= self.link_bits_s < math.inf:
             raise ValueError(f"link_bits_s must not be negative, got {self.link_bits_s!r}")
+        bounds = f"{WEIGHT_MIN:g} to {WEIGHT_MAX:g}"
         for tenant, weight in self.weights.items():
             if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
-                raise ValueError(
-                    f"expected a weight of {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, tenant {tenant!r} has {weight!r}"
-                )
+                raise ValueError(f"expected a weight of {bounds}, tenant {tenant!r} has {weight!r}")
 
 
 class Scheduler:

@@ -118,10 +118,9 @@ class Service:
                 listener.close()
             await self.acceptor.end()
             self._access_log.flush()
-            for task in accepting:
-                if task in done:
-                    # It ends by a fault alone: better no server than one that is deaf.
-                    task.result()
+            for task in done.intersection(accepting):
+                # It ends by a fault alone: better no server than one that is deaf.
+                task.result()
 
     def _gateway(self, shared: Resources) -> Gateway:
         backing, settings = self._backing, self.live.settings

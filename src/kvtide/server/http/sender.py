@@ -315,11 +315,9 @@ def _is_cached(piece: FilePiece) -> bool:
     try:
         for at in (0, piece.size // 2, piece.size - 1):
             os.preadv(piece.file.descriptor, [byte], piece.file.offset + at, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
+    except OSError as error:
         # A file system without this question: its reads are taken to be fast.
-        return True
+        return not isinstance(error, BlockingIOError)
     return True
 
 
