@@ -150,7 +150,7 @@ class SendPolicy(ABC):
     has_slices: bool
 
     def __init__(self, slice_bytes: int, rng: random.Random) -> None:
-        self._credit_bytes = float(_CREDIT_SLICES * slice_bytes)
+        self._slice_bytes = slice_bytes
         self._rng = rng
 
     @abstractmethod
@@ -222,7 +222,7 @@ class VtcPolicy(SendPolicy):
         return flow
 
     def _counter(self, flow: Flow) -> float:
-        return max(self._served[flow], self._highest - self._credit_bytes / flow.weight)
+        return max(self._served[flow], self._highest - _CREDIT_SLICES * self._slice_bytes / flow.weight)
 
 
 POLICIES: Mapping[str, type[SendPolicy]] = MappingProxyType(

@@ -78,7 +78,7 @@ class Mover:
         self.waiting: dict[int, _Outcome] = {}
 
     def open(self) -> None:
-        """Start the thread, on the loop that runs. OSError if there is no room for one."""
+        """Start the thread, for the running loop. OSError if there is no room for one."""
         self.loop, self.native = asyncio.get_running_loop(), NativeMover()
         self.loop.add_reader(self.native.fileno(), self._take)
 

@@ -98,7 +98,7 @@ class _Run:
 
 @dataclass(eq=False)
 class Sender:
-    """Runs the scheduler on the event loop that runs. All calls come from the loop's thread."""
+    """Runs the scheduler on the running event loop. All calls come from the loop's thread."""
 
     scheduler: Scheduler
     _workers: Workers
