@@ -461,11 +461,9 @@ def listener_on(address: ListenAddress) -> socket.socket:
         listener.bind(address.path)
         listener.listen(_BACKLOG)
     else:
-        is_v6 = ":" in address.host
+        place, is_v6 = (address.host, address.port), ":" in address.host
         family = socket.AF_INET6 if is_v6 else socket.AF_INET
-        listener = socket.create_server(
-            (address.host, address.port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_v6
-        )
+        listener = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=is_v6)
     listener.setblocking(False)
     return listener
 
