@@ -12,8 +12,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary import Frequencies, Pairs, Rotary
 from kvtide.codec.tide import fit
-from kvtide.codec.tide.counts import TideCounts, finished_profile
-from kvtide.codec.tide.fit import COSTS, Moments, draft_profile
+from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
 
 # Three ranges of five layers.
 LAYOUT = BlockLayout(layers=15, tokens=16, kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32)
@@ -114,4 +113,4 @@ def fitted_to(
     counts = TideCounts(draft)
     for seed, (meta, bits) in enumerate(pairs):
         counts.add(meta, bits, seed)
-    return finished_profile(draft, layout, counts.state, CURVE)
+    return finished_profile(draft, layout, counts.state, CURVE, CURVE)

@@ -2,12 +2,13 @@
 
 from kvtide.codec.tide.codec import TideCodec
 from kvtide.codec.tide.coding import APART_TOKENS
-from kvtide.codec.tide.counts import TideCounts, finished_profile
 from kvtide.codec.tide.fit import (
     COSTS,
     AllRows,
     Moments,
+    TideCounts,
     draft_profile,
+    finished_profile,
     is_staged,
     joined_draft,
     joint_power,

@@ -231,8 +231,7 @@ def loudness_weights(scales: Units, final_units: int) -> Floats:
     usual_max = int(np.sort(over)[min(_LOUD_COMPONENTS_MIN, len(over)) - 1 :][:1].max(initial=0))
     is_used = over <= usual_max
     usual = np.exp2(over / UNITS) / (max(int(np.count_nonzero(is_used)), 1) * _USUAL_MAGNITUDE)
-    weights: Floats = np.where(is_used, usual, 0).astype(np.float32)
-    return weights
+    return np.where(is_used, usual, 0).astype(np.float32)
 
 
 def _parts(loud: Floats) -> Loudness:

@@ -1,7 +1,8 @@
 """Fits a tide profile from a model's caches. Pure: the caller runs the model, and keeps `state` to go on later.
 
 Two passes over the texts: moments make means, weights and the transform; then, with these, blocks are quantised and
-counted (`counts`). Memory is bounded by the groups' covariances, whatever the number of texts.
+counted, after which only the curves are missing. Memory is bounded by the groups' covariances, whatever the number of
+texts.
 
 A wide layer's transform is in two stages: each block of values has its own, then there is one for the strongest
 components of all blocks. One matrix over 2 x 8 heads x 128 dims takes 2,048 products a value, blocks of 128 and 256
@@ -12,19 +13,34 @@ engines whose blocks have the rows of all layers take one profile of them (`join
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.entropy import RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide.coding import apart_tokens
-from kvtide.codec.tide.grid import CONTEXTS, STATE_CONTEXTS, STATE_DIGITS, STATE_TOPS, TABLES, THIRD, TOPS, UNITS
-from kvtide.codec.tide.section import KeyRotation, StoredLayers, load_values
+from kvtide.codec.tide.coding import apart_tokens, levels_of, list_section, project
+from kvtide.codec.tide.grid import (
+    CONTEXTS,
+    STATE_CONTEXTS,
+    STATE_DIGITS,
+    STATE_TOPS,
+    TABLES,
+    THIRD,
+    TOPS,
+    TRELLIS_TABLES,
+    UNITS,
+    part_sizes,
+    top_tables,
+)
+from kvtide.codec.tide.model import TideModel, first_trellis, make_trellis
+from kvtide.codec.tide.section import KeyRotation, Steps, StoredLayers, load_values
 from kvtide.group import ALL_ROWS
 
 _Matrix = NDArray[np.float64]
@@ -80,6 +96,14 @@ MOMENTS_BYTES_MAX = 1 << 30
 _WORTH_BITS = 0.003
 _STEP_UNITS = -17
 _MIXED_STEP = 16
+
+# Steps that counts are taken at, in units around the mean scale: they fill the tables of all classes.
+_COUNT_UNITS = (-36, -24, -12, 0, 12, 24, 36)
+_COUNT_REFINEMENTS = 3
+# A block counts twice as much as one so many blocks before it, until it counts 2 to that power times the first.
+_BLOCKS_TO_DOUBLE, _DOUBLINGS_MAX = 3, 6
+_PULLS_SEEN_MIN = 100
+_COUNT_MAX = 1 << 40
 
 
 def transform_layers(cost: Cost, layout: BlockLayout) -> int:
@@ -227,8 +251,7 @@ def _line(variance: NDArray[np.float64], sensitivity: NDArray[np.float64]) -> ND
     """
     floor = 1e-6 * float(sensitivity.mean()) + 1e-30
     octaves = np.log2(np.maximum(sensitivity, floor) / variance) / 4
-    found: NDArray[np.float64] = np.clip(octaves - np.median(octaves, axis=-1, keepdims=True), -LINE_MAX, LINE_MAX)
-    return found
+    return np.clip(octaves - np.median(octaves, axis=-1, keepdims=True), -LINE_MAX, LINE_MAX)
 
 
 def _weights(
@@ -247,8 +270,7 @@ def _weights(
 def _centred(square: NDArray[Any], mean: NDArray[np.float64]) -> _Matrix:
     """Return a group's covariance, with zeros between blocks where only each block's second moments are known."""
     if square.ndim == 2:
-        whole: _Matrix = square - mean[:, None] * mean
-        return whole
+        return square - mean[:, None] * mean
     found, block = np.zeros((len(mean), len(mean))), square.shape[-1]
     for start, each in zip(range(0, len(mean), block), square, strict=True):
         here = slice(start, start + block)
@@ -339,17 +361,6 @@ class Stages(NamedTuple):
     mixed: int
 
 
-class _FirstStage(NamedTuple):
-    """The first half of a transform: (blocks, components, values), and the places of the strongest in all blocks.
-
-    scales: of all components where they stand.
-    """
-
-    bases: NDArray[np.float64]
-    strongest: NDArray[np.int64]
-    scales: NDArray[np.float64]
-
-
 def choose_stages(layout: BlockLayout, has_all: bool, weighted: _Weighted) -> Stages:
     """Return the stages with the fewest products among those with nearly the fewest bits, by a few layers' moments.
 
@@ -366,9 +377,9 @@ def choose_stages(layout: BlockLayout, has_all: bool, weighted: _Weighted) -> St
         bits = np.zeros(len(counts))
         for layer in layers:
             square = weighted(layer)
-            stage = _first_stage(square, Stages(block, 0))
-            between = _between_components(square, stage.bases)
-            bits += [_bits(between, stage.scales, count) for count in counts]
+            bases, scales = _first_stage(square, block)
+            between = _between_components(square, bases)
+            bits += [_bits(between, scales, count) for count in counts]
         found += [(block + n**2 / values, float(each), Stages(block, n)) for n, each in zip(counts, bits, strict=True)]
     least = min(bits for _, bits, _ in found)
     return min(each for each in found if each[1] <= least * (1 + _WORTH_BITS))[2]
@@ -381,15 +392,16 @@ def _mixed_max(layers: int, values: int, block: int) -> int:
     return int(min(by_products, by_bytes, values / 2, MIXED_MAX) / _MIXED_STEP) * _MIXED_STEP
 
 
-def _first_stage(square: _Matrix, stages: Stages) -> _FirstStage:
-    """Return the principal components of each block of weighted values with these second moments."""
-    block, scales, bases = stages.block, [], []
-    for start in range(0, len(square), block):
-        powers, basis = np.linalg.eigh(square[start : start + block, start : start + block])
-        scales.append(np.sqrt(np.maximum(powers[::-1], 1e-12)))
-        bases.append(basis.T[::-1])
-    flat = np.concatenate(scales)
-    return _FirstStage(np.stack(bases), np.argsort(-flat, kind="stable")[: stages.mixed], flat)
+def _first_stage(square: _Matrix, block: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return each block's principal components, (blocks, components, values), and the scales of all of them."""
+    starts = range(0, len(square), block)
+    powers, bases = np.linalg.eigh(np.stack([square[start : start + block, start : start + block] for start in starts]))
+    scales = np.sqrt(np.maximum(powers[:, ::-1], 1e-12))
+    return np.ascontiguousarray(bases.transpose(0, 2, 1)[:, ::-1]), scales.reshape(-1)
+
+
+def _strongest(scales: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    return np.argsort(-scales, kind="stable")[:count]
 
 
 def _between_components(square: _Matrix, bases: NDArray[np.float64]) -> _Matrix:
@@ -401,7 +413,7 @@ def _between_components(square: _Matrix, bases: NDArray[np.float64]) -> _Matrix:
 
 
 def _bits(between: _Matrix, scales: NDArray[np.float64], mixed: int) -> float:
-    strongest = np.argsort(-scales, kind="stable")[:mixed]
+    strongest = _strongest(scales, mixed)
     powers = np.linalg.eigvalsh(between[np.ix_(strongest, strongest)]) if mixed else np.empty(0)
     rest = np.delete(scales, strongest) ** 2
     least = 2.0 ** (2 * _STEP_UNITS / UNITS) / 12
@@ -410,17 +422,15 @@ def _bits(between: _Matrix, scales: NDArray[np.float64], mixed: int) -> float:
 
 def _staged(square: _Matrix, stages: Stages) -> dict[str, NDArray[Any]]:
     """Return a profile's arrays of a group's transform in two stages."""
-    stage = _first_stage(square, stages)
-    between = _between_components(square, stage.bases)
-    powers, mix = np.linalg.eigh(between[np.ix_(stage.strongest, stage.strongest)])
-    places = np.concatenate([np.arange(len(mix)) + len(square), np.delete(np.arange(len(square)), stage.strongest)])
-    scales = np.sqrt(np.maximum(powers[::-1], 1e-12))
-    scale = _units(np.append(scales, np.delete(stage.scales, stage.strongest)))
+    bases, scales = _first_stage(square, stages.block)
+    mixed = _strongest(scales, stages.mixed)
+    powers, mix = np.linalg.eigh(_between_components(square, bases)[np.ix_(mixed, mixed)])
+    places = np.concatenate([np.arange(len(mix)) + len(square), np.delete(np.arange(len(square)), mixed)])
+    scale = _units(np.append(np.sqrt(np.maximum(powers[::-1], 1e-12)), np.delete(scales, mixed)))
     order = np.argsort(-scale, kind="stable")
-    parts = {"scale": scale[order], "place": places[order].astype(np.uint16)}
-    parts["mixed"] = stage.strongest.astype(np.uint16)
+    parts = {"scale": scale[order], "place": places[order].astype(np.uint16), "mixed": mixed.astype(np.uint16)}
     parts |= {f"mix_{name}": array for name, array in _rounded_rows(mix.T[::-1]).items()}
-    blocks = _stacked(_rounded_rows(basis) for basis in stage.bases)
+    blocks = _stacked(_rounded_rows(basis) for basis in bases)
     return parts | {f"block_{name}": array for name, array in blocks.items()}
 
 
@@ -452,14 +462,11 @@ def joint_stages(
     """
     if not all(is_staged(COSTS[cost_name], layout) for layout, _ in groups):
         return None
-    homes = {place: (group, layer) for group, mine in enumerate(rows.places) for layer, place in enumerate(mine)}
     moments = [_spread(*each).weighted(power) for each in groups]
-
-    def weighted(place: int) -> _Matrix:
-        group, layer = homes[place]
-        return moments[group](layer)
-
-    return choose_stages(rows.layout, all(each["square"].ndim == 3 for _, each in groups), weighted)
+    homes = {place: (group, layer) for group, mine in enumerate(rows.places) for layer, place in enumerate(mine)}
+    weighted = {place: partial(moments[group], layer) for place, (group, layer) in homes.items()}
+    has_all = all(each["square"].ndim == 3 for _, each in groups)
+    return choose_stages(rows.layout, has_all, lambda place: weighted[place]())
 
 
 def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
@@ -487,7 +494,81 @@ def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
     return Profile.parse(replace(drafts[0], layers=layers, arrays=rest | joined | shared).to_bytes())
 
 
-_COUNT_MAX = 1 << 40
+class TideCounts:
+    """Counts what a draft's tables would code, and how far magnitudes lie from the middle. `state` is all there is.
+
+    Levels along a trellis follow from the tables, which follow from levels: blocks are taken with what those before
+    them say, and the first ones count little.
+    """
+
+    def __init__(self, draft: Profile) -> None:
+        self._model = TideModel(draft)
+        self._path = _native.tide_paths()[0]
+        self.state: dict[str, NDArray[Any]] = {
+            "symbols": np.zeros((TABLES, 32), dtype=np.uint64),
+            "pulled": np.zeros((TOPS, 4)),
+            "magnitudes": np.zeros((TOPS, 4)),
+        }
+        if COSTS[draft.kind.removeprefix("tide-")].has_trellis:
+            self.state |= {"trellis_blocks": np.zeros(1), "trellis_symbols": np.zeros((TRELLIS_TABLES, 32))}
+
+    def add(self, meta: BlockMeta, bits: BlockBits, number: int) -> None:
+        """Take a block; `number` is that of the block, so that blocks take turns with steps."""
+        model, has_trellis = self._model, "trellis_blocks" in self.state
+        if has_trellis:
+            is_first = not self.state["trellis_blocks"][0]
+            model.trellis = first_trellis() if is_first else make_trellis(trellis_tables(self.state["trellis_symbols"]))
+        apart = apart_tokens(meta, bits)
+        for start in range(0, meta.layout.layers, model.section_layers):
+            here: Any = bits[start : start + model.section_layers]
+            stored = StoredLayers(here, meta.layout.dtype, start, model.turns(meta, is_back=True))
+            for refinements in (0, _COUNT_REFINEMENTS):
+                units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
+                self._count(Steps(units, refinements), stored, apart)
+                if has_trellis:
+                    self._count(Steps(units, refinements, is_trellis=True), stored, apart)
+        if has_trellis:
+            self.state["trellis_blocks"] += 1
+
+    def _count(self, steps: Steps, stored: StoredLayers, apart: NDArray[np.uint8]) -> None:
+        levels = levels_of(self._model, project(self._model, steps, stored, apart, self._path), self._path)
+        refinements = range(steps.refinements + 1)
+        counts = [list_section(levels, steps, each, self._path)[0].symbol_counts() for each in refinements]
+        if steps.is_trellis:
+            doublings = min(float(self.state["trellis_blocks"][0]) / _BLOCKS_TO_DOUBLE, _DOUBLINGS_MAX)
+            self.state["trellis_symbols"] += 2.0**doublings * np.sum(counts, axis=0)
+            return
+        self.state["symbols"] += np.sum(counts, axis=0)
+        tables = top_tables(levels.rows.scales, levels.loudness.gains, steps.base_units).astype(np.int64)
+        rounded, exact = levels.values[0], levels.values[-1] / 3.0**steps.refinements
+        magnitude = np.minimum(np.abs(rounded), 3)
+        pulled = (np.abs(rounded) - np.sign(rounded) * exact) * (magnitude > 0)
+        place = (np.repeat(tables, part_sizes(rounded.shape[1]), axis=1) * 4 + magnitude).reshape(-1)
+        self.state["pulled"] += np.bincount(place, pulled.reshape(-1), TOPS * 4).reshape(TOPS, 4)
+        self.state["magnitudes"] += np.bincount(place, minlength=TOPS * 4).reshape(TOPS, 4)
+
+
+def finished_profile(
+    draft: Profile,
+    layout: BlockLayout,
+    counts: Mapping[str, NDArray[Any]],
+    curve: NDArray[np.float32],
+    trellis_curve: NDArray[np.float32],
+) -> Profile:
+    """Return the draft with tables of what was counted, and curves: rows of step units, bits, KL, rising."""
+    seen = np.maximum(counts["magnitudes"], 1)
+    pulls = np.clip(np.rint(16 * counts["pulled"] / seen), -8, 8) * (counts["magnitudes"] >= _PULLS_SEEN_MIN)
+    arrays = dict(draft.arrays) | {
+        "tables": table_bytes(rounded_tables(counts["symbols"])),
+        "pulls": pulls.astype(np.int16),
+        "curve": curve.astype(np.float32),
+    }
+    if "trellis_symbols" in counts:
+        arrays |= {
+            "trellis_tables": table_bytes(trellis_tables(counts["trellis_symbols"])),
+            "trellis_curve": trellis_curve.astype(np.float32),
+        }
+    return Profile.make(draft.kind, draft.model, layout, (draft.texts, draft.tokens), arrays)
 
 
 def rounded_tables(symbols: NDArray[Any]) -> NDArray[np.uint16]:

@@ -79,8 +79,7 @@ def _rounded_normal(units: Units) -> NDArray[np.float64]:
     """Return the same error of normally distributed values, larger for scales of half a step or more."""
     square = np.exp2(units / (UNITS / 2))
     # A twelfth of a step's square, but for the first term of a series that falls at once.
-    found: NDArray[np.float64] = 1 / 12 - (1 / np.pi**2 + 4 * square) * np.exp(-2 * np.pi**2 * square)
-    return found
+    return 1 / 12 - (1 / np.pi**2 + 4 * square) * np.exp(-2 * np.pi**2 * square)
 
 
 def check_promise(groups: Sequence[tuple[Promise, Seen]], tokens: int) -> int:
