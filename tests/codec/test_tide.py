@@ -2,13 +2,10 @@
 
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from threading import Barrier
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,11 +30,11 @@ from tests.suites.codec_suite import CodecSuite, decoded_by
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Codec, CodecRegistry, Profile
-from kvtide.codec.tide import COSTS, Steps, TideCodec, is_staged, model, promise
+from kvtide.codec.tide import COSTS, Steps, TideCodec, is_staged, promise
 from kvtide.codec.tide.coding import apart_tokens
 from kvtide.codec.tide.fit import transform_layers
 from kvtide.codec.tide.law import DEFAULT_POSITIONS, DISTANCES, LAW_VERSION, PositionLaw, Powers, Purpose
-from kvtide.codec.tide.model import OwnLoss, TideModel, place_groups, quality_of_units, units_of_quality
+from kvtide.codec.tide.model import OwnLoss, TideModel, quality_of_units, units_of_quality
 from kvtide.codec.tide.section import split_base, split_refinement, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.types import Section, SectionId, SectionKind
@@ -480,18 +477,6 @@ TWO_STAGES: list[dict[str, Any]] = [
 def test_forged_profile_is_refused(profile: Profile | None, changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptPayload):
         TideCodec(forged(profile, **changes))
-
-
-def test_threads_that_come_at_once_share_the_rows_of_one() -> None:
-    rows, both = place_groups(TideModel(fitted(LAYOUT)), 0, 0), Barrier(2)
-
-    def meet(places: Any) -> Any:
-        both.wait(10)
-        return [object() for _ in places]
-
-    with patch.object(model, "_restored", meet), ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: rows.restored(), range(2)))
-    assert len(rows.restored()) == len(rows.places)
 
 
 def test_losses_are_those_of_the_curve_a_third_of_the_step_at_a_time() -> None:

@@ -143,7 +143,7 @@ def project(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArray
     tables, fit, apart = [], [], apart.copy()
     for each in coded:
         bits = layers_bits[each.layers.start - layer_start : each.layers.stop - layer_start]
-        out = np.empty((len(apart), each.columns), dtype=np.int16)
+        out = np.empty((len(apart), len(each.row_of)), dtype=np.int16)
         block = (bits.reshape(-1).view(np.uint8), bits.shape, dtype.code, turns.of(each.layers))
         seen = _native.tide_project(
             path, *block, each.mean, each.scale, *each.matrix, each.is_coded, apart, out, fraction_bits
@@ -187,7 +187,6 @@ class _Coded(NamedTuple):
     mean: Floats
     scale: Floats
     matrix: tuple[Items, tuple[int, int], Stage]
-    columns: int
     # 1 for each value that is coded; empty if columns are components.
     is_coded: NDArray[np.uint8]
     # By column: its say in how loud a token is, and its row.
@@ -209,18 +208,16 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
     group, start, stop = place
     mean, weight = model.mean_and_weight(group)
     count = stop - start
-    columns = group.shape[1] if group.order.size else count
     numbers, ones = np.arange(count, dtype=np.uint16), np.ones(count, dtype=np.uint8)
     return _Coded(
-        layers=slice(group.layer_start, group.layer_stop),
+        layers=group.layers,
         rows=slice(start, stop),
         mean=mean,
         scale=(weight * (SIXTEENTHS / step_of(final_units, 0))).astype(np.float32),
         matrix=(group.to_components, group.matrix_shape[::-1], group.stage(count, is_back=False)),
-        columns=columns,
-        is_coded=place.by_column(ones, columns) if group.order.size else np.empty(0, dtype=np.uint8),
-        weights=place.by_column(weights, columns),
-        row_of=place.by_column(numbers, columns, np.iinfo(np.uint16).max),
+        is_coded=place.by_column(ones) if group.order.size else np.empty(0, dtype=np.uint8),
+        weights=place.by_column(weights),
+        row_of=place.by_column(numbers, np.iinfo(np.uint16).max),
         promise=promise_of(place, final_units, model.excess(final_units)),
     )
 
@@ -289,19 +286,31 @@ def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> tu
 def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryview], target: StoredLayers) -> None:
     """Write the layers that a base and the refinements after it hold. CorruptPayload if they do not fit each other."""
     section, base = split_base(run[0], target.bits.shape)
-    steps = section.steps
+    steps, (places, gains) = section.steps, (base.loudness.places, base.loudness.gains)
     missing = steps.refinements + 1 - len(run)
     if missing < 0:
         raise CorruptPayload(f"tide: a refinement {len(run) - 1} where there are {steps.refinements}")
-    rows = place_groups(model, target.layer_start, steps.final_units + THIRD * missing)
+    units = steps.final_units + THIRD * missing
+    rows = place_groups(model, target.layer_start, units)
     # Every row gets a top value before anything reads it. With all refinements of a trellis here they are half steps.
     items = np.empty((len(rows.scales), tokens), dtype=np.int16)
     for refinement, data in enumerate(run):
         found = split_refinement(data) if refinement else section
         if found.steps != steps:
             raise CorruptPayload(f"tide: refinement {refinement} has {found.steps}, its base {steps}")
-        _refine(model, path, rows, base.loudness.gains, items, refinement, found)
-    _restore(model, path, rows, base, items, steps, missing, target)
+        _refine(model, path, rows, gains, items, refinement, found)
+    pulls = _NO_PULLS if steps.is_trellis and not missing else model.pulls
+    classes, octaves = top_tables(rows.scales, gains, units), model.octaves_of(target.layers)
+    apart = base.apart if octaves is None else base.apart.with_octaves(octaves)
+    weights = model.weight[target.layers].astype(np.float64)
+    scales = (step_of(steps.final_units, missing) / (SIXTEENTHS * ONE) / weights).astype(np.float32)
+    for each in rows.restored:
+        here = slice(each.layers.start - target.layer_start, each.layers.stop - target.layer_start)
+        coded = (items[each.rows], classes[each.rows], pulls, places)
+        mean, scale = model.mean[each.layers].reshape(-1), scales[here].reshape(-1)
+        kept = Apart(apart.positions, apart.scales[here], apart.values[here])
+        out = (target.bits[here].reshape(-1).view(np.uint8), target.bits[here].shape, target.dtype.code)
+        _native.tide_restore(path, *coded, mean, scale, *each.matrix, kept, target.turns.of(each.layers), *out)
 
 
 def _refine(
@@ -335,43 +344,3 @@ def _refine(
     every_row: list[Rows | StateRows] = [*plain, *states]
     for each_row in every_row:
         lists.take(each_row)
-
-
-def _restore(
-    model: TideModel,
-    path: str,
-    rows: RangeRows,
-    base: Base,
-    items: Items,
-    steps: Steps,
-    thirds: int,
-    target: StoredLayers,
-) -> None:
-    """Write the layers of all groups. thirds: how many times coarser by three than the final step items are."""
-    pulls = _NO_PULLS if steps.is_trellis and not thirds else model.pulls
-    classes = top_tables(rows.scales, base.loudness.gains, steps.final_units + THIRD * thirds)
-    places, octaves = base.loudness.places, model.octaves_of(target.layers)
-    apart = base.apart if octaves is None else base.apart.with_octaves(octaves)
-    weights = model.weight[target.layers].astype(np.float64)
-    scales = (step_of(steps.final_units, thirds) / (SIXTEENTHS * ONE) / weights).astype(np.float32)
-    for each in rows.restored():
-        here = slice(each.layers.start - target.layer_start, each.layers.stop - target.layer_start)
-        bits = target.bits[here]
-        _native.tide_restore(
-            path,
-            items[each.start : each.stop],
-            classes[each.start : each.stop],
-            pulls,
-            places,
-            model.mean[each.layers].reshape(-1),
-            scales[here].reshape(-1),
-            each.panels,
-            each.shape,
-            each.order,
-            each.stage,
-            Apart(apart.positions, apart.scales[here], apart.values[here]),
-            target.turns.of(each.layers),
-            bits.reshape(-1).view(np.uint8),
-            bits.shape,
-            target.dtype.code,
-        )

@@ -140,6 +140,7 @@ class Group:
 
     def __init__(self, layers: tuple[int, int], scales: Units, values: int, arrays: _Arrays) -> None:
         self.layer_start, self.layer_stop = layers
+        self.layers = slice(*layers)
         self.scales = scales
         self.shape = (len(scales), values)
         self._arrays = arrays
@@ -209,28 +210,24 @@ class Place(NamedTuple):
     start: int
     stop: int
 
-    def by_column(self, each: NDArray[Any], columns: int, fill: int = 0) -> NDArray[Any]:
+    def by_column(self, each: NDArray[Any], fill: int = 0) -> NDArray[Any]:
         """Spread per-row values over projection columns: the rows, or else the group's values; others get `fill`."""
         if not self.group.order.size:
             return each
-        found = np.full(columns, fill, dtype=each.dtype)
+        found = np.full(self.group.shape[1], fill, dtype=each.dtype)
         found[self.group.order[: len(each)]] = each
         return found
 
 
 class RestoredRows(NamedTuple):
-    """Rows [start, stop) of some layers that go back to values at once; the rest is as native kernels take it."""
+    """Rows of some layers that go back to values at once. matrix: panels, their shape, order, as kernels take them."""
 
     layers: slice
-    start: int
-    stop: int
-    panels: NDArray[np.int16]
-    shape: tuple[int, int]
-    order: NDArray[np.uint16]
-    stage: Stage
+    rows: slice
+    matrix: tuple[NDArray[np.int16], tuple[int, int], NDArray[np.uint16], Stage]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RangeRows:
     """The place of each group's components, and the scale of each row."""
 
@@ -238,7 +235,6 @@ class RangeRows:
     scales: Units
     # By base step and refinement: blocks of one store ask for the same again and again.
     _planes: dict[tuple[int, int], list[Plane]] = field(default_factory=dict)
-    _restored: list[RestoredRows] = field(default_factory=list)
 
     def planes(self, base_units: int, refinement: int) -> list[Plane]:
         """Return what a section holds of these rows, coarsest first."""
@@ -247,27 +243,21 @@ class RangeRows:
             self._planes[key] = planes(self.scales, base_units, refinement)
         return self._planes[key]
 
+    @cached_property
     def restored(self) -> list[RestoredRows]:
         """Return what goes back to values: group by group, or all at once where components are values."""
-        if not self._restored:
-            # Set, and not appended to: threads that come at once would leave it there twice.
-            self._restored[:] = _restored(self.places)
-        return self._restored
-
-
-def _restored(places: Sequence[Place]) -> list[RestoredRows]:
-    first, count = places[0].group, len(places)
-    values = first.shape[1]
-    if first.order.size and count * values <= np.iinfo(np.uint16).max + 1:
-        orders = [group.order[: stop - start] + i * values for i, (group, start, stop) in enumerate(places)]
-        layers, rows = slice(first.layer_start, places[-1].group.layer_stop), places[-1].stop
-        order = np.concatenate(orders).astype(np.uint16)
-        return [RestoredRows(layers, 0, rows, first.to_values, (rows, count * values), order, NO_STAGE)]
-    found = []
-    for group, start, stop in places:
-        layers, stage = slice(group.layer_start, group.layer_stop), group.stage(stop - start, is_back=True)
-        found.append(RestoredRows(layers, start, stop, group.to_values, group.matrix_shape, group.order, stage))
-    return found
+        first, count = self.places[0].group, len(self.places)
+        values = first.shape[1]
+        if first.order.size and count * values <= np.iinfo(np.uint16).max + 1:
+            orders = [group.order[: stop - start] + i * values for i, (group, start, stop) in enumerate(self.places)]
+            layers, rows = slice(first.layer_start, self.places[-1].group.layer_stop), self.places[-1].stop
+            shape, order = (rows, count * values), np.concatenate(orders).astype(np.uint16)
+            return [RestoredRows(layers, slice(rows), (first.to_values, shape, order, NO_STAGE))]
+        found = []
+        for group, start, stop in self.places:
+            matrix = (group.to_values, group.matrix_shape, group.order, group.stage(stop - start, is_back=True))
+            found.append(RestoredRows(group.layers, slice(start, stop), matrix))
+        return found
 
 
 def place_groups(model: TideModel, layer_start: int, units: int) -> RangeRows:
@@ -366,8 +356,7 @@ class TideModel:
 
     def mean_and_weight(self, group: Group) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the mean and the weight of each value of a group, layer by layer, K before V."""
-        layers = slice(group.layer_start, group.layer_stop)
-        return self.mean[layers].reshape(-1), self.weight[layers].reshape(-1)
+        return self.mean[group.layers].reshape(-1), self.weight[group.layers].reshape(-1)
 
     def tables_of(self, steps: Steps) -> RansTables:
         """Return the tables of levels of a kind. CorruptPayload along a trellis of which the profile says nothing."""
