@@ -23,11 +23,9 @@ from kvtide.codec.tide import (
     Moments,
     Steps,
     TideCodec,
-    draft_profile,
+    draft_profiles,
     fit,
     joined_draft,
-    joint_power,
-    joint_stages,
 )
 from kvtide.group import ALL_ROWS
 
@@ -437,9 +435,7 @@ def drafts_of(cost: str, is_loud: bool, is_split: bool) -> tuple[AllRows, list[P
         moments.add_sensitivity(felt * np.ones(shape))
         pairs.append((layout_of(group), moments.state))
     rows = AllRows(WHOLE, PLACES, None)
-    power = joint_power(pairs)
-    stages = joint_stages(rows, cost, pairs, power)
-    return rows, [draft_profile("m", layout, cost, None, state, power, stages) for layout, state in pairs]
+    return rows, draft_profiles("m", cost, pairs, [None] * len(PLACES), rows)
 
 
 @pytest.mark.parametrize("is_loud", [False, True], ids=["in line", "loud"])

@@ -12,7 +12,7 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary import Frequencies, Pairs, Rotary
 from kvtide.codec.tide import fit
-from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profile, finished_profile
+from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profiles, finished_profile
 
 # Three ranges of five layers.
 LAYOUT = BlockLayout(layers=15, tokens=16, kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32)
@@ -109,7 +109,7 @@ def fitted_to(
     for meta, bits in pairs:
         moments.add(meta, bits, rotary)
     moments.add_sensitivity(sensitivity * np.ones((layout.layers, 2, layout.kv_heads * layout.head_dim)))
-    draft = draft_profile("made up", layout, cost, rotary, moments.state)
+    (draft,) = draft_profiles("made up", cost, [(layout, moments.state)], [rotary])
     counts = TideCounts(draft)
     for seed, (meta, bits) in enumerate(pairs):
         counts.add(meta, bits, seed)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtide.codec import Profile
-from kvtide.codec.tide import COSTS, Moments, Steps, TideCodec, draft_profile
+from kvtide.codec.tide import COSTS, Moments, Steps, TideCodec, draft_profiles
 from kvtide.engines.calibrate import calibration as module
 from kvtide.engines.calibrate import split_texts
 from kvtide.engines.calibrate import texts as corpus
@@ -214,7 +214,8 @@ def test_products_of_errors_and_gradients_add_up_to_the_kl(tiny_model: Any) -> N
     for meta, bits in zip(context.metas[0], context.blocks[0], strict=True):
         moments.add(meta, bits, rotaries[0])
     moments.add_sensitivity(cache_sensitivity(contexts, context, ids[TOKENS:], rotaries, torch.Generator())[0])
-    codec = TideCodec(draft_profile("tiny", layout, "layer", rotaries[0], moments.state)).with_steps(Steps(-12, 0))
+    (draft,) = draft_profiles("tiny", "layer", [(layout, moments.state)], rotaries)
+    codec = TideCodec(draft).with_steps(Steps(-12, 0))
     (coded,) = coded_prefixes([codec], context)
     weights = [codec.model.weight]
     (found,) = loss_shares(contexts, context, coded.decoded, ids[TOKENS:], rotaries, weights)

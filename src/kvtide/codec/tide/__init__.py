@@ -7,12 +7,10 @@ from kvtide.codec.tide.fit import (
     AllRows,
     Moments,
     TideCounts,
-    draft_profile,
+    draft_profiles,
     finished_profile,
     is_staged,
     joined_draft,
-    joint_power,
-    joint_stages,
 )
 from kvtide.codec.tide.grid import THIRD
 from kvtide.codec.tide.model import EXCESS_MAX
@@ -28,10 +26,8 @@ __all__ = [
     "Steps",
     "TideCodec",
     "TideCounts",
-    "draft_profile",
+    "draft_profiles",
     "finished_profile",
     "is_staged",
     "joined_draft",
-    "joint_power",
-    "joint_stages",
 ]

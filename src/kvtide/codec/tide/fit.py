@@ -6,8 +6,7 @@ texts.
 
 A wide layer's transform is in two stages: each block of values has its own, then there is one for the strongest
 components of all blocks. One matrix over 2 x 8 heads x 128 dims takes 2,048 products a value, blocks of 128 and 256
-mixed components take 160. A model's groups of layers are fitted so that a step means the same in all (`joint_power`);
-engines whose blocks have the rows of all layers take one profile of them (`joined_draft`).
+mixed components take 160. Engines whose blocks have the rows of all layers take one profile of them (`joined_draft`).
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ class Moments:
 
 
 class _Spread(NamedTuple):
-    """Mean and variance by (groups, values), weight by (layers, 2, channels), which `power` is then to scale.
+    """Mean and variance by (groups, values), weight by (layers, 2, channels), over the root of the model's power.
 
     octaves: by how much each channel is to be louder, (layers, 2, channels); zeros where none is far out of line.
     squares: sums over tokens, as `Moments` has them.
@@ -204,21 +203,12 @@ class _Spread(NamedTuple):
         """Return the mean square of weighted values."""
         return float((self.weight**2 * self.variance.reshape(self.weight.shape)).mean())
 
-    def weights(self, power: float | None) -> NDArray[np.float64]:
-        """Return the weights over the root of a power, by default their own."""
-        found: NDArray[np.float64] = self.weight / np.sqrt(self.power if power is None else power)
+    def weighted(self, group: int) -> _Matrix:
+        """Return the second moments of a group's weighted values."""
+        by_value = self.weight.reshape(len(self.mean), -1)[group]
+        square = _centred(self.squares[group].astype(np.float64) / self.tokens, self.mean[group])
+        found: _Matrix = square * by_value[:, None] * by_value
         return found
-
-    def weighted(self, power: float | None) -> _Weighted:
-        """Return what returns the second moments of a group's weighted values."""
-        by_value = self.weights(power).reshape(len(self.mean), -1)
-
-        def of_group(group: int) -> _Matrix:
-            square = _centred(self.squares[group].astype(np.float64) / self.tokens, self.mean[group])
-            found: _Matrix = square * by_value[group][:, None] * by_value[group]
-            return found
-
-        return of_group
 
 
 def _spread(layout: BlockLayout, moments: Arrays) -> _Spread:
@@ -278,45 +268,68 @@ def _centred(square: NDArray[Any], mean: NDArray[np.float64]) -> _Matrix:
     return found
 
 
-def draft_profile(
-    model: str,
-    layout: BlockLayout,
-    cost_name: str,
-    rotary: Rotary | None,
-    moments: Arrays,
-    power: float | None = None,
-    stages: Stages | None = None,
-) -> Profile:
-    """Return a profile with means, weights and transform, whose tables are all alike. ValueError without moments.
+class AllRows(NamedTuple):
+    """Rows of one shape in all groups of a model: the layout of a block of all, and each group's layers in it."""
 
-    power, stages: `joint_power` and `joint_stages` for one group of a model of several.
+    layout: BlockLayout
+    places: tuple[tuple[int, ...], ...]
+    rotary: Rotary | None
+
+
+def draft_profiles(
+    model: str,
+    cost_name: str,
+    groups: Sequence[tuple[BlockLayout, Arrays]],
+    rotaries: Sequence[Rotary | None],
+    rows: AllRows | None = None,
+) -> list[Profile]:
+    """Return a profile of each group's moments with means, weights and transform, whose tables are all alike.
+
+    A step means the same in all. With `rows` their transforms have the same stages, chosen by all layers, so that they
+    can be joined. ValueError without moments.
     """
-    cost, spread = COSTS[cost_name], _spread(layout, moments)
-    mean, weight, weighted = spread.mean, spread.weights(power), spread.weighted(power)
-    span, groups = transform_layers(cost, layout), range(len(mean))
+    cost, spreads = COSTS[cost_name], [_spread(*each) for each in groups]
+    powers = [each.power for each in spreads]
+    # Of a plain model it would be its own, but for rounding.
+    power = np.average(powers, weights=[each.mean.size for each in spreads]) if len(powers) > 1 else powers[0]
+    spreads = [each._replace(weight=each.weight / np.sqrt(power)) for each in spreads]
+    stages = None
+    if rows is not None and all(is_staged(cost, layout) for layout, _ in groups):
+        homes = {place: (group, layer) for group, mine in enumerate(rows.places) for layer, place in enumerate(mine)}
+        weighted = {place: partial(spreads[group].weighted, layer) for place, (group, layer) in homes.items()}
+        has_all = all(each.squares.ndim == 3 for each in spreads)
+        stages = choose_stages(rows.layout, has_all, lambda place: weighted[place]())
+    drafts = []
+    for (layout, moments), rotary, spread in zip(groups, rotaries, spreads, strict=True):
+        arrays = _drafted(layout, cost, spread, stages)
+        arrays["rotary"] = np.frombuffer(rotary.to_bytes() if rotary else b"", dtype=np.uint8)
+        calibrated_on = (int(moments["texts"][0]), int(moments["tokens"][0]))
+        drafts.append(Profile.make(f"tide-{cost_name}", model, layout, calibrated_on, arrays))
+    return drafts
+
+
+def _drafted(layout: BlockLayout, cost: Cost, spread: _Spread, stages: Stages | None) -> dict[str, NDArray[Any]]:
+    mean, weight, span, groups = spread.mean, spread.weight, transform_layers(cost, layout), range(len(spread.mean))
     if stages is None and is_staged(cost, layout):
-        stages = choose_stages(layout, spread.squares.ndim == 3, weighted)
+        stages = choose_stages(layout, spread.squares.ndim == 3, spread.weighted)
     if spread.squares.ndim == 2:
         arrays = _ordered(spread.variance, weight.reshape(len(mean), -1))
     elif stages is not None:
-        arrays = _stacked(_staged(weighted(group), stages) for group in groups)
+        arrays = _stacked(_staged(spread.weighted(group), stages) for group in groups)
     else:
-        arrays = _stacked(_transform(weighted(group), cost) for group in groups)
+        arrays = _stacked(_transform(spread.weighted(group), cost) for group in groups)
     octaves = spread.octaves.astype(np.int16)
     if octaves.any():
         arrays |= {"even_weight": (weight / np.exp2(octaves)).astype(np.float32), "octaves": octaves}
     else:
         arrays |= {"weight": weight.astype(np.float32)}
-    arrays |= {
+    return arrays | {
         "span": np.array([span, section_layers(layout.layers, span)], dtype=np.uint32),
-        "rotary": np.frombuffer(rotary.to_bytes() if rotary else b"", dtype=np.uint8),
         "mean": mean.reshape(weight.shape).astype(np.float32),
         "pulls": np.zeros((TOPS, 4), dtype=np.int16),
         "tables": table_bytes(rounded_tables(np.zeros((TABLES, 32), dtype=np.uint64))),
         "curve": np.array([[0, 1, 1e-3], [THIRD, 0.5, 1e-2]], dtype=np.float32),
     }
-    calibrated_on = (int(moments["texts"][0]), int(moments["tokens"][0]))
-    return Profile.make(f"tide-{cost_name}", model, layout, calibrated_on, arrays)
 
 
 def _stacked(groups: Iterable[Arrays]) -> dict[str, NDArray[Any]]:
@@ -439,40 +452,10 @@ _BY_LAYER = ("mean", "weight", "even_weight", "octaves", "scale", "order", "fine
 _PREFIXES = ("", "mix_", "block_")
 
 
-class AllRows(NamedTuple):
-    """Rows of one shape in all groups of a model: the layout of a block of all, and each group's layers in it."""
-
-    layout: BlockLayout
-    places: tuple[tuple[int, ...], ...]
-    rotary: Rotary | None
-
-
-def joint_power(groups: Sequence[tuple[BlockLayout, Arrays]]) -> float:
-    """Return the power of all values of a model of several groups, from their moments. ValueError without any."""
-    values = [layout.layers * layout.kv_heads * layout.head_dim for layout, _ in groups]
-    return float(np.average([_spread(*each).power for each in groups], weights=values))
-
-
-def joint_stages(
-    rows: AllRows, cost_name: str, groups: Sequence[tuple[BlockLayout, Arrays]], power: float | None
-) -> Stages | None:
-    """Return the stages of all groups' transforms, chosen by all layers, which share a profile; None for one stage.
-
-    power: `joint_power`, None for a lone group's own.
-    """
-    if not all(is_staged(COSTS[cost_name], layout) for layout, _ in groups):
-        return None
-    moments = [_spread(*each).weighted(power) for each in groups]
-    homes = {place: (group, layer) for group, mine in enumerate(rows.places) for layer, place in enumerate(mine)}
-    weighted = {place: partial(moments[group], layer) for place, (group, layer) in homes.items()}
-    has_all = all(each["square"].ndim == 3 for _, each in groups)
-    return choose_stages(rows.layout, has_all, lambda place: weighted[place]())
-
-
 def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
     """Return one draft of all layers, of the group ALL_ROWS; None if transforms span layers, which groups part.
 
-    drafts: of each group, with `joint_power` and `joint_stages`.
+    drafts: of each group, made with the same rows.
     """
     if any(int(each.arrays["span"][0]) != 1 for each in drafts):
         return None

@@ -25,12 +25,10 @@ from kvtide.codec.tide import (
     Steps,
     TideCodec,
     TideCounts,
-    draft_profile,
+    draft_profiles,
     finished_profile,
     is_staged,
     joined_draft,
-    joint_power,
-    joint_stages,
 )
 from kvtide.engines.calibrate.judge import (
     SHARE_TOKENS,
@@ -160,18 +158,11 @@ class TideCalibration:
         return profiles, CalibrationReport(rising, len(self._texts.held_out), ratio, is_overfitted, wanted)
 
     def _drafts(self, moments: Sequence[State]) -> list[Profile]:
-        shapes, cost = self._shapes, self._cost
-        # Of a plain model it would be its own, but for rounding.
-        pairs = [(shape.layout, state) for shape, state in zip(shapes, moments, strict=True)]
-        power = joint_power(pairs) if len(pairs) > 1 else None
-        stages = joint_stages(self._all_rows, cost, pairs, power) if self._all_rows is not None else None
-        drafts = [
-            draft_profile(self._name, layout, cost, rotary, state, power, stages)
-            for (layout, state), rotary in zip(pairs, self._rotaries, strict=True)
-        ]
+        groups = [(shape.layout, state) for shape, state in zip(self._shapes, moments, strict=True)]
+        drafts = draft_profiles(self._name, self._cost, groups, self._rotaries, self._all_rows)
         return [
             draft.with_arrays({"group": np.frombuffer(shape.group.encode(), dtype=np.uint8)}) if shape.group else draft
-            for shape, draft in zip(shapes, drafts, strict=True)
+            for shape, draft in zip(self._shapes, drafts, strict=True)
         ]
 
     def _finished(self, drafts: Sequence[Profile], counts: Sequence[State], curves: _Curves) -> list[Profile]:
