@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, check_bits
+from kvtide.codec.base import OrderingCodec, layer_section_ids
 from kvtide.codec.profile import Profile
 from kvtide.codec.tide import TideCodec
 from kvtide.errors import CorruptPayload, UnencodableBlock
@@ -51,7 +52,7 @@ class PackedBase(NamedTuple):
         return bool((self.orders != np.arange(self.orders.shape[1])).any())
 
 
-class PackedCodec:
+class PackedCodec(OrderingCodec):
     """Exact blocks whose tokens are stored in an order of their own; parts of them decode too."""
 
     codec_id = "packed-1"
@@ -69,7 +70,6 @@ class PackedCodec:
         self._orders: Orders | None = None
 
     def ordered(self, orders: Orders) -> PackedCodec:
-        """Return this codec for one block, whose tokens it stores in these orders (layers, tokens)."""
         if not is_order(orders):
             raise ValueError(f"expected every token once a layer, got {orders.shape}")
         found = copy(self)
@@ -78,7 +78,6 @@ class PackedCodec:
 
     @property
     def profile(self) -> bytes | None:
-        """Digest of the base's profile."""
         return self._base.profile
 
     @property
@@ -87,7 +86,6 @@ class PackedCodec:
         return self.profile is not None
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
-        """Return the base's bound and a copy of the block."""
         return self._base.scratch_bytes(layout) + layout.raw_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
@@ -99,9 +97,7 @@ class PackedCodec:
         bases = self._base.encode(meta, bits)
         layers, tokens = meta.layout.layers, meta.layout.tokens
         assert tokens <= 65536
-        orders = self._orders
-        if orders is None:
-            orders = np.tile(np.arange(tokens, dtype=np.uint16), (layers, 1))
+        orders = np.tile(np.arange(tokens, dtype=np.uint16), (layers, 1)) if self._orders is None else self._orders
         assert orders.shape == (layers, tokens)
         probe = bits[:, 0, :, : self._base.kv_heads] if isinstance(self._base, ProbeKeys) else None
         sections = _joined(bases, PackedBase(self._chunk_tokens, 0, orders, probe), bits)
@@ -139,17 +135,12 @@ class PackedCodec:
 
     def _split(self, meta: BlockMeta, sections: Sequence[Section]) -> tuple[PackedBase, list[Section]]:
         """Return how tokens are stored, and the base as tide has it. CorruptPayload if it is not whole."""
-        layers, tokens = meta.layout.layers, meta.layout.tokens
+        layers, tokens, layer = meta.layout.layers, meta.layout.tokens, 0
         orders, bases, said = np.empty((layers, tokens), dtype=np.uint16), [], set()
-        layer = 0
         for id_, data in sorted((each for each in sections if each.id.refinement == 0), key=lambda each: each.id):
             size = _PREFIX.size + 2 * tokens * (id_.layer_stop - id_.layer_start)
-            if (
-                id_.kind is not SectionKind.DATA
-                or id_.layer_start != layer
-                or id_.layer_stop > layers
-                or len(data) < size
-            ):
+            is_next = id_.kind is SectionKind.DATA and id_.layer_start == layer and id_.layer_stop <= layers
+            if not is_next or len(data) < size:
                 raise CorruptPayload(f"{meta.id}: {id_} is no base of layers from {layer} on, or has {len(data)} bytes")
             view = memoryview(data)
             said.add(_PREFIX.unpack_from(view))
@@ -182,10 +173,8 @@ class ProbeKeys:
         mine, theirs = self.kv_heads, meta.layout.kv_heads
         if mine > theirs:
             raise UnencodableBlock(f"impress reads keys of {mine} KV heads to choose, of {theirs}")
-        ids = (SectionId(SectionKind.DATA, 0, layer, layer + 1) for layer in range(len(bits)))
-        return [
-            Section(id_, _HEADS.pack(mine) + each[0, :, :mine].tobytes()) for id_, each in zip(ids, bits, strict=True)
-        ]
+        said, layers = _HEADS.pack(mine), zip(layer_section_ids(len(bits)), bits, strict=True)
+        return [Section(section_id, said + layer[0, :, :mine].tobytes()) for section_id, layer in layers]
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write keys, and zeros for all else. CorruptPayload as of `keys`."""
