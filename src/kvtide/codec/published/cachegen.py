@@ -388,10 +388,8 @@ class CachegenCodec(ProfiledCodec):
         channels, found = layout.kv_heads * layout.head_dim, []
         anchors = IntegerRuns(2, channels, _groups(layout))
         for layers in delta_layers(layout):
-            parts = []
-            for layer in layers:
-                id_ = SectionId(SectionKind.ANCHOR, 0, layer, layer + 1)
-                parts.append(SectionPart(id_, range(layer, layer + 1), 0, anchors))
+            ids = [SectionId(SectionKind.ANCHOR, 0, layer, layer + 1) for layer in layers]
+            parts = [SectionPart(id_, range(id_.layer_start, id_.layer_stop), 0, anchors) for id_ in ids]
             for position in range(1, min(GROUP_TOKENS, layout.tokens)):
                 tokens = len(range(position, layout.tokens, GROUP_TOKENS))
                 id_ = SectionId(SectionKind.DELTA, position, layers.start, layers.stop)
@@ -515,20 +513,20 @@ class ProfileFitter:
             raise ValueError("calibration needs at least one full block, got none")
         squares = np.zeros((self._layout.layers, 2))
         for bits in blocks:
-            for layer, which, half in _halves(bits):
-                squares[layer, which] += delta_deviation(half, self._layout) ** 2
+            for place, half in _halves(bits):
+                squares[place] += delta_deviation(half, self._layout) ** 2
         self.deviation = np.sqrt(squares / len(blocks)).astype(np.float32)
 
     def add(self, bits: BlockBits) -> None:
         """Count a block. ValueError if it is not of the layout; UnencodableBlock if a value is not finite."""
         check_bits(bits, self._layout)
         assert self.deviation.any(), "scale before add"
-        for layer, which, half in _halves(bits):
-            for name, numbers in self._split(layer, which, half):
+        for place, half in _halves(bits):
+            for name, numbers in self._split(*place, half):
                 shape = (self._layout.layers, 2, len(numbers), 2 * VALUE_MAX + 1)
                 if name not in self._counts:
                     self._counts[name] = np.zeros(shape, dtype=np.uint32)
-                self._counts[name][layer, which] += value_counts(numbers).astype(np.uint32)
+                self._counts[name][place] += value_counts(numbers).astype(np.uint32)
         self._blocks += 1
 
     def _split(self, layer: int, which: int, half: NDArray[np.uint8]) -> Iterator[tuple[str, Integers]]:
@@ -561,8 +559,7 @@ class ProfileFitter:
         return Profile.make(self._kind, self._model, self._layout, (texts, tokens), arrays)
 
 
-def _halves(bits: BlockBits) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
-    """Yield K and V of each layer: the layer, 0 or 1, and their bytes."""
-    for layer, values in enumerate(layer_views(bits)):
-        for which, half in enumerate(values.reshape(2, -1)):
-            yield layer, which, half
+def _halves(bits: BlockBits) -> Iterator[tuple[tuple[int, int], NDArray[np.uint8]]]:
+    """Yield the bytes of K and V of each layer, each with its place (layer, 0 or 1)."""
+    for i, half in enumerate(bits.reshape(2 * len(bits), -1).view(np.uint8)):
+        yield divmod(i, 2), half

@@ -66,10 +66,9 @@ class SnippetCodec:
         sections = _named(self._anchors.encode(anchors, firsts), SectionKind.ANCHOR)
         if deltas is None:
             return sections
-        values, is_delta = values_of(bits, meta.layout.dtype), np.arange(meta.layout.tokens) % STRIDE > 0
         with np.errstate(invalid="ignore", over="ignore"):
-            found: Any = (values - _of_group(values_of(firsts, meta.layout.dtype), meta.layout))[:, :, is_delta]
-        differences = np.ascontiguousarray(found).view(np.uint32)
+            found = values_of(bits, meta.layout.dtype) - _of_group(firsts, meta.layout)
+        differences: Any = np.ascontiguousarray(found[:, :, np.arange(meta.layout.tokens) % STRIDE > 0]).view(np.uint32)
         return sections + _named(self._deltas.encode(deltas, differences), SectionKind.DELTA)
 
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
@@ -88,12 +87,9 @@ class SnippetCodec:
             return
         differences: BlockBits = np.empty(deltas.layout.shape, deltas.layout.bits_dtype)
         self._deltas.decode(deltas, rest, differences)
-        values, is_delta = (
-            _of_group(values_of(firsts, meta.layout.dtype), meta.layout),
-            np.arange(meta.layout.tokens) % STRIDE > 0,
-        )
+        values = _of_group(firsts, meta.layout)
         with np.errstate(over="ignore"):
-            values[:, :, is_delta] += differences.view(np.float32)
+            values[:, :, np.arange(meta.layout.tokens) % STRIDE > 0] += differences.view(np.float32)
         out[:] = _bits(values, meta.layout.dtype)
         out[:, :, ::STRIDE] = firsts
 
@@ -107,8 +103,8 @@ def _halves(meta: BlockMeta) -> tuple[BlockMeta, BlockMeta | None]:
     return anchors, replace(anchors, layout=replace(layout, tokens=layout.tokens - groups, dtype=KVDtype.FLOAT32))
 
 
-def _of_group(firsts: NDArray[np.float32], layout: BlockLayout) -> NDArray[np.float32]:
-    return np.repeat(firsts, STRIDE, axis=2)[:, :, : layout.tokens]
+def _of_group(firsts: BlockBits, layout: BlockLayout) -> NDArray[np.float32]:
+    return np.repeat(values_of(firsts, layout.dtype), STRIDE, axis=2)[:, :, : layout.tokens]
 
 
 def _named(sections: Sequence[Section], kind: SectionKind) -> list[Section]:
