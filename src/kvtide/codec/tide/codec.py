@@ -130,9 +130,7 @@ class TideCodec:
         return sections
 
     def gain_and_excess(self, meta: BlockMeta, bits: BlockBits) -> tuple[float, float]:
-        """Return how much louder than usual a block's loudest tokens are at this step, in units, and its error over the
-        promised one; see `OwnLoss` and `TideModel.excess`.
-        """
+        """Return a block's gain at this step (`OwnLoss`), and its error over the promised one (`TideModel.excess`)."""
         projected = self._projected(meta, bits, self.steps, apart_tokens(meta, bits))
         return _gain(projected), excess_of(_fit(projected))
 

@@ -325,11 +325,11 @@ def _refine(
     """Add what a section says to `items`. CorruptPayload if it does not fit what is there."""
     steps, coded, state_counts = section
     planes, has_states = rows.planes(steps.base_units, refinement), steps.has_states(refinement)
-    tables, states = model.tables_of(steps), list[StateRows]()
+    tables, jobs = model.tables_of(steps), list[Rows | StateRows]()
     counts = np.zeros(len(tables.rows), dtype=np.int64)
     if has_states:
         every, under_first = planes[-1].state_rows(gains, items)
-        states.append(every)
+        jobs.append(every)
         for each in under_first:
             each.count_into(items, counts, path)
         # Counts so far are of both quantisers.
@@ -341,6 +341,5 @@ def _refine(
         each.count_into(items, counts, path)
     lists = Lists(counts, path)
     lists.decode(tables, coded)
-    every_row: list[Rows | StateRows] = [*plain, *states]
-    for each_row in every_row:
-        lists.take(each_row)
+    for job in [*plain, *jobs]:
+        lists.take(job)
