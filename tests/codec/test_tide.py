@@ -298,7 +298,7 @@ def test_quality_goes_through_the_curve() -> None:
         assert units_of_quality(curve, quality_of_units(curve, units)) in (units, units - 1)
     for quality in (0.0, -1.0, 2.0, float("nan")):
         with pytest.raises(ValueError, match="KL"):
-            units_of_quality(curve, quality)
+            TideCodec(fitted(LAYOUT), quality)
     # Steps are those that sections can say.
     flat = np.array([[0, 1, 1e-3], [1e6, 1, 1.001e-3]], np.float32)
     assert [units_of_quality(flat, quality) for quality in (1e-5, 1.0)] == [-480, 480]
@@ -648,14 +648,6 @@ def test_thirds_have_nothing_to_share_out() -> None:
     sections[base] = Section(sections[base].id, data[:at] + bytes(3) + data[at:])
     with pytest.raises(CorruptPayload, match="too many"):
         decoded(sections, codec)
-
-
-def test_a_base_that_is_the_last_section_has_states() -> None:
-    codec = TRELLIS.with_steps(Steps(-20, 0, is_trellis=True))
-    (section,) = [each for each in codec.encode(META, BITS) if each.id.layer_start == 0]
-    found, _ = split_base(memoryview(section.data), BITS[:LAYERS].shape)
-    assert found.steps == Steps(-20, 0, is_trellis=True)
-    assert found.state_counts
 
 
 LAW = LossLaw(DEFAULT_POSITIONS, (0.7, 0.09, 0.007, 0.0009))

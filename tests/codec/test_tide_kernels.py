@@ -17,22 +17,14 @@ from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype, values_of
 from kvtide.codec import Profile
 from kvtide.codec.rotary import Frequencies, Pairs, Rotary, RotaryTables
-from kvtide.codec.tide import (
-    COSTS,
-    AllRows,
-    Moments,
-    Steps,
-    TideCodec,
-    draft_profiles,
-    fit,
-    joined_draft,
-)
+from kvtide.codec.tide import COSTS, AllRows, Moments, Steps, TideCodec, draft_profiles, fit, joined_draft
+from kvtide.codec.tide.model import NO_STAGE
+from kvtide.codec.tide.model import _packed as packed
 from kvtide.group import ALL_ROWS
 
 PATHS = _native.tide_paths()
 NO_ORDER, NO_PANELS = np.empty(0, dtype=np.uint16), np.empty(0, dtype=np.int16)
 NO_CODED = np.empty(0, dtype=np.uint8)
-NO_STAGE = (NO_PANELS, 0, NO_ORDER, NO_ORDER)
 
 
 def block_of(values: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], int]:
@@ -55,13 +47,6 @@ def restored(path: str, tokens: int, channels: int, *coded: Any) -> np.ndarray:
     back = np.empty((2, tokens, channels), dtype=np.float32)
     _native.tide_restore(*(path, *coded, no_apart(channels), no_turns(tokens), *block_of(back)))
     return back.transpose(1, 0, 2).reshape(tokens, -1)
-
-
-def packed(matrix: np.ndarray) -> np.ndarray:
-    rows, columns = matrix.shape
-    panels = np.empty(-(-columns // 16) * (-(-rows // 2)) * 32, dtype=np.int16)
-    _native.tide_pack(matrix, panels)
-    return panels
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -121,7 +106,7 @@ def test_transforms_are_the_twins(path: str, seed: int, tokens: int, channels: i
     mean = rng.normal(size=count).astype(np.float32)
     scale = rng.uniform(20, 60, count).astype(np.float32)
     steps, apart = np.empty((tokens, used), dtype=np.int16), np.zeros(tokens, dtype=np.uint8)
-    transposed, block = packed(np.ascontiguousarray(matrix.T)), (*block_of(values), no_turns(tokens))
+    transposed, block = packed(matrix.T), (*block_of(values), no_turns(tokens))
     seen = _native.tide_project(path, *block, mean, scale, transposed, (count, count), NO_STAGE, NO_CODED, apart, steps)
     assert not apart.any()
     expected, energy = twin.seen(values, mean, scale, matrix[:used])
@@ -165,9 +150,9 @@ def test_transforms_in_two_stages_are_the_twins(path: str, seed: int, tokens: in
     values = rng.normal(size=(2, tokens, channels)).astype(np.float32)
     mean, scale = rng.normal(size=count).astype(np.float32), rng.uniform(20, 60, count).astype(np.float32)
     steps, apart = np.empty((tokens, len(places)), dtype=np.int16), np.zeros(tokens, dtype=np.uint8)
-    there = np.concatenate([packed(np.ascontiguousarray(each.T)) for each in matrices])
+    there = np.concatenate([packed(each.T) for each in matrices])
     stage = (there, block, strongest, places)
-    panels = packed(np.ascontiguousarray(mix.T)) if mixed else NO_PANELS
+    panels = packed(mix.T) if mixed else NO_PANELS
     rest_of: tuple[Any, ...] = (panels, (mixed, mixed), stage, NO_CODED, apart, steps)
     assert _native.tide_project(path, *block_of(values), no_turns(tokens), mean, scale, *rest_of)
     assert not apart.any()
@@ -432,7 +417,7 @@ def drafts_of(cost: str, is_loud: bool, is_split: bool) -> tuple[AllRows, list[P
         shape = (layout_of(group).layers, 2, 32)
         loud = np.tile(np.array([1, 64, 1, 1, 1, 64, 1, 1 / 16]), 4) ** -2.0
         felt = np.stack([loud, np.ones(32)]) if is_loud and group else np.ones(shape)
-        moments.add_sensitivity(felt * np.ones(shape))
+        moments.add_text(felt * np.ones(shape))
         pairs.append((layout_of(group), moments.state))
     rows = AllRows(WHOLE, PLACES, None)
     return rows, draft_profiles("m", cost, pairs, [None] * len(PLACES), rows)

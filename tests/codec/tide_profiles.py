@@ -108,7 +108,7 @@ def fitted_to(
     moments = Moments(layout, COSTS[cost])
     for meta, bits in pairs:
         moments.add(meta, bits, rotary)
-    moments.add_sensitivity(sensitivity * np.ones((layout.layers, 2, layout.kv_heads * layout.head_dim)))
+    moments.add_text(sensitivity * np.ones((layout.layers, 2, layout.kv_heads * layout.head_dim)))
     (draft,) = draft_profiles("made up", cost, [(layout, moments.state)], [rotary])
     counts = TideCounts(draft)
     for seed, (meta, bits) in enumerate(pairs):

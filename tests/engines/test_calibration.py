@@ -213,7 +213,7 @@ def test_products_of_errors_and_gradients_add_up_to_the_kl(tiny_model: Any) -> N
     context, moments = judge.context, Moments(layout, COSTS["layer"])
     for meta, bits in zip(context.metas[0], context.blocks[0], strict=True):
         moments.add(meta, bits, rotaries[0])
-    moments.add_sensitivity(cache_sensitivity(contexts, context, ids[TOKENS:], rotaries, torch.Generator())[0])
+    moments.add_text(cache_sensitivity(contexts, context, ids[TOKENS:], rotaries, torch.Generator())[0])
     (draft,) = draft_profiles("tiny", "layer", [(layout, moments.state)], rotaries)
     codec = TideCodec(draft).with_steps(Steps(-12, 0))
     (coded,) = coded_prefixes([codec], context)

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.codec.base import ByteReader
-from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyTables, Escapes, RansTables, Runs
-from kvtide.codec.entropy import Streams as CodedStreams
+from kvtide.codec.entropy import ESCAPE, SYMBOLS, EntropyTables, Escapes, RansTables, Runs, Streams
 from kvtide.errors import CorruptPayload
 
 SHIFT_MAX = 6
@@ -165,7 +164,7 @@ def _best_shifts(counts: NDArray[np.uint64]) -> tuple[NDArray[np.uint8], NDArray
 class WrittenIntegers(NamedTuple):
     """Coded numbers in pieces: the streams, the escapes that each takes, and the planes of low bits, back to back."""
 
-    streams: CodedStreams
+    streams: Streams
     escape_counts: Sequence[int]
     escapes: Integers
     planes: bytes
@@ -211,7 +210,7 @@ def decode_alike(pieces: Sequence[CodedIntegers], runs: IntegerRuns, distributio
 
     Side by side they meet each table once, which is faster than one after the other.
     """
-    streams = CodedStreams(b"".join(piece.streams for piece in pieces), [size for p in pieces for size in p.sizes])
+    streams = Streams(b"".join(piece.streams for piece in pieces), [size for p in pieces for size in p.sizes])
     elements = np.frombuffer(b"".join(piece.escapes for piece in pieces), dtype="<u2").astype(np.uint16)
     escapes = Escapes(elements, np.array([count for p in pieces for count in p.escape_counts], dtype=np.uint64))
     out = np.empty((len(pieces) * runs.streams, runs.runs * runs.symbols), dtype=np.uint16)

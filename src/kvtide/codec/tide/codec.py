@@ -20,7 +20,7 @@ from kvtide.codec.profile import Profile
 from kvtide.codec.tide.coding import Fit, Projected, apart_tokens, decode_range, encode_range, project
 from kvtide.codec.tide.grid import step_of
 from kvtide.codec.tide.law import losses_by_block
-from kvtide.codec.tide.model import QUALITY_MAX, QUALITY_MIN, TideModel, check_quality, place_groups
+from kvtide.codec.tide.model import QUALITY_MAX, QUALITY_MIN, TideModel, place_groups
 from kvtide.codec.tide.promise import Seen, check_decoded_error, check_promise, excess_of, promise_of
 from kvtide.codec.tide.section import REFINEMENTS_MAX, Steps, StoredLayers, gains_of, load_values, steps_of
 from kvtide.errors import CorruptPayload, UnencodableBlock
@@ -35,16 +35,9 @@ class TideCodec:
 
     codec_id = "tide-1"
     is_lossless = False
-    # Of a spec that does not say.
-    QUALITY = 5e-3
-    REFINEMENTS = 2
 
     def __init__(
-        self,
-        profile: Profile | None = None,
-        quality: float = QUALITY,
-        refinements: int = REFINEMENTS,
-        path: str | None = None,
+        self, profile: Profile | None = None, quality: float = 5e-3, refinements: int = 2, path: str | None = None
     ) -> None:
         """quality: the KL divergence of the next token, in nats, that all refinements together are to have.
 
@@ -54,7 +47,8 @@ class TideCodec:
         """
         if not 0 <= refinements <= REFINEMENTS_MAX:
             raise ValueError(f"tide has 0 to {REFINEMENTS_MAX} refinements, got {refinements!r}")
-        check_quality(quality)
+        if not QUALITY_MIN <= quality <= QUALITY_MAX:
+            raise ValueError(f"quality is a KL divergence from {QUALITY_MIN} to {QUALITY_MAX}, got {quality!r}")
         # The profile made ready.
         self.model = TideModel(profile) if profile else None
         self._path = _native.tide_paths()[0] if path is None else path
@@ -84,11 +78,10 @@ class TideCodec:
 
     def rounded(self) -> Self:
         """Return a codec of the same quality whose levels lie on no trellis, all at one step: as devices encode."""
-        codec = copy(self)
+        codec, model = copy(self), self._profiled()
+        quality = max(self.quality * math.exp(-model.own_loss.deviation), QUALITY_MIN)
+        codec.steps = Steps(model.final_units(quality, is_trellis=False), self.steps.refinements)
         codec._is_own = False
-        if self.model is not None:
-            quality = max(self.quality * math.exp(-self.model.own_loss.deviation), QUALITY_MIN)
-            codec.steps = Steps(self.model.final_units(quality, is_trellis=False), self.steps.refinements)
         return codec
 
     @property

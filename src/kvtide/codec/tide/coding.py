@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta
+from kvtide.codec.entropy import RansTables
 from kvtide.codec.tide.grid import (
     STATE_PAIRS,
     TABLES,
@@ -290,7 +291,7 @@ def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryv
     missing = steps.refinements + 1 - len(run)
     if missing < 0:
         raise CorruptPayload(f"tide: a refinement {len(run) - 1} where there are {steps.refinements}")
-    units = steps.final_units + THIRD * missing
+    units, tables = steps.final_units + THIRD * missing, model.tables_of(steps)
     rows = place_groups(model, target.layer_start, units)
     # Every row gets a top value before anything reads it. With all refinements of a trellis here they are half steps.
     items = np.empty((len(rows.scales), tokens), dtype=np.int16)
@@ -298,7 +299,7 @@ def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryv
         found = split_refinement(data) if refinement else section
         if found.steps != steps:
             raise CorruptPayload(f"tide: refinement {refinement} has {found.steps}, its base {steps}")
-        _refine(model, path, rows, gains, items, refinement, found)
+        _refine(tables, path, rows, gains, items, refinement, found)
     pulls = _NO_PULLS if steps.is_trellis and not missing else model.pulls
     classes, octaves = top_tables(rows.scales, gains, units), model.octaves_of(target.layers)
     apart = base.apart if octaves is None else base.apart.with_octaves(octaves)
@@ -314,19 +315,12 @@ def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryv
 
 
 def _refine(
-    model: TideModel,
-    path: str,
-    rows: RangeRows,
-    gains: Units,
-    items: Items,
-    refinement: int,
-    section: SectionBytes,
+    tables: RansTables, path: str, rows: RangeRows, gains: Units, items: Items, refinement: int, section: SectionBytes
 ) -> None:
     """Add what a section says to `items`. CorruptPayload if it does not fit what is there."""
     steps, coded, state_counts = section
     planes, has_states = rows.planes(steps.base_units, refinement), steps.has_states(refinement)
-    tables, jobs = model.tables_of(steps), list[Rows | StateRows]()
-    counts = np.zeros(len(tables.rows), dtype=np.int64)
+    counts, jobs = np.zeros(len(tables.rows), dtype=np.int64), list[Rows | StateRows]()
     if has_states:
         every, under_first = planes[-1].state_rows(gains, items)
         jobs.append(every)

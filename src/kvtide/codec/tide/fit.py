@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvtide import _native
@@ -174,13 +173,12 @@ class Moments:
                 square += rows.T @ rows if square.ndim == 2 else (rows * rows).sum(axis=0)
         state["tokens"] += int(is_coded.sum())
 
-    def add_sensitivity(self, sensitivity: NDArray[np.float64]) -> None:
-        """Take a text and its mean squared gradient of the loss by each value: (layers, 2, channels)."""
-        self.state["sensitivity"] += sensitivity
-        self.add_text()
+    def add_text(self, sensitivity: NDArray[np.float64] | float) -> None:
+        """Take a text and its mean squared gradient of the loss by each value: (layers, 2, channels).
 
-    def add_text(self) -> None:
-        """Take a text whose gradients were not measured. That of others is then too small, alike for all values."""
+        0 where it was not measured. That of others is then too small, alike for all values.
+        """
+        self.state["sensitivity"] += sensitivity
         self.state["texts"] += 1
 
 
@@ -453,10 +451,7 @@ _PREFIXES = ("", "mix_", "block_")
 
 
 def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
-    """Return one draft of all layers, of the group ALL_ROWS; None if transforms span layers, which groups part.
-
-    drafts: of each group, made with the same rows.
-    """
+    """Return one draft of all layers, of the group ALL_ROWS; None if transforms span layers. drafts: of these rows."""
     if any(int(each.arrays["span"][0]) != 1 for each in drafts):
         return None
     parts = [dict(each.arrays) for each in drafts]
@@ -466,15 +461,14 @@ def joined_draft(rows: AllRows, drafts: Sequence[Profile]) -> Profile | None:
             each["octaves"] = np.zeros(weight.shape, dtype=np.int16)
     order = np.argsort([place for places in rows.places for place in places])
     names = {f"{prefix}{name}" for prefix in _PREFIXES for name in _BY_LAYER}
-    joined = {name: np.concatenate([each[name] for each in parts])[order] for name in parts[0] if name in names}
-    layers = rows.layout.layers
-    shared: dict[str, NDArray[Any]] = {
-        "span": np.array([1, section_layers(layers, 1)], dtype=np.uint32),
+    arrays = {name: np.concatenate([each[name] for each in parts])[order] for name in parts[0] if name in names}
+    arrays |= {
+        "span": np.array([1, section_layers(rows.layout.layers, 1)], dtype=np.uint32),
         "rotary": np.frombuffer(rows.rotary.to_bytes() if rows.rotary else b"", dtype=np.uint8),
         "group": np.frombuffer(ALL_ROWS.encode(), dtype=np.uint8),
     }
-    rest = {name: array for name, array in parts[0].items() if name not in names}
-    return Profile.parse(replace(drafts[0], layers=layers, arrays=rest | joined | shared).to_bytes())
+    first = drafts[0]
+    return Profile.make(first.kind, first.model, rows.layout, (first.texts, first.tokens), parts[0] | arrays)
 
 
 class TideCounts:

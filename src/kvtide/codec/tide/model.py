@@ -68,18 +68,8 @@ CURVE_COLUMNS = 3
 QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0
 
 
-def check_quality(quality: float) -> None:
-    """ValueError unless it is a KL divergence from 1e-5 to 1."""
-    if not QUALITY_MIN <= quality <= QUALITY_MAX:
-        raise ValueError(f"quality is a KL divergence from {QUALITY_MIN} to {QUALITY_MAX}, got {quality!r}")
-
-
 def units_of_quality(curve: NDArray[np.float32], quality: float) -> int:
-    """Return the step, in units, at which the measured KL is `quality`; beyond the measured ends, by the slope there.
-
-    ValueError as in `check_quality`. CorruptPayload for a curve that is none.
-    """
-    check_quality(quality)
+    """Return the step in units at which KL is `quality`; beyond the ends by the slope. CorruptPayload for no curve."""
     units, kls = _points(curve)
     # The curve is float32: a quality that it names must not fall to the unit below.
     found = _between(kls, units, math.log(quality)) + 1e-3

@@ -15,7 +15,7 @@ from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta, KVDtype
 from kvtide.codec.base import ByteReader
 from kvtide.codec.entropy import Streams
-from kvtide.codec.rotary import Frequencies, Rotary, RotaryTables
+from kvtide.codec.rotary import Rotary, RotaryTables
 from kvtide.codec.tide.grid import PARTS, STATE_PAIRS, STREAMS, THIRD, CodedLists, part_sizes
 from kvtide.errors import CorruptPayload, UnencodableBlock
 
@@ -230,13 +230,10 @@ class KeyRotation:
             self._tables, self._dims = RotaryTables(nothing, nothing), (0, False)
             return
         make = rotary.inverse_tables if is_back else rotary.tables
-        found: dict[Frequencies, int] = {}
-        tables: list[RotaryTables] = []
-        for layer in range(layers):
-            kind = found.setdefault(rotary.frequencies(layer), len(found))
-            self._kinds[layer] = kind
-            if kind == len(tables):
-                tables.append(make(meta.start, tokens, layer))
+        frequencies = [rotary.frequencies(layer) for layer in range(layers)]
+        kinds = list(dict.fromkeys(frequencies))
+        self._kinds[:] = [kinds.index(each) for each in frequencies]
+        tables = [make(meta.start, tokens, frequencies.index(kind)) for kind in kinds]
         self._tables = RotaryTables(*(np.stack(part) for part in zip(*tables, strict=True)))
         self._dims = (rotary.dim_start, rotary.neighbours)
 

@@ -187,15 +187,13 @@ class TideCalibration:
             for group, rotary, *blocks in zip(moments, self._rotaries, context.metas, context.blocks, strict=True):
                 for meta, bits in zip(*blocks, strict=True):
                     group.add(meta, bits, rotary)
+            found: Sequence[NDArray[np.float64] | float] = [0.0] * len(moments)
             if position in sensed:
                 behind = ids[self._context(ids) :][:GRADIENT_TOKENS]
                 generator = torch.Generator().manual_seed(_SEED + position)
                 found = cache_sensitivity(self._contexts, context, behind, self._rotaries, generator)
-                for group, sensitivity in zip(moments, found, strict=True):
-                    group.add_sensitivity(sensitivity)
-            else:
-                for group in moments:
-                    group.add_text()
+            for group, sensitivity in zip(moments, found, strict=True):
+                group.add_text(sensitivity)
         return [each.state for each in moments]
 
     def _each(
