@@ -114,7 +114,7 @@ class TideCodec:
             steps = steps._replace(final_units=min(steps.final_units, self.steps.final_units - finer))
         if steps != self.steps:
             projected = self._projected(meta, bits, steps, apart)
-        for (start, stop), each in zip(_ranges(model), projected, strict=True):
+        for (start, stop), each in zip(model.ranges, projected, strict=True):
             coded = encode_range(model, self._path, each)
             ids = (SectionId(SectionKind.DATA, refinement, start, stop) for refinement in range(len(coded)))
             sections += map(Section, ids, coded)
@@ -130,7 +130,7 @@ class TideCodec:
     def _projected(self, meta: BlockMeta, bits: BlockBits, steps: Steps, apart: NDArray[np.uint8]) -> list[Projected]:
         model = self._profiled()
         turns = model.turns(meta, is_back=True)
-        layers = [StoredLayers(bits[start:stop], meta.layout.dtype, start, turns) for start, stop in _ranges(model)]
+        layers = [StoredLayers(bits[start:stop], meta.layout.dtype, start, turns) for start, stop in model.ranges]
         return [project(model, steps, each, apart, self._path) for each in layers]
 
     def check_decoded(self, meta: BlockMeta, bits: BlockBits, sections: Sequence[Section]) -> None:
@@ -147,7 +147,7 @@ class TideCodec:
         turns, units = model.turns(meta, is_back=True), self.steps.final_units
         excess = model.excess(units)
         is_coded, fit, rounding = apart_tokens(meta, bits) == 0, [], 0.0
-        for start, stop in _ranges(model):
+        for start, stop in model.ranges:
             exact, found = (load_values(StoredLayers(each[start:stop], dtype, start, turns)) for each in (bits, out))
             for place in place_groups(model, start, units).places:
                 layers = slice(place.group.layer_start - start, place.group.layer_stop - start)
@@ -203,20 +203,14 @@ def _gain(projected: Sequence[Projected]) -> float:
     return float(np.mean([each.loudness.gains[-1] for each in projected]))
 
 
-def _ranges(model: TideModel) -> list[tuple[int, int]]:
-    step = model.section_layers
-    return [(start, start + step) for start in range(0, model.profile.layers, step)]
-
-
 def _runs(model: TideModel, sections: Sequence[Section]) -> dict[tuple[int, int], list[memoryview]]:
     """Return each range's unbroken run of refinements. CorruptPayload if one has no base."""
-    by_id, ranges = {section.id: memoryview(section.data) for section in sections}, _ranges(model)
-    if len(by_id) != len(sections) or any(
-        kind is not SectionKind.DATA or (start, stop) not in ranges for kind, _, start, stop in by_id
-    ):
+    by_id = {section.id: memoryview(section.data) for section in sections}
+    are_ours = all(kind is SectionKind.DATA and (start, stop) in model.ranges for kind, _, start, stop in by_id)
+    if len(by_id) != len(sections) or not are_ours:
         raise CorruptPayload("tide sections are not of this profile's ranges of layers, or not once each")
     runs: dict[tuple[int, int], list[memoryview]] = {}
-    for start, stop in ranges:
+    for start, stop in model.ranges:
         run = runs[start, stop] = []
         while (data := by_id.get(SectionId(SectionKind.DATA, len(run), start, stop))) is not None:
             run.append(data)

@@ -496,9 +496,8 @@ class TideCounts:
             is_first = not self.state["trellis_blocks"][0]
             model.trellis = first_trellis() if is_first else make_trellis(trellis_tables(self.state["trellis_symbols"]))
         apart = apart_tokens(meta, bits)
-        for start in range(0, meta.layout.layers, model.section_layers):
-            here: Any = bits[start : start + model.section_layers]
-            stored = StoredLayers(here, meta.layout.dtype, start, model.turns(meta, is_back=True))
+        for start, stop in model.ranges:
+            stored = StoredLayers(bits[start:stop], meta.layout.dtype, start, model.turns(meta, is_back=True))
             for refinements in (0, _COUNT_REFINEMENTS):
                 units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
                 self._count(Steps(units, refinements), stored, apart)

@@ -63,8 +63,6 @@ NO_STAGE: Stage = (_NO_PANELS, 0, _NO_ORDER, _NO_ORDER)
 OCTAVES_MAX = 12
 # Scales of float32 values.
 SCALE_UNITS_MAX = 128 * UNITS
-# Step in units, bits an element, KL.
-CURVE_COLUMNS = 3
 QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0
 
 
@@ -83,8 +81,8 @@ def quality_of_units(curve: NDArray[np.float32], units: int) -> float:
 
 
 def _points(curve: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return steps and logarithms of KL."""
-    is_curve = curve.ndim == 2 and curve.shape[1] == CURVE_COLUMNS and len(curve) > 1 and np.isfinite(curve).all()
+    """Return steps and logarithms of KL. curve: rows of step in units, bits an element, KL."""
+    is_curve = curve.ndim == 2 and curve.shape[1] == 3 and len(curve) > 1 and np.isfinite(curve).all()
     if not is_curve or not (curve[:, 2] > 0).all():
         raise CorruptPayload("the profile's curve must have two or more points of step, bits and a KL above zero")
     units, kls = curve[:, 0].astype(np.float64), np.log(curve[:, 2].astype(np.float64))
@@ -284,6 +282,8 @@ class TideModel:
         if not is_nested or layers % section_layers:
             raise CorruptPayload(f"spans of {group_layers} and {section_layers} of {layers} layers")
         self.section_layers = section_layers
+        # Layers that share sections, [start, stop).
+        self.ranges = [(start, start + section_layers) for start in range(0, layers, section_layers)]
         rotary = arrays["rotary"].tobytes()
         self.rotary = Rotary.parse(rotary) if rotary else None
         turn = self.rotary
@@ -460,10 +460,8 @@ def _staged(arrays: _Arrays, extent: tuple[int, int], head_dim: int) -> dict[str
 def _is_once_each(places: Sequence[int], mixed: Sequence[int], values: int) -> bool:
     """Tell whether each component stands at one place, or is mixed."""
     inner = [place for place in places if place >= values]
-    outer = {place for place in places if place < values}
-    is_once = len(outer) + len(inner) == len(places) and len(set(mixed)) == len(mixed)
-    is_mixed = inner == list(range(values, values + len(mixed))) and max(mixed, default=0) < values
-    return is_once and is_mixed and outer.isdisjoint(mixed)
+    outer = [place for place in places if place < values]
+    return inner == list(range(values, values + len(mixed))) and sorted([*outer, *mixed]) == list(range(values))
 
 
 def _shaped(arrays: _Arrays, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -473,10 +471,9 @@ def _shaped(arrays: _Arrays, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     return found
 
 
-_SIXTEENTHS_OF_HALF = 8
 # What a bit is worth, in half steps squared. Least error at equal bits takes .35, 2 ln 2 times the error at many bits;
 # the model minds zeros in weak components more than their error says, and loses least at .1 to .2 (docs/codec.md).
-_PRICE = 0.12 * _SIXTEENTHS_OF_HALF**2
+_PRICE = 0.12 * (SIXTEENTHS // 2) ** 2
 _PRICED_LEVELS, _RATE_MAX = 16, 1000
 _TOTAL = 4096
 # Bits of a magnitude that has no symbol.

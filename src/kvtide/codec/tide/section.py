@@ -29,7 +29,6 @@ _STATE_COUNTS_BYTES_MAX = 8 * len(STATE_PAIRS)
 _PART_BITS = np.arange(0, 2 * PARTS, 2, dtype=np.uint8)
 # The parts of the four tokens that a byte stands for.
 _UNPACKED = (np.arange(256)[:, None] >> _PART_BITS & 3).astype(np.uint8)
-_BYTE_MAX = 127
 # 2^120: 127 of it, turned by RoPE, are a finite float32.
 _SCALE_BITS_MAX = 0x7B80
 
@@ -285,7 +284,7 @@ def keep_apart(stored: StoredLayers, positions: NDArray[np.uint16], octaves: Oct
 
 def kept_tokens(tokens: Floats, positions: NDArray[np.uint16]) -> Apart:
     """Return tokens, keys before RoPE, as they are kept. UnencodableBlock if a value is too large for bfloat16."""
-    peaks = np.abs(tokens).max(axis=-1, initial=0.0) / np.float32(_BYTE_MAX)
+    peaks = np.abs(tokens).max(axis=-1, initial=0.0) / np.float32(127)
     scales = (peaks.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)
     if scales.size and int(scales.max()) >= _SCALE_BITS_MAX:
         raise UnencodableBlock("a value is too large")
