@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Protocol, runtime_checkable
@@ -110,10 +110,9 @@ class ByteReader:
         return piece
 
 
-def layer_views(bits: BlockBits) -> Iterator[NDArray[np.uint8]]:
-    """Yield each layer of a contiguous block as flat bytes, without a copy."""
-    for layer in bits:
-        yield layer.reshape(-1).view(np.uint8)
+def layer_views(bits: BlockBits) -> NDArray[np.uint8]:
+    """Return the bytes of a contiguous block, without a copy: (layers, bytes)."""
+    return bits.reshape(len(bits), -1).view(np.uint8)
 
 
 @lru_cache(maxsize=64)

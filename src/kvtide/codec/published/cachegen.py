@@ -168,16 +168,13 @@ class ProfiledCodec(ABC):
         check_bits(bits, meta.layout)
         if self._profile and not self.fits(meta.layout):
             raise UnencodableBlock(f"the profile is of {self._profile.model}, whose shape is another")
-        views = list(layer_views(bits))
+        views = layer_views(bits)
         anchors: list[Section] = []
         deltas: list[Section] = []
         for parts in self.parts(meta.layout):
             own: list[Distribution] = []
-            layers = [
-                self._encode_layer(meta.layout, part, views[part.layers.start], own)
-                for part in parts
-                if not part.position
-            ]
+            firsts = [part for part in parts if not part.position]
+            layers = [self._encode_layer(meta.layout, part, views[part.layers.start], own) for part in firsts]
             anchors += [section for section, _ in layers]
             if parts[-1].position:
                 numbers = np.concatenate([numbers for _, numbers in layers])
@@ -214,7 +211,7 @@ class ProfiledCodec(ABC):
     def decode(self, meta: BlockMeta, sections: Sequence[Section], out: BlockBits) -> None:
         """Write the block that all anchors and any deltas make into `out`; where a delta lacks, the anchor's values."""
         check_bits(out, meta.layout)
-        views = list(layer_views(out))
+        views = layer_views(out)
         for found in self.coded(meta.layout, sections):
             self._restore(meta.layout, found, views[found.layers.start : found.layers.stop])
 
@@ -226,10 +223,8 @@ class ProfiledCodec(ABC):
         expected = {part.id: part.position for parts in all_parts for part in parts}
         anchors = {id_ for id_, position in expected.items() if not position}
         if len(by_id) != len(sections) or not anchors <= by_id.keys() <= expected.keys():
-            raise CorruptPayload(
-                f"expected anchors of {layout.layers} layers and some of {len(expected) - len(anchors)} sections of "
-                f"deltas, each once, got {len(sections)} sections"
-            )
+            wanted = f"anchors of {layout.layers} layers and some of {len(expected) - len(anchors)} sections of deltas"
+            raise CorruptPayload(f"expected {wanted}, each once, got {len(sections)} sections")
         for parts in all_parts:
             yield self._coded_layers(layout, [(part, by_id[part.id]) for part in parts if part.id in by_id])
 
@@ -257,7 +252,7 @@ class ProfiledCodec(ABC):
             found.append(CodedPart(part, coded, coded.distribution(part.runs, shared)))
         return CodedLayers(layers, heads, found)
 
-    def _restore(self, layout: BlockLayout, found: CodedLayers, views: Sequence[NDArray[np.uint8]]) -> None:
+    def _restore(self, layout: BlockLayout, found: CodedLayers, views: NDArray[np.uint8]) -> None:
         channels, groups = layout.kv_heads * layout.head_dim, -(-layout.tokens // self.group_tokens)
         anchors: list[Integers] = []
         rows = np.zeros((len(views) * 2 * channels, layout.tokens - groups), dtype=np.int16)
@@ -287,7 +282,6 @@ class ProfiledCodec(ABC):
         return self._shared[key]
 
     def _fitted(self, values: Integers) -> Distribution:
-        """Return the distributions that code the rows of `values` best, and nothing else."""
         return fit_distribution(value_counts(values), self.coder, is_open=False)
 
 
@@ -424,9 +418,8 @@ class CachegenCodec(ProfiledCodec):
         if self._profile:
             deviations = self._profile.arrays.get("deviation", _NOTHING)
             if deviations.shape != (layout.layers, 2):
-                raise UnencodableBlock(
-                    f"the profile has deviations of {deviations.shape}, not of {layout.layers} layers"
-                )
+                found = f"deviations of {deviations.shape}"
+                raise UnencodableBlock(f"the profile has {found}, not of {layout.layers} layers")
             deviation = float(deviations[layer, which])
         else:
             assert values is not None, "values or a profile"
