@@ -127,19 +127,10 @@ class EntropyTables:
         # Summed without wrapping: foreign counts may be anything.
         if sum(map(int, taken.counts)) != taken.elements.size:
             raise CorruptPayload(f"streams take other than the {taken.elements.size} escapes that are here")
-        is_whole = self._native.decode(
-            self._path,
-            np.frombuffer(streams.data, dtype=np.uint8),
-            np.array(sizes, dtype=np.uint64),
-            runs.symbols,
-            runs.tables,
-            values.view(np.uint8),
-            escapes is not None,
-            np.ascontiguousarray(taken.elements).view(np.uint8),
-            taken.counts,
-            out.view(np.uint8),
-        )
-        if not is_whole:
+        coded = (np.frombuffer(streams.data, dtype=np.uint8), np.array(sizes, dtype=np.uint64))
+        under = (runs.symbols, runs.tables, values.view(np.uint8))
+        escaped = (escapes is not None, np.ascontiguousarray(taken.elements).view(np.uint8), taken.counts)
+        if not self._native.decode(self._path, *coded, *under, *escaped, out.view(np.uint8)):
             raise CorruptPayload(f"{self.name}: {len(sizes)} streams do not hold {out.shape[1]} symbols each")
 
 

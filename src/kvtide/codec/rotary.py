@@ -106,11 +106,9 @@ class Rotary:
     def to_bytes(self) -> bytes:
         """Return the form that `parse` reads (docs/format.md)."""
         dims = (self.dim_start, self.dim_stop)
-        parts = [_HEADER.pack(_VERSION, self.pairs, *dims, len(self.kinds), len(self.layer_kinds))]
-        parts.append(bytes(self.layer_kinds))
-        for values, scale, steady_tokens in self.kinds:
-            parts.append(struct.pack(f"<If{len(values)}f", steady_tokens, scale, *values))
-        return b"".join(parts)
+        head = _HEADER.pack(_VERSION, self.pairs, *dims, len(self.kinds), len(self.layer_kinds))
+        kinds = [struct.pack(f"<If{len(values)}f", steady, scale, *values) for values, scale, steady in self.kinds]
+        return b"".join([head, bytes(self.layer_kinds), *kinds])
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> Rotary:
@@ -122,12 +120,10 @@ class Rotary:
         kinds_start = _HEADER.size + layers
         if version != _VERSION or len(data) != kinds_start + kind_count * kind.size:
             raise CorruptPayload(f"{len(data)} bytes are not rotary parameters of version {_VERSION}")
-        kinds = []
-        for offset in range(kinds_start, len(data), kind.size):
-            steady_tokens, scale, *values = kind.unpack_from(data, offset)
-            kinds.append(Frequencies(tuple(values), scale, steady_tokens))
+        found = kind.iter_unpack(data[kinds_start:])
+        kinds = tuple(Frequencies(tuple(values), scale, steady) for steady, scale, *values in found)
         try:
-            return cls(Pairs(pairs), dim_start, dim_stop, tuple(kinds), tuple(data[_HEADER.size : kinds_start]))
+            return cls(Pairs(pairs), dim_start, dim_stop, kinds, tuple(data[_HEADER.size : kinds_start]))
         except ValueError as error:
             raise CorruptPayload(f"rotary parameters: {error}") from error
 

@@ -54,14 +54,10 @@ class Split(NamedTuple):
 def split(values: NDArray[np.uint8], layout: BlockLayout, group_tokens: int, half: int, step: float = 1.0) -> Split:
     """Quantise one K or V layer: anchors from -half to half. UnencodableBlock if a value is not finite."""
     channels, groups = layout.kv_heads * layout.head_dim, -(-layout.tokens // group_tokens)
-    found = Split(
-        np.empty((channels, groups), dtype=np.int16),
-        np.empty(groups, dtype=np.uint16),
-        np.empty((channels, layout.tokens - groups), dtype=np.int16),
-    )
-    if not math.isfinite(step) or not _native.quantise_groups(
-        values, layout.dtype.code, group_tokens, half, step, found.anchors, found.scales, found.deltas
-    ):
+    anchors, scales = np.empty((channels, groups), dtype=np.int16), np.empty(groups, dtype=np.uint16)
+    found = Split(anchors, scales, np.empty((channels, layout.tokens - groups), dtype=np.int16))
+    how = (layout.dtype.code, group_tokens, half, step)
+    if not math.isfinite(step) or not _native.quantise_groups(values, *how, *found):
         raise UnencodableBlock("a value is not finite")
     return found
 
@@ -288,10 +284,8 @@ class ProfiledCodec(ABC):
 def _stored(profile: Profile, name: str, wanted: range) -> list[Distribution]:
     """Return what a profile keeps of these layers under a name, of the rANS coder."""
     layers, runs = profile.layers, 2 * profile.kv_heads * profile.head_dim
-    shifts, tables, sizes = (
-        profile.arrays.get(f"{name}.{each}", _NOTHING) for each in ("shift", "tables", "tables_bytes")
-    )
-    types = [each.dtype.str for each in (shifts, tables, sizes)]
+    found = [profile.arrays.get(f"{name}.{each}", _NOTHING) for each in ("shift", "tables", "tables_bytes")]
+    (shifts, tables, sizes), types = found, [each.dtype.str for each in found]
     is_of_runs = types == ["|u1", "|u1", "<u4"] and shifts.shape == (layers, runs) and sizes.shape == (layers,)
     if not is_of_runs or int(sizes.sum()) != tables.size:
         raise CorruptPayload(f"the profile has no distributions {name!r} of {layers} layers of {runs} channels")

@@ -240,9 +240,8 @@ class CodedIntegers(NamedTuple):
         reader = ByteReader(data)
         coder, has_tables, zero, tables_bytes, stream_count = _HEADER.unpack(reader.take(_HEADER.size))
         if coder >= len(CODERS) or has_tables > 1 or zero or stream_count != streams or tables_bytes * (not has_tables):
-            raise CorruptPayload(
-                f"coded numbers: coder {coder}, tables {has_tables}, {stream_count} streams are not ours"
-            )
+            found = f"coder {coder}, tables {has_tables}, {stream_count} streams"
+            raise CorruptPayload(f"coded numbers: {found} are not ours")
         sizes, counts = zip(*_STREAM.iter_unpack(reader.take(streams * _STREAM.size)), strict=True)
         tables, streams_of, escapes = map(reader.take, (tables_bytes, sum(sizes), 2 * sum(counts)))
         return cls(coder, tables if has_tables else None, sizes, counts, streams_of, escapes, reader.left)

@@ -146,9 +146,7 @@ def project(model: TideModel, steps: Steps, stored: StoredLayers, apart: NDArray
         bits = layers_bits[each.layers.start - layer_start : each.layers.stop - layer_start]
         out = np.empty((len(apart), len(each.row_of)), dtype=np.int16)
         block = (bits.reshape(-1).view(np.uint8), bits.shape, dtype.code, turns.of(each.layers))
-        seen = _native.tide_project(
-            path, *block, each.mean, each.scale, *each.matrix, each.is_coded, apart, out, fraction_bits
-        )
+        seen = _native.tide_project(path, *block, each.mean, each.scale, *each.matrix, apart, out, fraction_bits)
         if seen is None:
             raise UnencodableBlock("a value is not finite")
         tables.append(out)
@@ -187,9 +185,8 @@ class _Coded(NamedTuple):
     rows: slice
     mean: Floats
     scale: Floats
-    matrix: tuple[Items, tuple[int, int], Stage]
-    # 1 for each value that is coded; empty if columns are components.
-    is_coded: NDArray[np.uint8]
+    # As kernels take it. The last part has 1 for each value that is coded; it is empty if columns are components.
+    matrix: tuple[Items, tuple[int, int], Stage, NDArray[np.uint8]]
     # By column: its say in how loud a token is, and its row.
     weights: Floats
     row_of: NDArray[np.uint16]
@@ -210,13 +207,13 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
     mean, weight = model.mean_and_weight(group)
     count = stop - start
     numbers, ones = np.arange(count, dtype=np.uint16), np.ones(count, dtype=np.uint8)
+    is_coded = place.by_column(ones) if group.order.size else np.empty(0, dtype=np.uint8)
     return _Coded(
         layers=group.layers,
         rows=slice(start, stop),
         mean=mean,
         scale=(weight * (SIXTEENTHS / step_of(final_units, 0))).astype(np.float32),
-        matrix=(group.to_components, group.matrix_shape[::-1], group.stage(count, is_back=False)),
-        is_coded=place.by_column(ones) if group.order.size else np.empty(0, dtype=np.uint8),
+        matrix=(group.to_components, group.matrix_shape[::-1], group.stage(count, is_back=False), is_coded),
         weights=place.by_column(weights),
         row_of=place.by_column(numbers, np.iinfo(np.uint16).max),
         promise=promise_of(place, final_units, model.excess(final_units)),

@@ -540,10 +540,8 @@ def finished_profile(
         "curve": curve.astype(np.float32),
     }
     if "trellis_symbols" in counts:
-        arrays |= {
-            "trellis_tables": table_bytes(trellis_tables(counts["trellis_symbols"])),
-            "trellis_curve": trellis_curve.astype(np.float32),
-        }
+        arrays["trellis_tables"] = table_bytes(trellis_tables(counts["trellis_symbols"]))
+        arrays["trellis_curve"] = trellis_curve.astype(np.float32)
     return Profile.make(draft.kind, draft.model, layout, (draft.texts, draft.tokens), arrays)
 
 

@@ -288,9 +288,8 @@ class TideModel:
         self.rotary = Rotary.parse(rotary) if rotary else None
         turn = self.rotary
         if turn is not None and (turn.dim_stop > profile.head_dim or 0 < len(turn.layer_kinds) < layers):
-            raise CorruptPayload(
-                f"the profile's rotation is not of {layers} layers with heads of {profile.head_dim} dims"
-            )
+            wanted = f"{layers} layers with heads of {profile.head_dim} dims"
+            raise CorruptPayload(f"the profile's rotation is not of {wanted}")
         self.mean: NDArray[np.float32] = _shaped(arrays, "mean", (layers, 2, channels)).astype(np.float32)
         # In a profile of channels out of line `weight` is missing: readers that know no octaves refuse it.
         self._octaves = _octaves(arrays, (layers, 2, channels))
@@ -366,10 +365,8 @@ class TideModel:
 
     def own_steps(self, steps: Steps, quality: float, gain: float) -> Steps:
         """Return the step at which a block's own loss is `quality`. gain: as it was found at these steps."""
-        wanted = quality / self.own_loss.factor(steps.final_units, gain)
-        return steps._replace(
-            final_units=self.final_units(min(max(wanted, QUALITY_MIN), QUALITY_MAX), steps.is_trellis)
-        )
+        wanted = min(max(quality / self.own_loss.factor(steps.final_units, gain), QUALITY_MIN), QUALITY_MAX)
+        return steps._replace(final_units=self.final_units(wanted, steps.is_trellis))
 
     def quality_at(self, steps: Steps, missing: int) -> float:
         """Return the KL that was measured at a step of which so many refinements are missing."""
@@ -476,6 +473,7 @@ def _shaped(arrays: _Arrays, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
 _PRICE = 0.12 * (SIXTEENTHS // 2) ** 2
 _PRICED_LEVELS, _RATE_MAX = 16, 1000
 _TOTAL = 4096
+_NO_CURVE = np.empty((0, 3), dtype=np.float32)
 # Bits of a magnitude that has no symbol.
 _ESCAPE_BITS = 16
 
@@ -496,11 +494,9 @@ class Trellis(NamedTuple):
     rates: NDArray[np.int16]
 
 
-def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32] | None = None) -> Trellis:
+def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32] = _NO_CURVE) -> Trellis:
     """Return a trellis of these tables, (TRELLIS_TABLES, 32)."""
-    return Trellis(
-        RansTables(frequencies), np.empty((0, 3), np.float32) if curve is None else curve, _rates(frequencies)
-    )
+    return Trellis(RansTables(frequencies), curve, _rates(frequencies))
 
 
 def first_trellis() -> Trellis:
