@@ -84,7 +84,6 @@ class _Kind(NamedTuple):
     maker: Callable[..., Codec]
 
     def make(self, arguments: Sequence[str], profile: Profile | None) -> Codec:
-        """Return the codec. ValueError for arguments that it does not take."""
         try:
             if len(arguments) > self.spec.count(":"):
                 raise ValueError("too many arguments")

@@ -107,14 +107,15 @@ class ProfiledCodec(ABC):
     is_lossless = False
     codec_id: str
     group_tokens: int
+    # The quality of each level, as measured on a model (docs/benchmarks.md), to rank them by.
+    levels: Mapping[int, float]
 
-    def __init__(self, level: int, levels: Mapping[int, float], coder: int, profile: Profile | None) -> None:
-        """levels: the quality of each level, as measured on a model (docs/benchmarks.md), to rank them by."""
-        if level not in levels:
-            raise ValueError(f"this codec has the levels {sorted(levels)}, got {level!r}")
+    def __init__(self, level: int = 3, coder: int = 0, profile: Profile | None = None) -> None:
+        if level not in self.levels:
+            raise ValueError(f"this codec has the levels {sorted(self.levels)}, got {level!r}")
         if coder not in range(len(CODERS)):
             raise ValueError(f"coders are numbered 0 to {len(CODERS) - 1}, got {coder!r}")
-        self.quality = levels[level]
+        self.quality = self.levels[level]
         self.level = level
         self.coder = coder
         self._profile = profile
@@ -365,11 +366,12 @@ class CachegenCodec(ProfiledCodec):
 
     codec_id = "cachegen-2"
     group_tokens = GROUP_TOKENS
+    levels = LEVEL_QUALITY
 
     def __init__(
         self, level: int = 3, coder: int = 0, profile: Profile | None = None, coarser: Sequence[CachegenCodec] = ()
     ) -> None:
-        super().__init__(level, LEVEL_QUALITY, coder, profile)
+        super().__init__(level, coder, profile)
         self.coarser = tuple(coarser)
 
     def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
@@ -446,9 +448,7 @@ class ChunkwiseCodec(ProfiledCodec):
 
     codec_id = "chunkwise-1"
     group_tokens = 1
-
-    def __init__(self, level: int = 3, coder: int = 0, profile: Profile | None = None) -> None:
-        super().__init__(level, _CHUNKWISE_QUALITY, coder, profile)
+    levels = _CHUNKWISE_QUALITY
 
     def parts(self, layout: BlockLayout) -> list[list[SectionPart]]:
         runs = IntegerRuns(2, layout.kv_heads * layout.head_dim, layout.tokens)

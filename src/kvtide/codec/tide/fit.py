@@ -34,7 +34,7 @@ from kvtide.codec.tide.grid import (
     TOPS,
     TRELLIS_TABLES,
     UNITS,
-    part_sizes,
+    part_bounds,
     top_tables,
 )
 from kvtide.codec.tide.model import TideModel, first_trellis, make_trellis
@@ -519,7 +519,8 @@ class TideCounts:
         rounded, exact = levels.values[0], levels.values[-1] / 3.0**steps.refinements
         magnitude = np.minimum(np.abs(rounded), 3)
         pulled = (np.abs(rounded) - np.sign(rounded) * exact) * (magnitude > 0)
-        place = (np.repeat(tables, part_sizes(rounded.shape[1]), axis=1) * 4 + magnitude).reshape(-1)
+        by_token = np.repeat(tables, np.diff(part_bounds(rounded.shape[1])), axis=1)
+        place = (by_token * 4 + magnitude).reshape(-1)
         self.state["pulled"] += np.bincount(place, pulled.reshape(-1), TOPS * 4).reshape(TOPS, 4)
         self.state["magnitudes"] += np.bincount(place, minlength=TOPS * 4).reshape(TOPS, 4)
 

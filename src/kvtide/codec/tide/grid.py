@@ -7,7 +7,7 @@ lists are one array of symbols in two streams, each list filled up with zeros so
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,11 +67,6 @@ def step_of(units: int, thirds: int) -> float:
 def part_bounds(tokens: int) -> NDArray[np.int64]:
     """Return where the parts begin, and the end: (PARTS + 1)."""
     return np.arange(PARTS + 1, dtype=np.int64) * tokens // PARTS
-
-
-def part_sizes(tokens: int) -> NDArray[Any]:
-    """Return the tokens of each part."""
-    return np.diff(part_bounds(tokens))
 
 
 class Mode:

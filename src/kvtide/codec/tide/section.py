@@ -16,7 +16,7 @@ from kvtide.block import BlockBits, BlockMeta, KVDtype
 from kvtide.codec.base import ByteReader
 from kvtide.codec.entropy import Streams
 from kvtide.codec.rotary import Rotary, RotaryTables
-from kvtide.codec.tide.grid import PARTS, STATE_PAIRS, STREAMS, THIRD, CodedLists, part_sizes
+from kvtide.codec.tide.grid import PARTS, STATE_PAIRS, STREAMS, THIRD, CodedLists, part_bounds
 from kvtide.errors import CorruptPayload, UnencodableBlock
 
 REFINEMENTS_MAX = 7
@@ -212,7 +212,7 @@ def _read_loudness(reader: _Reader, tokens: int) -> Loudness:
     parts = _UNPACKED[packed].reshape(-1)
     sizes = np.bincount(parts[:tokens], minlength=PARTS)
     is_loud = max(map(abs, gains.tolist())) > GAIN_UNITS_MAX
-    if is_loud or parts[tokens:].any() or sizes.tolist() != part_sizes(tokens).tolist():
+    if is_loud or parts[tokens:].any() or (sizes != np.diff(part_bounds(tokens))).any():
         raise CorruptPayload("tide: parts of tokens are not of the sizes that they must have")
     return Loudness(parts[:tokens], gains)
 
