@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.engines.llamacpp.identity import block_tokens_for, positions_of
-from kvtide.engines.llamacpp.state import PartShape, StateBuilder, Tensor, parse_context
+from kvtide.engines.llamacpp.state import PartShape, Tensor, build_state, parse_context
 from kvtide.errors import CorruptPayload
 
 ROWS, COLUMNS, QUANTISED = Tensor(1, 32, 0), Tensor(1, 32, 2), Tensor(8, 34, 0)
@@ -18,11 +18,11 @@ SHAPES: list[PartShape] = [(ROWS, ROWS) * 2, (ROWS, COLUMNS) * 3]
 def built(shapes: list[PartShape], positions: Any = range(5)) -> memoryview:
     """A state of random rows, as llama.cpp writes that of a whole context."""
     rng = np.random.default_rng(0)
-    builder = StateBuilder(shapes, [np.array(positions, np.int32)] * len(shapes))
-    for part in builder.parts:
+    state, parts = build_state(shapes, [np.array(positions, np.int32)] * len(shapes))
+    for part in parts:
         for rows in part.rows:
             rows[:] = rng.integers(0, 1 << 16, rows.shape)
-    return memoryview(bytearray(b"\x05\0\0\0llama" + builder.data[8:]))
+    return memoryview(bytearray(b"\x05\0\0\0llama" + state[8:]))
 
 
 @pytest.mark.parametrize("shapes", [SHAPES[:1], SHAPES[1:], SHAPES, [(QUANTISED, QUANTISED)]])

@@ -161,18 +161,16 @@ class CachedLlama:
         found, space = self._find(prompt), self.served.groups[0].spaces[0]
         is_worth = found.tokens >= reused + _GAIN_TOKENS_MIN and self.cache.is_worth(found.tokens, found.is_near, space)
         restored = self.cache.guarded("restore", partial(self._restore, prompt, found), 0) if is_worth else 0
-        load_s = self._clock.monotonic_s() - began_s if restored else 0.0
+        load_s, here = self._clock.monotonic_s() - began_s, 0
         if not restored:
-            reused = self._begun_between_batches(0 if is_worth else reused, len(prompt))
-        here = 0 if restored else reused
+            load_s, here = 0.0, self._begun_between_batches(0 if is_worth else reused, len(prompt))
         return LlamaReport(len(prompt), here, restored, load_s, 0.0, len(prompt) - here - restored)
 
     def _reused(self, prompt: Tokens) -> int:
         """Return how many tokens of a prompt llama.cpp would take from its context, which it empties if it may not."""
         here = self.llm.input_ids[: self.llm.n_tokens]
         same = min(len(here), len(prompt))
-        differing = np.flatnonzero(here[:same] != prompt[:same])
-        reused = min(int(differing[0]) if len(differing) else same, len(prompt) - 1)
+        reused = min(int(np.logical_and.accumulate(here[:same] == prompt[:same]).sum()), len(prompt) - 1)
         group = self.served.groups[-1]
         is_gone = max(0, reused - group.group.reach_tokens) < len(here) - group.window_cells
         if group.window_cells and reused < len(here) and (is_gone or reused < self._whole_from):
@@ -204,7 +202,6 @@ class CachedLlama:
         return tokens
 
     def _store(self) -> None:
-        """Queue the blocks that are new in the context."""
         before, tokens = self._known_blocks, np.asarray(self.llm.input_ids[: self.llm.n_tokens])
         queue = partial(self._prefixes.store, tokens, before, min(self._exact, len(tokens)), self._spoken)
         self._known_blocks = self.cache.guarded("store a prompt", queue, before)

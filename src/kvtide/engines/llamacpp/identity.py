@@ -17,7 +17,7 @@ import numpy as np
 from kvtide.block import BlockLayout, KVDtype
 from kvtide.codec import ProfileShape
 from kvtide.engines.chunks import chunk_layout
-from kvtide.engines.llamacpp.state import SEQUENCE_VERSION, LlamaContext, PartShape, StateBuilder
+from kvtide.engines.llamacpp.state import SEQUENCE_VERSION, LlamaContext, PartShape, build_state
 from kvtide.engines.paged import file_digest, gguf_files, gguf_fingerprint
 from kvtide.errors import CorruptPayload, UnsupportedModel
 from kvtide.group import LayerGroup, row_group
@@ -146,12 +146,12 @@ def _probed(context: LlamaContext) -> list[PartShape]:
         if len(parts) > 2 or any(list(part.positions) != [0, 1, 2] for part in parts):
             raise CorruptPayload(f"a state of {len(parts)} parts has other cells than the three that were computed")
         shapes = [part.shape for part in parts]
-        builder = StateBuilder(shapes, [part.positions for part in parts])
-        for part, place in zip(parts, builder.parts, strict=True):
+        built, places = build_state(shapes, [part.positions for part in parts])
+        for part, place in zip(parts, places, strict=True):
             for source, target in zip(part.rows, place.rows, strict=True):
                 target[:] = source
         context.clear()
-        if not context.write(builder.data) or context.read()[0] != data:
+        if not context.write(built) or context.read()[0] != data:
             raise CorruptPayload("a state that was put together is not what llama.cpp wrote")
     except CorruptPayload as error:
         raise UnsupportedModel(
@@ -177,8 +177,7 @@ def _check_mapped(files: Sequence[Path]) -> None:
 
 def _settings(llm: Any) -> dict[str, object]:
     """Return what changes the bits that a context computes, besides its weights and its batches."""
-    parameters = llm.context_params
-    found: dict[str, object] = {name: getattr(parameters, name) for name in _DECISIVE}
+    found: dict[str, object] = {name: getattr(llm.context_params, name) for name in _DECISIVE}
     found["library"] = [llama_cpp.__version__, llama_cpp.llama_print_system_info().decode(errors="replace")]
     found["layers on a device"] = llm.model_params.n_gpu_layers
     found["overrides"] = repr(llm.kv_overrides)

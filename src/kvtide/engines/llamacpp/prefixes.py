@@ -10,8 +10,9 @@ on behind an answer takes them: what llama.cpp would have had in its context.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.engines.gate import WriteGate
 from kvtide.engines.llamacpp.identity import ServedGroup, ServedLlama, positions_of
-from kvtide.engines.llamacpp.state import LlamaContext, Part, StateBuilder, block_rows, halved, paired
+from kvtide.engines.llamacpp.state import LlamaContext, Part, block_rows, build_state, halved, paired
 from kvtide.group import Parts, part_keys
 from kvtide.keys import block_keys
 from kvtide.store import BlockSource, Cache, PendingBlock
@@ -63,13 +64,12 @@ class LlamaPrefixes:
         return [[self._metas(keys, group, space) for space in group.spaces] for group in served.groups]
 
     def _metas(self, keys: Sequence[BlockKey], group: ServedGroup, space: Namespace) -> list[BlockMeta]:
-        parent, found = BlockKey(space), list[BlockMeta]()
-        for number, key in enumerate(part_keys(space, keys)):
-            object_id = self._cache.tiers.named(ObjectId(space, key))
-            start = number * self._served.block_tokens
-            found.append(BlockMeta(object_id, parent, start, group.group.layout, self._served.label))
-            parent = key
-        return found
+        named, size, label = self._cache.tiers.named, self._served.block_tokens, self._served.label
+        chain = pairwise([BlockKey(space), *part_keys(space, keys)])
+        return [
+            BlockMeta(named(ObjectId(space, key)), parent, number * size, group.group.layout, label)
+            for number, (parent, key) in enumerate(chain)
+        ]
 
     def find(self, prompt: Tokens) -> Prefix:
         """Look up the longest stored prefix of a prompt, whose last token is computed in any case."""
@@ -100,10 +100,7 @@ class LlamaPrefixes:
         return stop
 
     def _turns(self, named: Sequence[Sequence[Sequence[BlockMeta]]], exact: int) -> list[int]:
-        """Return the kinds of blocks that a conversation has stored behind exact ones, up to the last with an answer.
-
-        Nothing where layers have windows that forget.
-        """
+        """Return the kinds of blocks that turns left behind exact ones, up to the last answer; none of windows."""
         found, last = list[int](), 0
         while exact + len(found) < len(named[0][0]) and not any(self._reaches):
             at = exact + len(found)
@@ -119,25 +116,34 @@ class LlamaPrefixes:
         """Put a stored prefix in the place of all that the context has; return its tokens, 0 if it has none then."""
         groups, tokens = self._served.groups, prefix.tokens
         cells = [positions_of(tokens, group.window_cells) for group in groups]
-        gaps = [gap for group, each in zip(groups, cells, strict=True) for gap in _gaps(tokens, group, each)]
-        builder = StateBuilder([group.shape for group in groups], cells)
+        gaps = list[int]()
+        for group, each in zip(groups, cells, strict=True):
+            # The cell that llama.cpp is to fill next, where it is not the first: a position of its own, to be emptied.
+            if 0 < group.window_cells < tokens and tokens % group.window_cells:
+                each[tokens % group.window_cells] = tokens + 1
+                gaps.append(tokens + 1)
+        state, parts = build_state([group.shape for group in groups], cells)
         began_s = self._clock.monotonic_s()
         until_s = began_s + self._cache.judge.deadline_s(tokens)
         reason, wanted, came = None, 0, 0
-        for group, part, metas in zip(groups, builder.parts, prefix.metas, strict=True):
-            incoming = _Incoming(group, part, metas, self._served.pairs)
+        for group, part, metas in zip(groups, parts, prefix.metas, strict=True):
+            gate = WriteGate()
+            write = _writing(part, group, metas, self._served.pairs, gate)
             left_s = max(0.0, until_s - self._clock.monotonic_s())
-            report = self._cache.load(metas, Whole(incoming.write, layers=incoming.write), left_s)
-            incoming.gate.close()
+            report = self._cache.load(metas, Whole(write, layers=write), left_s)
+            gate.close()
             wanted, came, reason = wanted + len(metas), came + report.blocks, report.reason
             if report.blocks < len(metas):
                 break
-            incoming.fill_before()
+            # What has left the windows, which no token looks at.
+            before = part.positions < metas[0].start
+            for rows in part.rows if group.window_cells else ():
+                rows[before] = 0
         if not prefix.is_near and reason in (None, MissReason.DEADLINE):
             # A load that was given up is extrapolated.
             now_s = self._clock.monotonic_s()
             self._cache.judge.note_load(tokens, (now_s - began_s) * wanted / max(1, came), now_s)
-        return tokens if reason is None and self._context.write(builder.data, gaps) else 0
+        return tokens if reason is None and self._context.write(state, gaps) else 0
 
     def store(self, tokens: Tokens, first: int, exact: int, spoken: int) -> int:
         """Queue the full blocks from `first` on of what the context has; return before which block all wait or did.
@@ -168,39 +174,22 @@ class LlamaPrefixes:
         return queued
 
 
-class _Incoming:
-    """Takes the parts of one group of a load, from several threads, and writes their rows into a state."""
+def _writing(
+    part: Part, group: ServedGroup, metas: Sequence[BlockMeta], pairs: int, gate: WriteGate
+) -> Callable[..., None]:
+    """Return what writes the blocks of one group of a load into a state, from several threads."""
+    tokens = group.group.layout.tokens
 
-    def __init__(self, group: ServedGroup, part: Part, metas: Sequence[BlockMeta], pairs: int) -> None:
-        self._pairs = pairs
-        self.gate = WriteGate()
-        self._group = group
-        self._part = part
-        self._metas = metas
-
-    def write(self, position: int, layers: Iterable[BlockBits], first: int = 0) -> None:
+    def write(position: int, layers: Iterable[BlockBits], first: int = 0) -> None:
         """Write a block, or some layers of it from `first` on."""
-        tokens, start = self._group.group.layout.tokens, self._metas[position].start
-        cells = _cells(start, start + tokens, self._group.window_cells)
-        with self.gate.enter() as is_in:
+        cells = _cells(metas[position].start, metas[position].start + tokens, group.window_cells)
+        with gate.enter() as is_in:
             for layer, bits in enumerate(layers if is_in else (), first):
-                came = block_rows(self._group.shape[2 * layer :], tokens, bits.reshape(-1).view(np.uint8))
+                came = block_rows(group.shape[2 * layer :], tokens, bits.reshape(-1).view(np.uint8))
                 for number, rows in enumerate(came, 2 * layer):
-                    is_paired = self._pairs and number % 2 == 0
-                    self._part.rows[number][cells] = paired(rows, self._pairs) if is_paired else rows
+                    part.rows[number][cells] = paired(rows, pairs) if pairs and number % 2 == 0 else rows
 
-    def fill_before(self) -> None:
-        """Clear the rows before the first part: of what has left the windows, which no token looks at."""
-        before = self._part.positions < self._metas[0].start
-        for rows in self._part.rows if self._group.window_cells else ():
-            rows[before] = 0
-
-
-def _gaps(tokens: int, group: ServedGroup, cells: Tokens) -> Iterator[int]:
-    """Give the cell that llama.cpp is to fill next a position of its own, to be emptied, where it is not the first."""
-    if group.window_cells and tokens > group.window_cells and tokens % group.window_cells:
-        cells[tokens % group.window_cells] = tokens + 1
-        yield tokens + 1
+    return write
 
 
 def _cells(start: int, stop: int, window_cells: int) -> Any:
@@ -209,7 +198,6 @@ def _cells(start: int, stop: int, window_cells: int) -> Any:
 
 
 def _captured(part: Part, start: int, stop: int, group: ServedGroup, pairs: int) -> BlockSource:
-    """Copy a block out of a state."""
     bits: BlockBits = np.empty(group.group.layout.shape, group.group.layout.bits_dtype)
     places = block_rows(part.shape, stop - start, bits.reshape(-1).view(np.uint8))
     cells = _cells(start, stop, group.window_cells)

@@ -58,11 +58,6 @@ class Tensor(NamedTuple):
             return _COLUMN_HEAD.pack(self.type_code, self.column_bytes, self.row_bytes // self.column_bytes)
         return _ROW_HEAD.pack(self.type_code, self.row_bytes)
 
-    def view(self, data: memoryview, cells: int) -> Rows:
-        """Return its rows in a state: (cells, units)."""
-        units = np.frombuffer(data, self.unit)
-        return units.reshape(-1, cells).T if self.column_bytes else units.reshape(cells, -1)
-
 
 # One of the model's caches: keys and values of its first layer, then of the next, as blocks have them.
 PartShape = tuple[Tensor, ...]
@@ -104,7 +99,7 @@ def parse_context(data: memoryview) -> list[Part]:
         raise CorruptPayload(f"a state begins with a name of {size} bytes")
     reader.take(size)
     parts = [_part(reader)]
-    while len(reader.left):
+    while reader.left:
         parts.append(_part(reader))
     return parts
 
@@ -126,8 +121,8 @@ def _part(reader: ByteReader) -> Part:
         raise CorruptPayload(f"a state has {layers} layers, values transposed {is_transposed}")
     keys = [_tensor(reader, cells, False) for _ in range(layers)]
     values = [_tensor(reader, cells, bool(is_transposed)) for _ in range(layers)]
-    found = [each for layer in zip(keys, values, strict=True) for each in layer]
-    return Part(tuple(each[0] for each in found), meta[:, 0], tuple(each[1] for each in found))
+    shape, rows = zip(*(each for layer in zip(keys, values, strict=True) for each in layer), strict=True)
+    return Part(shape, meta[:, 0], rows)
 
 
 def _tensor(reader: ByteReader, cells: int, is_transposed: bool) -> tuple[Tensor, Rows]:
@@ -135,49 +130,33 @@ def _tensor(reader: ByteReader, cells: int, is_transposed: bool) -> tuple[Tensor
     tensor = Tensor(code, size * elements[0], size) if is_transposed else Tensor(code, size, 0)
     if not (tensor.column_bytes in (0, 1, 2, 4) and 0 <= code < 256 and 0 < tensor.row_bytes <= ROW_BYTES_MAX):
         raise CorruptPayload(f"a state has rows of {tensor}, which llama.cpp does not write")
-    return tensor, tensor.view(reader.take(tensor.row_bytes * cells), cells)
+    units = np.frombuffer(reader.take(tensor.row_bytes * cells), tensor.unit)
+    return tensor, units.reshape(-1, cells).T if is_transposed else units.reshape(cells, -1)
 
 
 def _state_room(size: int) -> memoryview:
     return recycled_buffer(-(-size // _ROOM_BYTES) * _ROOM_BYTES)[:size]
 
 
-class StateBuilder:
-    """The state of a sequence that is being put together: the cells of each cache, whose rows come in any order.
+def build_state(shapes: Sequence[PartShape], cells: Sequence[NDArray[np.int32]]) -> tuple[memoryview, list[Part]]:
+    """Return the state of a sequence whose rows are still to be written, and its parts, which are views of it.
 
-    cells: positions, in the order in which the cells are to be filled. Rows that nobody writes hold anything.
+    cells: of each cache the positions, in the order in which its cells are to be filled.
     """
-
-    def __init__(self, shapes: Sequence[PartShape], cells: Sequence[NDArray[np.int32]]) -> None:
-        size = _SEQUENCE_HEAD.size
-        for shape, positions in zip(shapes, cells, strict=True):
-            size += _CELLS_HEAD.size + _LAYERS_HEAD.size + len(positions) * _CELL_BYTES
-            size += sum(len(tensor.head) + len(positions) * tensor.row_bytes for tensor in shape)
-        self.data = _state_room(size)
-        self._end = 0
-        self._put(_SEQUENCE_HEAD.pack(_SEQUENCE_MAGIC, 0))
-        self.parts = [self._part(shape, positions) for shape, positions in zip(shapes, cells, strict=True)]
-        assert self._end == size
-
-    def _put(self, data: bytes) -> None:
-        self._room(len(data))[:] = data
-
-    def _room(self, size: int) -> memoryview:
-        self._end += size
-        return self.data[self._end - size : self._end]
-
-    def _part(self, shape: PartShape, positions: NDArray[np.int32]) -> Part:
-        cells = len(positions)
-        meta = np.zeros((cells, 3), np.int32)
+    # What is before some rows, and the bytes of these.
+    pieces = [(_SEQUENCE_HEAD.pack(_SEQUENCE_MAGIC, 0), 0)]
+    for shape, positions in zip(shapes, cells, strict=True):
+        meta = np.zeros((len(positions), 3), np.int32)
         meta[:, 0], meta[:, 1] = positions, 1
-        is_transposed, layers = shape[1].column_bytes > 0, len(shape) // 2
-        self._put(_CELLS_HEAD.pack(1, cells) + meta.tobytes() + _LAYERS_HEAD.pack(is_transposed, layers))
-        rows = dict[int, Rows]()
-        for place in (*range(0, 2 * layers, 2), *range(1, 2 * layers, 2)):
-            tensor = shape[place]
-            self._put(tensor.head)
-            rows[place] = tensor.view(self._room(cells * tensor.row_bytes), cells)
-        return Part(shape, positions, tuple(rows[place] for place in sorted(rows)))
+        layers = _LAYERS_HEAD.pack(shape[1].column_bytes > 0, len(shape) // 2)
+        pieces.append((_CELLS_HEAD.pack(1, len(positions)) + meta.tobytes() + layers, 0))
+        pieces += [(tensor.head, len(positions) * tensor.row_bytes) for tensor in (*shape[::2], *shape[1::2])]
+    data, end = _state_room(sum(len(head) + size for head, size in pieces)), 0
+    for head, size in pieces:
+        data[end : end + len(head)] = head
+        end += len(head) + size
+    reader = ByteReader(data[_SEQUENCE_HEAD.size :])
+    return data, [_part(reader) for _ in shapes]
 
 
 class LlamaContext:
