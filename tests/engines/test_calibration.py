@@ -268,20 +268,20 @@ def test_weights_follow_what_a_head_has_more_of_the_kl_than_of_the_error() -> No
 
 
 def test_texts_are_many_long_and_of_mixed_kinds() -> None:
-    for texts in (corpus.evaluation_texts(), corpus.tuned_texts(), corpus.calibration_texts()):
+    for texts in (corpus.evaluation_texts(), corpus.texts_at(corpus._TUNED), corpus.calibration_texts()):
         assert len(texts) >= 10
         assert len({text.kind for text in texts}) >= 6
         assert all(len(text.content) >= 7000 for text in texts)
 
 
 def test_no_text_is_fitted_on_and_judged_on() -> None:
-    every = [*corpus.evaluation_texts(), *corpus.tuned_texts(), *corpus.calibration_texts()]
+    every = [*corpus.evaluation_texts(), *corpus.texts_at(corpus._TUNED), *corpus.calibration_texts()]
     assert len({text.content[:2000] for text in every}) == len(every)
 
 
 def test_curve_is_judged_on_a_text_of_each_kind_that_is_used_for_nothing_else() -> None:
     found = corpus.held_out_texts()
-    others = [*corpus.calibration_texts(), *corpus.tuned_texts(), *corpus.evaluation_texts()]
+    others = [*corpus.calibration_texts(), *corpus.texts_at(corpus._TUNED), *corpus.evaluation_texts()]
     kinds = {text.kind for text in found}
     assert len(kinds) == len(found) and kinds >= {"python", "c header", "c++ header", "json", "readme"}
     assert not any(text.content[:1000] in other.content for text in found for other in others)
@@ -289,7 +289,7 @@ def test_curve_is_judged_on_a_text_of_each_kind_that_is_used_for_nothing_else() 
 
 def test_two_hundred_snippets_are_of_many_kinds_and_none_is_judged_on() -> None:
     found = corpus.snippets(200)
-    judged = "".join(text.content for text in [*corpus.evaluation_texts(), *corpus.tuned_texts()])
+    judged = "".join(text.content for text in [*corpus.evaluation_texts(), *corpus.texts_at(corpus._TUNED)])
     assert len({text.content for text in found}) == 200 and found[:50] == corpus.snippets(50)
     assert len({text.kind for text in found}) >= 5
     assert not any(text.content[:2000] in judged for text in found)

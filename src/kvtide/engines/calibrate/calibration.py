@@ -55,6 +55,8 @@ JUDGED_TOKENS = 128
 # Final steps, in units of the mean scale, and refinements of the objects whose prefixes make the curve.
 _CURVE_UNITS = (-64, -55)
 _CURVE_REFINEMENTS = 4
+# Steps of those prefixes, object by object.
+_PREFIX_UNITS = [u + THIRD * (_CURVE_REFINEMENTS - r) for u in _CURVE_UNITS for r in range(_CURVE_REFINEMENTS + 1)]
 # Steps of the objects whose levels lie on a trellis.
 _TRELLIS_UNITS = range(-60, 21, 13)
 # Steps at which texts' gains are measured: between them they change little by little.
@@ -211,13 +213,11 @@ class TideCalibration:
 
     def _shares(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[LossShares]:
         """Measure what heads' errors are to the model, with blocks that drafts encode, on texts far apart."""
-        empty = [np.zeros((each.layout.layers, 2, each.layout.kv_heads)) for each in self._shapes]
-        shares = [LossShares(each, each.copy()) for each in empty]
-        state = _joined([{"kl": each.kl, "error": each.error} for each in shares])
+        shares = [LossShares(*np.zeros((2, each.layout.layers, 2, each.layout.kv_heads))) for each in self._shapes]
+        state = _joined([each._asdict() for each in shares])
         codecs = [TideCodec(draft).with_steps(Steps(SHARE_UNITS, 0)) for draft in drafts]
         weights = [codec.model.weight for codec in codecs if codec.model is not None]
-        chosen = _spread(self._texts.fitted, SHARED_TEXTS)
-        for _, ids in self._each("shares", chosen, state, done, progress):
+        for _, ids in self._each("shares", _spread(self._texts.fitted, SHARED_TEXTS), state, done, progress):
             tokens = self._context(ids, SHARE_TOKENS)
             context, behind = self._contexts.capture(ids[:tokens]), ids[tokens:][: SHARE_TOKENS + 1]
             (coded,) = coded_prefixes(codecs, context)
@@ -228,10 +228,9 @@ class TideCalibration:
         return shares
 
     def _counts(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[State]:
-        chosen = _spread(self._texts.fitted, COUNTED_TEXTS)
         counts = [TideCounts(draft) for draft in drafts]
         state = _joined([each.state for each in counts])
-        for position, ids in self._each("counts", chosen, state, done, progress):
+        for position, ids in self._each("counts", _spread(self._texts.fitted, COUNTED_TEXTS), state, done, progress):
             context = self._contexts.capture(ids[: self._context(ids)])
             for group, *blocks in zip(counts, context.metas, context.blocks, strict=True):
                 # Every other block, in turns: neighbours have much in common.
@@ -248,7 +247,7 @@ class TideCalibration:
         """
         fitted, held_out = self._texts
         judged, codecs = held_out or fitted, [TideCodec(profile) for profile in profiles]
-        all_units = [*_curve_units(), *(_TRELLIS_UNITS if codecs[0].steps.is_trellis else ())]
+        all_units = [*_PREFIX_UNITS, *(_TRELLIS_UNITS if codecs[0].steps.is_trellis else ())]
         state: State = {
             "rows": np.zeros((len(judged), len(all_units), 3)),
             "gains": np.zeros((len(judged), len(_GAIN_UNITS), len(codecs))),
@@ -270,7 +269,7 @@ class TideCalibration:
             arrays["excess"] = np.stack([_GAIN_UNITS, excess], axis=1).astype(np.float32)
         promised = (self._unlike * kls).tolist()
         points = [CurvePoint(*each) for each in zip(all_units, (bits / blocks).tolist(), promised, strict=True)]
-        rounded = len(_curve_units())
+        rounded = len(_PREFIX_UNITS)
         by_levels = [_rising(each) for each in (points[:rounded], points[rounded:]) if each]
         coarsest = max(points[:rounded], key=lambda point: point.step_units)
         fitted_bits, fitted_blocks = state["fitted"]
@@ -302,7 +301,7 @@ class TideCalibration:
     def _coarsest(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
         """Return the bits an element that a text takes at the coarsest step of the curve, times blocks; and blocks."""
         tokens = self._context(ids)
-        at_step = [codec.with_steps(Steps(max(_curve_units()), 0)) for codec in codecs]
+        at_step = [codec.with_steps(Steps(max(_PREFIX_UNITS), 0)) for codec in codecs]
         (coded,) = coded_prefixes(at_step, self._contexts.capture(ids[:tokens]))
         blocks = tokens // self._block_tokens
         return np.array([coded.bits_per_element * blocks, blocks])
@@ -337,10 +336,6 @@ class TideCalibration:
 
 def _curve_array(points: Sequence[CurvePoint]) -> NDArray[np.float32]:
     return np.array([[p.step_units, p.bits_per_element, p.kl] for p in points], dtype=np.float32)
-
-
-def _curve_units() -> list[int]:
-    return [units + THIRD * (_CURVE_REFINEMENTS - r) for units in _CURVE_UNITS for r in range(_CURVE_REFINEMENTS + 1)]
 
 
 def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:

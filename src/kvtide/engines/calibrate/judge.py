@@ -30,17 +30,10 @@ _KL_MIN = 1e-9
 
 
 class CodedGroups(NamedTuple):
-    """A context's blocks by group, decoded from objects that end at one refinement; bytes are of whole objects."""
+    """A context's blocks by group, decoded from objects that end at one refinement, and what a value takes in these."""
 
     decoded: list[list[BlockBits]]
-    stored_bytes: int
-    raw_bytes: int
-
-    @property
-    def bits_per_element(self) -> float:
-        """Return the bits that a value takes in objects."""
-        item_bytes = self.decoded[0][0].itemsize
-        return 8 * item_bytes * self.stored_bytes / self.raw_bytes
+    bits_per_element: float
 
 
 class WholeJudge:
@@ -72,14 +65,13 @@ def coded_prefixes(codecs: Sequence[Codec], context: Context) -> Iterator[CodedG
         [codec.encode(meta, bits) for meta, bits in zip(metas, blocks, strict=True)]
         for codec, metas, blocks in zip(codecs, context.metas, context.blocks, strict=True)
     ]
-    last = max(section.id.refinement for section in encoded[0][0])
-    for refinement in range(last + 1):
+    for refinement in range(1 + max(section.id.refinement for section in encoded[0][0])):
         decoded, stored_bytes = [], 0
         for codec, metas, mine in zip(codecs, context.metas, encoded, strict=True):
             coded = [_decoded(codec, *each, refinement) for each in zip(metas, mine, strict=True)]
             decoded.append([bits for bits, _ in coded])
             stored_bytes += sum(size for _, size in coded)
-        yield CodedGroups(decoded, stored_bytes, sum(bits.nbytes for blocks in decoded for bits in blocks))
+        yield CodedGroups(decoded, 8 * stored_bytes / sum(bits.size for blocks in decoded for bits in blocks))
 
 
 def _decoded(codec: Codec, meta: BlockMeta, sections: Sequence[Section], refinement: int) -> tuple[BlockBits, int]:
@@ -212,10 +204,11 @@ def loss_shares(
         before = turned_back([errors for _, errors in layers], rotaries[group], context.tokens)
         felt = [_rest(halves, context.tokens).sum(axis=(1, 3), dtype=np.float64) / 2 for halves, _ in layers]
         weighted = [
-            _by_head(_rest(halves, context.tokens), weight)
+            _rest(halves, context.tokens) * weight.reshape(2, 1, *halves.shape[2:])
             for halves, weight in zip(before, weights[group], strict=True)
         ]
-        found.append(LossShares(np.stack(felt), np.stack(weighted)))
+        squares = [np.square(halves).sum(axis=(1, 3), dtype=np.float64) for halves in weighted]
+        found.append(LossShares(np.stack(felt), np.stack(squares)))
     return found
 
 
@@ -250,10 +243,3 @@ def _layer(contexts: ModelContexts, group: int, *pair: Any) -> tuple[Floats, Flo
     errors = [a.detach().float() - b.float() for a, b in ((keys, right_keys), (values, right_values))]
     felt = contexts.halves(group, errors[0] * felt_keys.float(), errors[1] * felt_values.float())
     return felt, contexts.halves(group, *errors)
-
-
-def _by_head(halves: Floats, weight: Floats) -> Doubles:
-    """Return weighted squares by half and head. weight: (2, channels)."""
-    _, _, heads, dims = halves.shape
-    found: Doubles = np.square(halves * weight.reshape(2, 1, heads, dims)).sum(axis=(1, 3), dtype=np.float64)
-    return found

@@ -7,7 +7,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Collection, Sequence
-from itertools import islice, zip_longest
+from itertools import islice, repeat, zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -98,16 +98,7 @@ _TEXTS_TO_SPLIT, _HELD_OUT_FEW, _HELD_OUT_MANY = 6, 6, 12
 SNIPPET_CHARACTERS = 6000
 # Kinds of the pieces that a profile's curve is judged on, one of each that there is: the last five lie on every machine
 # that can run the model.
-_HELD_OUT_KINDS = (
-    "licence",
-    "prose",
-    "manual in other languages",
-    "python",
-    "c header",
-    "c++ header",
-    "json",
-    "readme",
-)
+_HELD_OUT_KINDS = "licence", "prose", "manual in other languages", "python", "c header", "c++ header", "json", "readme"
 # A user's texts may lose so many times what those pieces lose: on Qwen2.5-Coder 1.5B 26 others lost 1.8 times as much,
 # those most that it knows by heart; on SmolLM2 and Gemma 3 270M others lose no more.
 HELD_OUT_UNLIKE = 1.5
@@ -138,10 +129,10 @@ def split_texts(texts: Sequence[Sequence[int]]) -> TextSplit:
     few, many = min(count // 3, _HELD_OUT_FEW), min(count // 6, _HELD_OUT_MANY)
     held_out = max(few, many) if count >= _TEXTS_TO_SPLIT else 0
     chosen = {(number + 1) * count // held_out - 1 for number in range(held_out)}
-    return TextSplit(
-        [list(ids) for i, ids in enumerate(texts) if i not in chosen],
-        [list(ids) for i, ids in enumerate(texts) if i in chosen],
-    )
+    split = TextSplit([], [])
+    for number, ids in enumerate(texts):
+        split[number in chosen].append(list(ids))
+    return split
 
 
 def evaluation_texts() -> list[Text]:
@@ -149,14 +140,11 @@ def evaluation_texts() -> list[Text]:
     return texts_at(_EVALUATION)
 
 
-def tuned_texts() -> list[Text]:
-    """Return the texts that a codec's constants were chosen on: figures of them are called *tuned on*."""
-    return [*texts_at(_TUNED), _reference(is_tuned=True)]
-
-
 def calibration_texts() -> list[Text]:
     """Return the texts that profiles are fitted on, ten where all are installed; none is among the evaluation texts."""
-    return [_reference(is_tuned=False), *texts_at(_CALIBRATION)][:_CALIBRATION_MAX]
+    names = sorted(topics)
+    reference = "\n\n".join(str(topics[name]) for name in names[: len(names) // 2])
+    return [Text("pydoc topics", "reference", reference), *texts_at(_CALIBRATION)][:_CALIBRATION_MAX]
 
 
 def held_out_texts() -> list[Text]:
@@ -175,9 +163,8 @@ def snippets(count: int, kinds: Collection[str] = ()) -> list[Text]:
     taken = {path for _, pattern in (*_EVALUATION, *_TUNED, *_CALIBRATION) for path in _paths(pattern)}
     # Files of a kind that are far apart come first.
     wanted = [each for each in _SNIPPETS if not kinds or each[0] in kinds]
-    files = [(kind, sorted(set(_paths(pattern)) - taken, key=_scattered)) for kind, pattern in wanted]
-    turns = zip_longest(*([(kind, path) for path in paths] for kind, paths in files))
-    pairs = (pair for turn in turns for pair in turn if pair is not None)
+    files = [zip(repeat(kind), sorted(set(_paths(name)) - taken, key=_scattered)) for kind, name in wanted]
+    pairs = (pair for turn in zip_longest(*files) for pair in turn if pair is not None)
     found = (text for kind, path in pairs if (text := _snippet(kind, path)) is not None)
     by_content: dict[str, Text] = {}
     while len(by_content) < count and (text := next(found, None)) is not None:
@@ -224,11 +211,11 @@ def read_texts(paths: list[Path]) -> list[Text]:
 
 def texts_at(names: Sequence[tuple[str, str]]) -> list[Text]:
     """Return the texts of some kinds at some places, `std/…` or `site/…`, those that are there and long enough."""
-    paths = [(kind, path) for kind, name in names for path in _paths(name)[:1]]
-    texts = [
+    texts = (
         Text(path.name, kind, path.read_bytes()[:TEXT_BYTES_MAX].decode("utf-8", errors="replace"))
-        for kind, path in paths
-    ]
+        for kind, name in names
+        for path in _paths(name)[:1]
+    )
     return [text for text in texts if len(text.content) >= TEXT_BYTES_MIN]
 
 
@@ -239,9 +226,3 @@ def _paths(name: str) -> list[Path]:
     folders = {"std": [Path(sysconfig.get_path("stdlib"))], "site": site, "": [Path("/")]}
     source, _, pattern = name.partition("/")
     return [found for folder in folders[source] for found in sorted(islice(folder.glob(pattern), _FILES_MAX))]
-
-
-def _reference(is_tuned: bool) -> Text:
-    names = sorted(topics)
-    half = names[len(names) // 2 :] if is_tuned else names[: len(names) // 2]
-    return Text("pydoc topics", "reference", "\n\n".join(str(topics[name]) for name in half))
