@@ -52,6 +52,9 @@ def test_bad_options_are_refused_with_their_name(options: dict[str, object], com
 
 
 def test_options_that_the_engine_s_device_does_not_take_are_refused() -> None:
+    usual = ConnectorSettings.parse({"store": "memory://"})
+    assert usual.device_kernels == "auto"
+    usual.check_device("cpu")
     layers = ConnectorSettings.parse({"store": "memory://", "load": "layers"})
     kernels = ConnectorSettings.parse({"store": "memory://", **KERNELS})
     layers.check_device("cpu")
@@ -62,12 +65,6 @@ def test_options_that_the_engine_s_device_does_not_take_are_refused() -> None:
         kernels.check_device("cpu")
     with pytest.raises(ValueError, match="device_bytes_max is for engines on a CUDA device"):
         ConnectorSettings.parse({"store": "memory://", "device_bytes_max": 1}).check_device("cpu")
-
-
-def test_kernels_are_tried_unless_one_says_otherwise() -> None:
-    assert ConnectorSettings.parse({"store": "memory://"}).device_kernels == "auto"
-    ConnectorSettings.parse({"store": "memory://"}).check_device("cpu")
-    assert ConnectorSettings.parse({"store": "memory://", "device_bytes_max": 1}).device_bytes_max == 1
 
 
 def test_blocks_are_whole_pages() -> None:

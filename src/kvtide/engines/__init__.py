@@ -26,7 +26,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_PROFILES, _DEVICE = "kvtide.profiles", "kvtide.device"
 DEFAULT_PROFILE_KIND = "tide-layer"
 # Before hex digits.
 _HEX = "hex:"
@@ -35,7 +34,7 @@ _HEX = "hex:"
 def installed_profiles() -> Sequence[Profile]:
     """Return the profiles of packages that entry points `kvtide.profiles` name; what can't be read is warned of."""
     found = list[tuple[str, Profile]]()
-    for package in sorted({point.value for point in entry_points(group=_PROFILES)}):
+    for package in sorted({point.value for point in entry_points(group="kvtide.profiles")}):
         try:
             files = [each for each in resources.files(package).iterdir() if each.name.endswith(".kvprofile")]
             found += [(each.name, Profile.parse(each.read_bytes())) for each in files]
@@ -46,7 +45,7 @@ def installed_profiles() -> Sequence[Profile]:
 
 def device_part(name: str) -> Any:
     """Load `pages` or `report` of kvtide-gpu's entry points. ImportError, with the command, if it is not installed."""
-    points = entry_points(group=_DEVICE, name=name)
+    points = entry_points(group="kvtide.device", name=name)
     if not points:
         raise ModuleNotFoundError("kvtide-gpu is not installed: pip install 'kvtide[gpu]', or ./gpu in a checkout")
     return next(iter(points)).load()

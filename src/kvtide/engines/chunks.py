@@ -93,8 +93,7 @@ class ChunkStore:
         ids = [self._meta(name).id for name in names]
         count = self._asked(lambda: self.cache.match_parts([Parts(ids, is_sparse=True)]).blocks) if ids else 0
         is_near = self.cache.is_near(ids[:count])
-        is_worth = count and self.cache.is_worth(count * self.layout.tokens, is_near, self._namespace)
-        return count if is_worth else 0
+        return count if count and self.cache.is_worth(count * self.layout.tokens, is_near, self._namespace) else 0
 
     def store(self, name: bytes, chunk: memoryview) -> bool:
         """Copy a chunk and queue it to be stored. False if the queue is full. ValueError for another size."""

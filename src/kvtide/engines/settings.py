@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -45,17 +44,11 @@ class RequestOptions(NamedTuple):
 # Of a request that says nothing, with settings that do not either.
 NO_OPTIONS = RequestOptions()
 # What a request may say, in a mapping that other connectors read too.
-_REQUEST_TYPES: Mapping[str, Any] = MappingProxyType(
-    {
-        "kvtide_force_latest": bool,
-        "kvtide_no_load": bool,
-        "kvtide_no_store": bool,
-        "start_within_s": _Seconds,
-        "quality": _Seconds,
-        "follow_s": _Seconds,
-        "agent_hint": dict[str, Any],
-    }
-)
+_REQUEST_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("kvtide_force_latest", "kvtide_no_load", "kvtide_no_store"), bool),
+    **dict.fromkeys(("start_within_s", "quality", "follow_s"), _Seconds),
+    "agent_hint": dict[str, Any],
+}
 
 # Of a piece of a prompt's tail, where nobody says another number.
 TAIL_TOKENS = 16

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,11 +121,12 @@ class Sources:
         name = re.split(r"[.\[(]", path, maxsplit=1)[0]
         node = self._named(module, name)
         for step in _STEP.findall(path[len(name) :]):
-            if node is not None and step == "()":
+            if node is None:
+                return None
+            if step == "()":
                 node = node if isinstance(node.tree, ast.ClassDef) else _returned(node)
-            elif node is not None:
-                owner = self._class_of(node) if step[0] == "." else None
-                node = _item(node) if step == "[]" else self._member(owner, step[1:]) if owner is not None else None
+            else:
+                node = _item(node) if step == "[]" else self._member(node, step[1:])
         return node
 
     def _named(self, module: str, name: str, depth: int = 0) -> _Node | None:
@@ -144,31 +146,25 @@ class Sources:
         return None
 
     def _imported(self, module: str, each: ast.ImportFrom) -> str:
-        parts = module.split(".")
-        is_package = self._folder.joinpath(*parts, "__init__.py").is_file()
-        return ".".join(
-            [*(parts[: len(parts) + is_package - each.level] if each.level else ()), each.module or ""]
-        ).strip(".")
+        is_package = self._folder.joinpath(*module.split("."), "__init__.py").is_file()
+        package = module if is_package else module.rpartition(".")[0]
+        return resolve_name("." * each.level + (each.module or ""), package)
 
-    def _class_of(self, node: _Node) -> _Node | None:
-        """Return the class of a value of this type, or the class itself."""
-        if isinstance(node.tree, ast.ClassDef):
-            return node
-        tree = _bare(node.tree if node.is_type else _returned(node).tree)
-        found = self._named(node.module, tree.id) if isinstance(tree, ast.Name) else None
-        return found if found is not None and isinstance(found.tree, ast.ClassDef) else None
-
-    def _family(self, node: _Node, depth: int = 0) -> Iterator[tuple[str, ast.ClassDef]]:
+    def _family(self, node: _Node | None, depth: int = 0) -> Iterator[tuple[str, ast.ClassDef]]:
         """A class and those that it is made of, nearest first, each with its module."""
-        if isinstance(node.tree, ast.ClassDef) and depth <= _DEPTH_MAX:
+        if node is not None and isinstance(node.tree, ast.ClassDef) and depth <= _DEPTH_MAX:
             yield node.module, node.tree
             for base in node.tree.bases:
                 name = base.value if isinstance(base, ast.Subscript) else base
-                found = self._named(node.module, name.id) if isinstance(name, ast.Name) else None
-                if found is not None:
-                    yield from self._family(found, depth + 1)
+                if isinstance(name, ast.Name):
+                    yield from self._family(self._named(node.module, name.id), depth + 1)
 
-    def _member(self, owner: _Node, name: str) -> _Node | None:
+    def _member(self, node: _Node, name: str) -> _Node | None:
+        """Return a member of a class, or of that of a value of this type."""
+        owner: _Node | None = node
+        if not isinstance(node.tree, ast.ClassDef):
+            kind = _bare(node.tree if node.is_type else _returned(node).tree)
+            owner = self._named(node.module, kind.id) if isinstance(kind, ast.Name) else None
         for module, tree in self._family(owner):
             types = list[ast.AST]()
             for each in _statements(tree.body):
