@@ -69,11 +69,8 @@ class DemoRun(msgspec.Struct, frozen=True):
     chat: list[int]
 
 
-class DemoAnswer(msgspec.Struct, frozen=True):
-    """The result of a question, or the user's mistake; neither after a fault, which stderr shows."""
-
-    result: DemoRun | None = None
-    mistake: str = ""
+# On a question: its measurements, the user's mistake, or nothing after a fault, which stderr shows.
+DemoAnswer = DemoRun | str | None
 
 
 class DemoRequest(msgspec.Struct, frozen=True):
@@ -91,14 +88,10 @@ class DemoRequest(msgspec.Struct, frozen=True):
 
 def demo(
     url: StoreOption = DEFAULT_STORE,
-    model: Annotated[
-        Path | None, typer.Option("--model", help="A GGUF file: the chat is with it, in llama.cpp.")
-    ] = None,
-    codec: Annotated[str, typer.Option("--codec", help="Codec of new blocks.")] = "lossless",
-    prefix_tokens: Annotated[
-        int, typer.Option("--prefix-tokens", min=256, max=7000, help="Text before the first question.")
-    ] = 1536,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=2, max=512)] = 12,
+    model: Annotated[Path | None, typer.Option(help="A GGUF file: the chat is with it, in llama.cpp.")] = None,
+    codec: Annotated[str, typer.Option(help="Codec of new blocks.")] = "lossless",
+    prefix_tokens: Annotated[int, typer.Option(min=256, max=7000, help="Text before the first question.")] = 1536,
+    answer_tokens: Annotated[int, typer.Option(min=2, max=512)] = 12,
     as_json: JsonOption = False,
 ) -> None:
     """Chat about a text, ten requests and a restart: what one waits for with kvtide, and without."""
@@ -133,7 +126,7 @@ def demo(
         "model": name,
         "codec": codec,
         "store": store,
-        "requests": msgspec.to_builtins(requests),
+        "requests": requests,
         "restart_before": _BEFORE + 1,
         "was_warm": runs[0].hit_tokens > 0,
         "wait_s": with_s,
@@ -143,26 +136,19 @@ def demo(
         "raw_bytes": runs[_BEFORE].raw_bytes,
         "read_bytes": runs[_BEFORE].read_bytes,
     }
-    machine = f"{cpu_name()}, cores: {os.cpu_count() or 1}"
     lines = [*shown(requests, name, prefix_tokens), *_summed(requests, runs, codec)]
-    say(result, as_json, *lines, f"store: {escape(store)}; {machine}")
+    say(result, as_json, *lines, f"store: {escape(store)}; {cpu_name()}, cores: {os.cpu_count() or 1}")
 
 
 def _requests(runs: Sequence[DemoRun], plain: dict[int, DemoRun]) -> list[DemoRequest]:
     tokens, waits = zip(*((each.prompt_tokens, each.ttft_s) for each in plain.values()), strict=True)
-    return [
-        DemoRequest(
-            question=QUESTIONS[index],
-            answer=run.answer,
-            prompt_tokens=run.prompt_tokens,
-            hit_tokens=run.hit_tokens,
-            ttft_s=run.ttft_s,
-            plain_ttft_s=float(np.interp(run.prompt_tokens, tokens, waits)),
-            is_measured=index in plain,
-            is_answer_same=plain[index].chat == run.chat if index in plain else None,
-        )
-        for index, run in enumerate(runs)
-    ]
+    found = []
+    for index, run in enumerate(runs):
+        measured = (run.answer, run.prompt_tokens, run.hit_tokens, run.ttft_s)
+        plain_s = float(np.interp(run.prompt_tokens, tokens, waits))
+        is_same = plain[index].chat == run.chat if index in plain else None
+        found.append(DemoRequest(QUESTIONS[index], *measured, plain_s, index in plain, is_same))
+    return found
 
 
 def shown(requests: Sequence[DemoRequest], model: str, context_tokens: int) -> Iterator[object]:
@@ -210,10 +196,10 @@ def _processes() -> Iterator[Callable[[str, DemoJob], list[DemoRun]]]:
             stdin.flush()
             for done in range(len(job.questions)):
                 show(name, done, len(job.questions))
-                answer = msgspec.json.decode(stdout.readline() or b"{}", type=DemoAnswer)
-                if answer.result is None:
-                    raise ValueError(answer.mistake or f"a run of the demo failed ({name}); its error is above")
-                results.append(answer.result)
+                answer: DemoAnswer = msgspec.json.decode(stdout.readline() or b"null", type=DemoAnswer)
+                if not isinstance(answer, DemoRun):
+                    raise ValueError(answer or f"a run of the demo failed ({name}); its error is above")
+                results.append(answer)
             show(name, len(results), len(results))
             return results
 

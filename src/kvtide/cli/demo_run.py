@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
@@ -19,37 +20,13 @@ from kvtide.cli.demo import DemoAnswer, DemoJob, DemoRun
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
 
-if TYPE_CHECKING:
-    from kvtide.engines.transformers import CachedModel
-
 _MARKER = "<<said>>"
 # More than a question takes.
 _QUESTION_TOKENS = 128
 
 
-class _Watch:
-    """A streamer that notes the time of each token that generate puts; the first call brings the prompt."""
-
-    def __init__(self) -> None:
-        self._clock = SystemClock()
-        self._times_s = [self._clock.monotonic_s()]
-
-    def put(self, value: Any) -> None:
-        self._times_s.append(self._clock.monotonic_s())
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def ttft_s(self) -> float:
-        return self._times_s[2] - self._times_s[0]
-
-
 def _prompt_ids(tokenizer: Any, job: DemoJob, chat: Sequence[int], question: str) -> list[int]:
-    """Return a question behind a chat, as tokens; the first one stands behind a text of so many tokens.
-
-    The chat's own tokens go on, where text made of them might be cut into tokens in another way.
-    """
+    """Return a question behind a chat's own tokens (its text might be cut otherwise), the first behind a text."""
     if chat:
         turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARKER}]
         said = [*turns, {"role": "user", "content": question}]
@@ -57,31 +34,31 @@ def _prompt_ids(tokenizer: Any, job: DemoJob, chat: Sequence[int], question: str
         said = [{"role": "user", "content": f"{_MARKER}\n\n{question}"}]
     head, _, tail = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False).partition(_MARKER)
     if not chat:
-        text_ids = tokenizer(_text(job.context_tokens)).input_ids
-        chat = [*tokenizer(head).input_ids, *text_ids][: job.context_tokens]
+        chat = [*tokenizer(head).input_ids, *tokenizer(_text(job.context_tokens)).input_ids][: job.context_tokens]
         if len(chat) < job.context_tokens:
             raise ValueError(f"the demo's text has {len(chat)} tokens, {job.context_tokens} were asked for")
     return [*chat, *tokenizer(tail).input_ids]
 
 
 def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
-    """Ask a job's questions one after the other; yield measurements of each call of generate."""
     # Who chats with llama.cpp may not have it.
     from kvtide.engines.transformers import attach, model_fingerprint
 
     tensor = tokenizer(" ", return_tensors="pt").input_ids.new_tensor
     # The first call in a process pays for warm-up that has nothing to do with caching.
     model.generate(tensor([_prompt_ids(tokenizer, job, job.chat, "")[:8]]), max_new_tokens=2, do_sample=False)
-    chat = job.chat
-    opened: AbstractContextManager[CachedModel | None] = nullcontext()
+    chat, clock, times_s = job.chat, SystemClock(), list[float]()
+    # generate puts the prompt into it, then each token.
+    watch = SimpleNamespace(put=lambda tokens: times_s.append(clock.monotonic_s()), end=lambda: None)
+    known: dict[str, Any] = {}
     if job.store:
-        name = model_fingerprint(model)
-        opened = attach(model, job.store, codec=job.codec, profiles=installed_profiles(), fingerprint=name)
-    with opened as cached:
+        known = {"profiles": installed_profiles(), "fingerprint": model_fingerprint(model)}
+    with attach(model, job.store, codec=job.codec, **known) if job.store else nullcontext() as cached:
         layout = cached.identity.layout if cached else None
         for question in job.questions:
             prompt_ids = _prompt_ids(tokenizer, job, chat, question)
-            input_ids, watch = tensor([prompt_ids]), _Watch()
+            input_ids = tensor([prompt_ids])
+            times_s[:] = [clock.monotonic_s()]
             wanted = {"attention_mask": input_ids.new_ones(input_ids.shape), "max_new_tokens": job.answer_tokens}
             output = (cached or model).generate(input_ids, streamer=watch, do_sample=False, **wanted)
             answer_ids = output[0][len(prompt_ids) :].tolist()
@@ -89,15 +66,10 @@ def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
             chat = [*prompt_ids, *(token for token in answer_ids if token != tokenizer.eos_token_id)]
             last = cached.last if cached else None
             hit_tokens = last.hit_tokens if last else 0
-            yield DemoRun(
-                prompt_tokens=len(prompt_ids),
-                hit_tokens=hit_tokens,
-                ttft_s=watch.ttft_s,
-                raw_bytes=hit_tokens // layout.tokens * layout.raw_bytes if layout else 0,
-                read_bytes=last.stored_bytes_read if last else 0,
-                answer=tokenizer.decode(answer_ids, skip_special_tokens=True),
-                chat=chat,
-            )
+            raw_bytes = hit_tokens // layout.tokens * layout.raw_bytes if layout else 0
+            read_bytes = last.stored_bytes_read if last else 0
+            said = tokenizer.decode(answer_ids, skip_special_tokens=True)
+            yield DemoRun(len(prompt_ids), hit_tokens, times_s[2] - times_s[0], raw_bytes, read_bytes, said, chat)
         if cached:
             cached.flush(60.0)
 
@@ -133,16 +105,7 @@ def _llama_runs(job: DemoJob) -> Iterator[DemoRun]:
 
 
 def _text(tokens: int) -> str:
-    """Return a text of so many tokens and more."""
     return "\n\n".join(f"{name}\n{topics[name]}" for name in sorted(topics))[: 8 * tokens]
-
-
-def _answered(job: DemoJob, loaded: tuple[Any, Any] | None) -> None:
-    try:
-        for result in _llama_runs(job) if loaded is None else _runs(job, *loaded):
-            _say(DemoAnswer(result))
-    except ValueError as error:
-        _say(DemoAnswer(mistake=str(error)))
 
 
 def _say(answer: DemoAnswer) -> None:
@@ -160,15 +123,19 @@ def main() -> None:
 
                 loaded = load_to_fork()
         except ValueError as error:
-            _say(DemoAnswer(mistake=str(error)))
+            _say(str(error))
             return
         child = os.fork()
         if child == 0:
-            _answered(job, loaded)
+            try:
+                for result in _llama_runs(job) if loaded is None else _runs(job, *loaded):
+                    _say(result)
+            except ValueError as error:
+                _say(str(error))
             # Python would take two seconds to let go of torch.
             os._exit(0)
         if os.waitpid(child, 0)[1]:
-            _say(DemoAnswer())
+            _say(None)
 
 
 if __name__ == "__main__":
