@@ -39,14 +39,13 @@ OBJECTS_MAX = 16
 READ_S_MAX = 5.0
 # Engines for which `ping` says whether loading pays, in tokens a second of prefill.
 PREFILLS = (500.0, 5000.0, 50000.0)
+_Order = Literal["use", "size", "key"]
 
 StoreOption = Annotated[
     str, typer.Option("--store", help="A path, disk://, http(s)://, pool://, valkey:// or s3:// URL, with options.")
 ]
-HeadsOption = Annotated[
-    int, typer.Option("--limit", min=0, help="Objects whose headers are read, newest first; 0: all.")
-]
-NamespaceOption = Annotated[str, typer.Option("--namespace", help="Leading hex digits: of these namespaces alone.")]
+HeadsOption = Annotated[int, typer.Option(min=0, help="Objects whose headers are read, newest first; 0: all.")]
+NamespaceOption = Annotated[str, typer.Option(help="Leading hex digits: of these namespaces alone.")]
 
 
 def looking_at(url: str) -> AbstractContextManager[Tier]:
@@ -76,7 +75,6 @@ def below_seal(tier: Tier) -> Tier:
 
 
 def _tier_at(url: str) -> Tier:
-    """The tier of a store, not yet opened; nothing is made."""
     if url.startswith("memory://"):
         raise ValueError("memory:// is the memory of one process: ask its server: --store http://HOST:PORT")
     path = disk_path(url)
@@ -132,67 +130,47 @@ class ObjectRow(msgspec.Struct, frozen=True):
 
     namespace: str
     key: str
-    model: str
-    codec: str
-    start: int
-    tokens: int
-    raw_bytes: int
-    stored_bytes: int
-    age_s: float
-    problem: str
+    model: str = ""
+    codec: str = ""
+    start: int = 0
+    tokens: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    age_s: float = 0.0
+    problem: str = ""
     profile: str = ""
     quality: float = 0.0
 
 
-def listed(tier: Tier, namespace: str = "", order: Literal["use", "size", "key"] = "use") -> list[ObjectInfo]:
+def listed(tier: Tier, namespace: str = "", order: _Order = "use") -> list[ObjectInfo]:
     """List objects of namespaces that begin so: newest use, largest or smallest key first."""
     infos = [info for info in tier.objects() if info.id.namespace.hex().startswith(namespace.lower())]
-    orders: dict[str, Callable[[ObjectInfo], tuple[object, ...]]] = {
-        "use": lambda info: (-info.last_use_s, info.id),
-        "size": lambda info: (-info.size, info.id),
-        "key": lambda info: (info.id,),
-    }
-    return sorted(infos, key=orders[order])
+    return sorted(infos, key=lambda info: ({"use": -info.last_use_s, "size": -info.size, "key": 0}[order], info.id))
 
 
 def rows_of(tier: Tier, infos: Sequence[ObjectInfo], is_verified: bool = False) -> list[ObjectRow]:
     """Read headers, or all bytes, of objects; those that went away meanwhile are left out."""
-    now_s = SystemClock().wall_s()
+    look = partial(_row, tier, SystemClock().wall_s(), is_verified)
     with ThreadPoolExecutor(READERS, thread_name_prefix="kvtide-look") as readers:
-        rows = readers.map(partial(_row, tier, now_s, is_verified), infos)
-        return [row for row in rows if row is not None]
+        return list(filter(None, readers.map(look, infos)))
 
 
 def _row(tier: Tier, now_s: float, is_verified: bool, info: ObjectInfo) -> ObjectRow | None:
-    plain = partial(ObjectRow, info.id.namespace.hex(), info.id.key.hex())
-    age_s = now_s - info.last_use_s
+    names, age_s = (info.id.namespace.hex(), info.id.key.hex()), now_s - info.last_use_s
+    plain = partial(ObjectRow, *names, stored_bytes=info.size, age_s=age_s)
     try:
         stored = (read_object if is_verified else read_header)(tier, info.id)
     except CorruptPayload as error:
-        return plain("", "", 0, 0, 0, info.size, age_s, str(error))
+        return plain(problem=str(error))
     if stored is None:
         is_here = below_seal(tier) is not tier and below_seal(tier).contains(info.id)
-        why = "sealed by a key that is not here: kvtide doctor"
-        return plain("", "", 0, 0, 0, info.size, age_s, why) if is_here else None
+        return plain(problem="sealed by a key that is not here: kvtide doctor") if is_here else None
     if stored.codec_id in NOTES:
         # It holds no tokens of its own.
-        return plain(NOTES[stored.codec_id], stored.codec_id, 0, 0, 0, info.size, age_s, "")
+        return plain(NOTES[stored.codec_id], stored.codec_id)
     meta, profile = stored.meta, stored.profile.hex() if stored.profile else ""
-    sizes = (meta.layout.tokens, meta.layout.raw_bytes, info.size)
-    return plain(meta.model, stored.codec_id, meta.start, *sizes, age_s, "", profile, stored.quality)
-
-
-class NamespaceRow(msgspec.Struct, frozen=True):
-    """Objects, blocks and bytes of one namespace and codec in a store."""
-
-    namespace: str
-    model: str
-    codec: str
-    objects: int
-    tokens: int
-    raw_bytes: int
-    stored_bytes: int
-    ratio: float
+    sizes = (meta.layout.tokens, meta.layout.raw_bytes)
+    return plain(meta.model, stored.codec_id, meta.start, *sizes, profile=profile, quality=stored.quality)
 
 
 def stats(
@@ -209,15 +187,17 @@ def stats(
     for row in rows:
         if not row.problem:
             groups.setdefault((row.namespace, row.model, row.codec), []).append(row)
-    summary = [_namespace_row(name, members) for name, members in sorted(groups.items())]
-    problems = sum(1 for row in rows if row.problem)
-    total = sum(info.size for info in infos)
+    summary, shown = list[dict[str, object]](), list[tuple[str, ...]]()
+    for (space, model, codec), members in sorted(groups.items()):
+        sizes = ((row.tokens, row.raw_bytes, row.stored_bytes) for row in members)
+        tokens, raw_bytes, stored_bytes = map(sum, zip(*sizes, strict=True))
+        ratio, count = raw_bytes / stored_bytes, len(members)
+        names = {"namespace": space, "model": model, "codec": codec, "objects": count, "tokens": tokens}
+        summary.append({**names, "raw_bytes": raw_bytes, "stored_bytes": stored_bytes, "ratio": ratio})
+        shown.append((space[:12], model, codec, str(count), str(tokens), format_bytes(stored_bytes), f"{ratio:.2f}"))
+    problems, total = sum(bool(row.problem) for row in rows), sum(info.size for info in infos)
     counts = {"objects": len(infos), "looked_into": len(rows), "stored_bytes": total, "problems": problems}
     columns = ("namespace", "model", "codec", ">blocks", ">tokens", ">stored", ">ratio")
-    shown = []
-    for each in summary:
-        figures = (str(each.objects), str(each.tokens), format_bytes(each.stored_bytes), f"{each.ratio:.2f}")
-        shown.append((each.namespace[:12], each.model, each.codec, *figures))
     lines = [f"{len(infos)} objects, {format_bytes(total)}"]
     if len(rows) < len(infos):
         lines.append(f"The table counts the {len(rows)} used last; --limit 0 for all.")
@@ -226,19 +206,11 @@ def stats(
     say({"store": url, **counts, "rows": summary}, as_json, narrow_table(columns, shown), *lines)
 
 
-def _namespace_row(name: tuple[str, str, str], members: list[ObjectRow]) -> NamespaceRow:
-    raw_bytes, stored_bytes = sum(row.raw_bytes for row in members), sum(row.stored_bytes for row in members)
-    tokens = sum(row.tokens for row in members)
-    return NamespaceRow(*name, len(members), tokens, raw_bytes, stored_bytes, raw_bytes / stored_bytes)
-
-
 def ls(
     url: StoreOption = DEFAULT_STORE,
     namespace: NamespaceOption = "",
-    order: Annotated[
-        Literal["use", "size", "key"], typer.Option("--sort", help="Newest use, largest, or by key.")
-    ] = "use",
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Objects to show; 0: all.")] = LS_LIMIT,
+    order: Annotated[_Order, typer.Option("--sort", help="Newest use, largest, or by key.")] = "use",
+    limit: Annotated[int, typer.Option(min=0, help="Objects to show; 0: all.")] = LS_LIMIT,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte of them and check it.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -297,30 +269,9 @@ def _agreed(objects: int, size: int, url: str, as_json: bool) -> bool:
     return typer.confirm(f"Remove all {objects} objects, {format_bytes(size)}, of {url}?")
 
 
-class PingRow(msgspec.Struct, frozen=True):
-    """An engine that prefills so fast, and the shortest prefix that is loaded faster; None: no prefix is."""
-
-    prefill_tokens_s: float
-    pays_from_tokens: int | None
-
-
-class PingResult(msgspec.Struct, frozen=True):
-    """The measured times and rates; None where nothing is stored that could be read."""
-
-    store: str
-    round_trip_s: float
-    round_trip_spread_s: tuple[float, float]
-    objects_read: int
-    read_bytes: int
-    bytes_s: float | None
-    bytes_a_token: float | None
-    tokens_s: float | None
-    rows: list[PingRow]
-
-
 def ping(
     url: StoreOption = DEFAULT_STORE,
-    tries: Annotated[int, typer.Option("--tries", min=1, max=1000, help="Round trips that are measured.")] = 20,
+    tries: Annotated[int, typer.Option(min=1, max=1000, help="Round trips that are measured.")] = 20,
     prefill: Annotated[
         list[float] | None, typer.Option("--prefill-tokens-s", help="Speed of your engine; several times.")
     ] = None,
@@ -329,28 +280,38 @@ def ping(
     """Measure round trip and rate of a store, and say from which prefix length on loading pays. Stores nothing."""
     if any(not each > 0 for each in prefill or ()):
         raise ValueError("an engine's speed is positive")
+    clock = SystemClock()
     with looking_at(url) as tier:
-        found = _measured(url, tier, tries, prefill or PREFILLS, SystemClock())
-    trip, low, high = (f"{seconds * 1e3:.3g} ms" for seconds in (found.round_trip_s, *found.round_trip_spread_s))
+        # The first one connects.
+        asked_s(tier, clock)
+        times = [asked_s(tier, clock) for _ in range(tries)]
+        infos = listed(tier, order="size")[:OBJECTS_MAX]
+        blocks = [row for row in rows_of(tier, infos) if row.tokens]
+        objects, size, took_s = _read(tier, infos, clock) if blocks else (0, 0, 0.0)
+    trip_s, spread_s = statistics.median(times), (min(times), max(times))
+    bytes_s = size / took_s if took_s else None
+    bytes_a_token = sum(row.stored_bytes for row in blocks) / sum(row.tokens for row in blocks) if blocks else None
+    tokens_s = bytes_s / bytes_a_token if bytes_s and bytes_a_token else None
+    block_tokens, speeds = max((row.tokens for row in blocks), default=1), prefill or PREFILLS
+    pays = [(each, pays_from(trip_s, tokens_s, each, block_tokens)) for each in speeds] if tokens_s else []
+    trip, low, high = (f"{seconds * 1e3:.3g} ms" for seconds in (trip_s, *spread_s))
     shown: list[object] = [f"round trip {trip}, {tries} times, {low} to {high}"]
-    if found.bytes_s is None or found.bytes_a_token is None or found.tokens_s is None:
-        shown.append("rate unknown: no block can be read there yet; store a prompt and ping again")
-    else:
-        read = f"{found.objects_read} objects, {format_bytes(found.read_bytes)}"
-        rows = [
-            (
-                f"{row.prefill_tokens_s:,.0f} tokens/s",
-                "never" if row.pays_from_tokens is None else f"{row.pays_from_tokens:,} tokens",
-            )
-            for row in found.rows
-        ]
+    if bytes_s and bytes_a_token and tokens_s:
+        rows = [(f"{each:,.0f} tokens/s", f"{least:,} tokens" if least else "never") for each, least in pays]
         shown += [
-            f"rate {format_bytes(found.bytes_s)}/s, one reader: {read}",
-            f"its blocks have {format_bytes(found.bytes_a_token)} a token: {found.tokens_s:,.0f} tokens/s",
+            f"rate {format_bytes(bytes_s)}/s, one reader: {objects} objects, {format_bytes(size)}",
+            f"its blocks have {format_bytes(bytes_a_token)} a token: {tokens_s:,.0f} tokens/s",
             narrow_table((">engine prefills", ">loading pays from"), rows),
             "Decoding is not counted; engines measure it and decide for each load.",
         ]
-    say(found, as_json, *shown)
+    else:
+        shown.append("rate unknown: no block can be read there yet; store a prompt and ping again")
+    result = {
+        **{"store": url, "round_trip_s": trip_s, "round_trip_spread_s": spread_s, "objects_read": objects},
+        **{"read_bytes": size, "bytes_s": bytes_s, "bytes_a_token": bytes_a_token, "tokens_s": tokens_s},
+        "rows": [{"prefill_tokens_s": each, "pays_from_tokens": least} for each, least in pays],
+    }
+    say(result, as_json, *shown)
 
 
 def asked_s(tier: Tier, clock: Clock) -> float:
@@ -358,22 +319,6 @@ def asked_s(tier: Tier, clock: Clock) -> float:
     started_s = clock.monotonic_s()
     tier.contains(ObjectId(Namespace(os.urandom(32)), BlockKey(os.urandom(32))))
     return clock.monotonic_s() - started_s
-
-
-def _measured(url: str, tier: Tier, tries: int, prefills: Sequence[float], clock: Clock) -> PingResult:
-    # The first one connects.
-    asked_s(tier, clock)
-    times = [asked_s(tier, clock) for _ in range(tries)]
-    infos = listed(tier, order="size")[:OBJECTS_MAX]
-    blocks = [row for row in rows_of(tier, infos) if row.tokens]
-    objects, size, took_s = _read(tier, infos, clock) if blocks else (0, 0, 0.0)
-    bytes_s = size / took_s if took_s else None
-    bytes_a_token = sum(row.stored_bytes for row in blocks) / sum(row.tokens for row in blocks) if blocks else None
-    tokens_s = bytes_s / bytes_a_token if bytes_s and bytes_a_token else None
-    trip_s, spread = statistics.median(times), (min(times), max(times))
-    block_tokens = max((row.tokens for row in blocks), default=1)
-    rows = [PingRow(each, pays_from(trip_s, tokens_s, each, block_tokens)) for each in prefills] if tokens_s else []
-    return PingResult(url, trip_s, spread, objects, size, bytes_s, bytes_a_token, tokens_s, rows)
 
 
 def _read(tier: Tier, infos: Sequence[ObjectInfo], clock: Clock) -> tuple[int, int, float]:
