@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvtide
-from kvtide.cli.report import CONSOLE, DoctorFinding, JsonOption, cpu_name, format_bytes, say
+from kvtide.cli.report import CONSOLE, DoctorFinding, JsonOption, cpu_name, cpu_text, format_bytes, say
 from kvtide.cli.store import DEFAULT_STORE, StoreOption, asked_s, listed, looking_at, rows_of
 from kvtide.clock import SystemClock
 from kvtide.codec import LosslessCodec
@@ -32,6 +32,7 @@ from kvtide.engines.surface import vllm_warning
 from kvtide.errors import TierUnavailable, UnsupportedModel
 from kvtide.tier import disk_path, open_tier, shown_url
 from kvtide.tier.base import POOL_SCHEMES
+from kvtide.tier.pool import server_urls
 from kvtide.tier.seal import Keyring, sealing_key_id, split_seal
 
 _LOW_DISK_BYTES = 2 << 30
@@ -40,7 +41,6 @@ _SLOW_BYTES_S, _SLOW_MS = 100e6, 50.0
 _PROBE_BYTES = 8 << 20
 # Tested on these.
 _PYTHONS = ((3, 11), (3, 14))
-_COMPILERS = ("c++", "g++", "clang++")
 # Of NVIDIA's driver, also inside containers; of WSL.
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 # Objects whose seal is looked at, those used last.
@@ -61,7 +61,7 @@ OPTIONAL = {
 def store_findings(url: str) -> list[DoctorFinding]:
     """Look at a store of any URL. ValueError for a URL that is none, or a folder that is no store."""
     path = disk_path(url)
-    findings = _disk(path) if path is not None else [_server(each) for each in _each_server(url)]
+    findings = list(_disk(path) if path is not None else map(_server, _each_server(url)))
     is_there = path is None or (path / "segments").is_dir()
     if is_there and any(finding.status != "bad" for finding in findings):
         findings += [*_seals(url), *_promises(url)]
@@ -76,37 +76,35 @@ def _promises(url: str) -> Iterator[DoctorFinding]:
     for model in sorted({row.model for row in rows}):
         blocks = [row for row in rows if row.model == model]
         exact = sum(row.codec == LosslessCodec.codec_id for row in blocks)
-        share = f"{f'{exact} of' if 0 < exact < len(blocks) else 'all'} {len(blocks)} blocks of {model}"
-        if exact:
-            known = "outside their profile's promise, or older than it"
-            why = (
-                f"are stored losslessly: {known if exact < len(blocks) else 'no profile of it yet, or none that fits'}"
-            )
-            yield DoctorFinding("profile", "off", f"{share} {why}", f"kvtide profile ls --store {shlex.quote(url)}")
-        else:
-            yield DoctorFinding("profile", "ok", f"{share} keep their profile's promise")
+        if not exact:
+            yield DoctorFinding("profile", "ok", f"all {len(blocks)} blocks of {model} keep their profile's promise")
+            continue
+        share, why = f"all {len(blocks)}", "no profile of it yet, or none that fits"
+        if exact < len(blocks):
+            share, why = f"{exact} of {len(blocks)}", "outside their profile's promise, or older than it"
+        said = f"{share} blocks of {model} are stored losslessly: {why}"
+        yield DoctorFinding("profile", "off", said, f"kvtide profile ls --store {shlex.quote(url)}")
 
 
-def _disk(path: Path) -> list[DoctorFinding]:
+def _disk(path: Path) -> Iterator[DoctorFinding]:
     existing = next(folder for folder in (path, *path.resolve().parents) if folder.exists())
     if not existing.is_dir():
-        return [DoctorFinding("store", "bad", f"{existing} is not a directory")]
-    findings = [_room(path, existing)]
+        yield DoctorFinding("store", "bad", f"{existing} is not a directory")
+        return
+    yield _room(path, existing)
     if not os.access(existing, os.W_OK):
-        findings.append(DoctorFinding("store", "bad", f"{existing} can't be written: blocks are read but never stored"))
+        yield DoctorFinding("store", "bad", f"{existing} can't be written: blocks are read but never stored")
     elif not path.exists():
-        findings.append(DoctorFinding("store", "off", f"{path} does not exist yet"))
-    elif not (path / "segments").is_dir():
-        if any(path.iterdir()):
-            raise ValueError(f"no store at {path}: it has other files and no folder named segments")
-        findings.append(DoctorFinding("store", "off", f"{path} is empty, nothing was stored yet"))
+        yield DoctorFinding("store", "off", f"{path} does not exist yet")
+    elif (path / "segments").is_dir():
+        yield DoctorFinding("store", "ok", str(path))
+    elif any(path.iterdir()):
+        raise ValueError(f"no store at {path}: it has other files and no folder named segments")
     else:
-        findings.append(DoctorFinding("store", "ok", str(path)))
-    return findings
+        yield DoctorFinding("store", "off", f"{path} is empty, nothing was stored yet")
 
 
 def _room(path: Path, existing: Path) -> DoctorFinding:
-    """Say how much room a disk has, and how fast it is: some bytes are written, read back and removed."""
     free_bytes, store = shutil.disk_usage(existing).free, f"--store {shlex.quote(str(path))}"
     room = f"{format_bytes(free_bytes)} free at {existing}"
     if free_bytes <= _LOW_DISK_BYTES:
@@ -141,8 +139,6 @@ def _each_server(url: str) -> Iterator[str]:
     """Yield a URL for each server of a pool or of replicas; of others the URL itself."""
     parts = urlsplit(url)
     if parts.scheme in POOL_SCHEMES:
-        from kvtide.tier.pool import server_urls
-
         try:
             yield from server_urls(split_seal(url)[0])
         except TierUnavailable as error:
@@ -154,7 +150,6 @@ def _each_server(url: str) -> Iterator[str]:
 
 
 def _server(url: str) -> DoctorFinding:
-    """Ask one server how fast it answers, and what it holds."""
     clock = SystemClock()
     parts = urlsplit(url)
     subject = f"{parts.scheme}://{parts.netloc.rpartition('@')[2] or parts.path}"
@@ -176,37 +171,30 @@ def _server(url: str) -> DoctorFinding:
     return DoctorFinding(subject, "ok", f"answers in {took_ms:.2g} ms, has {held}")
 
 
-def _seals(url: str) -> list[DoctorFinding]:
+def _seals(url: str) -> Iterator[DoctorFinding]:
     """Say by which keys objects are sealed, and whether we have them."""
     plain, source = split_seal(url)
-    findings: list[DoctorFinding] = []
-    known: set[str] = set()
-    if source is not None:
-        known = set(Keyring(source, SystemClock()).key_ids())
-        path = Path(source.removeprefix("file:")).expanduser() if source.startswith("file:") else None
-        if path is not None and path.stat().st_mode & 0o077:
-            findings.append(DoctorFinding("seal", "bad", f"others can read the keys in {path}", f"chmod 600 {path}"))
+    known = set(Keyring(source, SystemClock()).key_ids()) if source is not None else set[str]()
+    if source is not None and source.startswith("file:"):
+        path = Path(source.removeprefix("file:")).expanduser()
+        if path.stat().st_mode & 0o077:
+            yield DoctorFinding("seal", "bad", f"others can read the keys in {path}", f"chmod 600 {path}")
     with looking_at(plain) as tier:
         infos = listed(tier)[:SEALS_MAX]
         counts = Counter((sealing_key_id(tier, info.id) or b"").hex() for info in infos)
     for key_id, count in sorted(counts.items()):
         how, share = f"are sealed by key {key_id}" if key_id else "are not sealed", f"{count} of {len(infos)} objects"
         if key_id in known:
-            findings.append(DoctorFinding("seal", "ok", f"{share} {how}"))
+            yield DoctorFinding("seal", "ok", f"{share} {how}")
         elif known:
-            findings.append(
-                DoctorFinding("seal", "bad", f"{share} {how}{', which is not here' if key_id else ''}: misses")
-            )
+            yield DoctorFinding("seal", "bad", f"{share} {how}{', which is not here' if key_id else ''}: misses")
         elif key_id:
-            findings.append(DoctorFinding("seal", "bad", f"{share} {how}: misses without ?seal= on the URL"))
-    return findings
+            yield DoctorFinding("seal", "bad", f"{share} {how}: misses without ?seal= on the URL")
 
 
 GpuOption = Annotated[
     Path | None,
-    typer.Option(
-        "--gpu", metavar="FILE", help="judge what tools/gpu.py measured; measures this GPU if there is no file"
-    ),
+    typer.Option(metavar="FILE", help="judge what tools/gpu.py measured; measures this GPU if there is no file"),
 ]
 
 
@@ -215,8 +203,7 @@ def doctor(url: StoreOption = DEFAULT_STORE, gpu: GpuOption = None, as_json: Jso
     if gpu is not None:
         findings = _judged(gpu)
     else:
-        installed = [_python(), _native(), *map(_optional, OPTIONAL), _vllm()]
-        findings = [*installed, _cpu(), _gpu(), *store_findings(url)]
+        findings = [_python(), _native(), *map(_optional, OPTIONAL), _vllm(), _cpu(), _gpu(), *store_findings(url)]
     is_good = all(finding.status != "bad" for finding in findings)
     if as_json:
         say({"version": kvtide.__version__, "ok": is_good, "rows": findings}, as_json)
@@ -255,7 +242,7 @@ def _native() -> DoctorFinding:
     try:
         from kvtide import _native
     except ImportError as error:
-        if not any(map(shutil.which, _COMPILERS)):
+        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
             hint = "sudo apt install g++ python3-dev && pip install --force-reinstall kvtide"
             return DoctorFinding("native core", "bad", f"{error}; and there is no C++20 compiler to build it", hint)
         return DoctorFinding("native core", "bad", str(error), "pip install --force-reinstall --no-cache-dir kvtide")
@@ -321,14 +308,10 @@ def _vllm() -> DoctorFinding:
 
 
 def _cpu() -> DoctorFinding:
-    try:
-        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    except OSError:
-        words = set()
+    words = set(cpu_text().split())
     paths = [name for name in ("avx2", "avx512f", "avx512bw", "avx512vl", "sha_ni") if name in words]
-    return DoctorFinding(
-        "cpu", "ok", f"{cpu_name()}, {os.cpu_count()} cores, {' '.join(paths) or 'portable path only'}"
-    )
+    said = f"{cpu_name()}, {os.cpu_count()} cores, {' '.join(paths) or 'portable path only'}"
+    return DoctorFinding("cpu", "ok", said)
 
 
 def _gpu() -> DoctorFinding:
@@ -345,8 +328,7 @@ def _has_gpu() -> bool:
 
 def _judged(report: Path) -> list[DoctorFinding]:
     try:
-        judge = device_part("report")
+        judge: Callable[[Path, bool], list[DoctorFinding]] = device_part("report")
     except ImportError as error:
         raise ValueError(f"a GPU's report can't be judged: {error}") from error
-    findings: list[DoctorFinding] = judge(report, _has_gpu())
-    return findings
+    return judge(report, _has_gpu())

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import msgspec
 import typer
 from rich.markup import escape
 
-from kvtide.cli.report import JsonOption, say
+from kvtide.cli.report import JsonOption, read_json, say
 from kvtide.cli.store import DEFAULT_STORE, StoreOption, looking_at, read_header, read_object
 from kvtide.codec import CodecRegistry
 from kvtide.engines import installed_profiles, read_profile
@@ -72,16 +72,14 @@ class Explanation(NamedTuple):
 
 
 def explain(
-    text: Annotated[Path | None, typer.Option("--text", help="A file with the prompt; needs a model.")] = None,
-    tokens: Annotated[Path | None, typer.Option("--tokens", help="A file with a JSON list of token ids.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="A model folder; with --text: SmolLM2-135M.")] = None,
-    namespace: Annotated[
-        str | None, typer.Option("--namespace", help="Leading hex digits; with --tokens and no model.")
-    ] = None,
-    block_tokens: Annotated[int, typer.Option("--block-tokens", min=1)] = 256,
-    profile: Annotated[list[Path] | None, typer.Option("--profile", help="Profiles beside those that ship.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A file with the prompt; needs a model.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="A file with a JSON list of token ids.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model folder; with --text: SmolLM2-135M.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Leading hex digits; with --tokens and no model.")] = None,
+    block_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    profile: Annotated[list[Path] | None, typer.Option(help="Profiles beside those that ship.")] = None,
     quality: Annotated[
-        float | None, typer.Option("--quality", help="KL divergence that the engine asks for: 5e-3 for tide:5e-3.")
+        float | None, typer.Option(help="KL divergence that the engine asks for: 5e-3 for tide:5e-3.")
     ] = None,
     prefill: Annotated[
         float, typer.Option("--prefill-tokens-s", min=0, help="Speed of your engine: says what the hit gains.")
@@ -95,7 +93,8 @@ def explain(
         raise ValueError("give the prompt, as in: kvtide explain --text FILE --model FOLDER, or --tokens FILE")
     registry = CodecRegistry([*installed_profiles(), *(read_profile(path) for path in profile or ())])
     with looking_at(url) as tier:
-        ids = _token_ids(tokens) if tokens is not None else _tokenized(text, model)
+        mistake = f"no JSON list of token ids in {tokens}: kvtide explain --text FILE?"
+        ids = read_json(tokens, list[int], mistake) if tokens is not None else _tokenized(text, model)
         groups = _groups_of(model, block_tokens) if model is not None or text is not None else ()
         digest = groups[0][1] if groups else _namespace_in(tier, namespace)
         # One group's parts are the blocks themselves.
@@ -138,13 +137,6 @@ def _lines(found: Explanation) -> list[str]:
     ]
 
 
-def _token_ids(path: Path) -> list[int]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=list[int])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"no JSON list of token ids in {path}: kvtide explain --text FILE? {error}") from error
-
-
 def _namespace_in(tier: Tier, prefix: str | None) -> Namespace:
     namespaces = sorted({info.id.namespace for info in tier.objects()})
     matching = [namespace for namespace in namespaces if namespace.hex().startswith((prefix or "").lower())]
@@ -180,10 +172,6 @@ class _Look(NamedTuple):
     needs: str = ""
     stored_bytes: int = 0
 
-    @property
-    def is_good(self) -> bool:
-        return self.verdict is MatchVerdict.ALL_FULL_BLOCKS
-
 
 def explain_prompt(
     tier: Tier,
@@ -203,21 +191,20 @@ def explain_prompt(
     keys = block_keys(namespace, prompt, block_tokens)
     parts = [(space, part_keys(space, keys)) for _, space in groups] or [(namespace, keys)]
     reaches = [group.reach_blocks(block_tokens) for group, _ in groups] or [0]
-    looks = list[list[_Look]]()
+    looks, good = list[list[_Look]](), MatchVerdict.ALL_FULL_BLOCKS
     for (space, mine), reach in zip(parts, reaches, strict=True):
         looks.append([])
         for key in mine:
             # What is behind a gap of layers that see everything is no part of any hit.
-            is_over = not reach and looks[-1] and not looks[-1][-1].is_good
+            is_over = not reach and looks[-1] and looks[-1][-1].verdict is not good
             looks[-1].append(looks[-1][-1] if is_over else _look(tier, ObjectId(space, key), registry, quality))
-    present = [[look.is_good for look in seen] for seen in looks]
+    present = [[look.verdict is good for look in seen] for seen in looks]
     hits, ended_by, _ = hit_of(present, reaches)
     counts = (len(prompt), len(keys), hits, hits * block_tokens)
     loaded = [seen[max(0, hits - reach) if reach else 0 : hits] for seen, reach in zip(looks, reaches, strict=True)]
     hit_bytes = sum(look.stored_bytes for seen in loaded for look in seen)
     if ended_by is None:
-        verdict = MatchVerdict.ALL_FULL_BLOCKS if keys else MatchVerdict.SHORTER_THAN_BLOCK
-        return Explanation(*counts, verdict, None, hit_bytes=hit_bytes)
+        return Explanation(*counts, good if keys else MatchVerdict.SHORTER_THAN_BLOCK, None, hit_bytes=hit_bytes)
     # A hit of one block more needs it.
     missing = max(position for position in range(hits + 1) if not present[ended_by][position])
     verdict, needs, _ = looks[ended_by][missing]
@@ -241,8 +228,7 @@ def _look(tier: Tier, object_id: ObjectId, registry: CodecRegistry | None, quali
     if registry is not None and registry.get(stored.codec_id, stored.profile) is None:
         return _Look(MatchVerdict.CODEC_ABSENT, _needs(stored))
     if quality is not None and stored.quality > quality * (1 + QUALITY_SLACK):
-        needs = f"a quality of {quality:.2g}; {stored.codec_id} has {stored.quality:.2g}"
-        return _Look(MatchVerdict.COARSE, needs)
+        return _Look(MatchVerdict.COARSE, f"a quality of {quality:.2g}; {stored.codec_id} has {stored.quality:.2g}")
     return _Look(stored_bytes=stored.object_bytes)
 
 
@@ -260,15 +246,10 @@ def _namespaces_with(
     samples = {info.id.namespace: info.id for info in tier.objects() if info.id.namespace != namespace}
     found = []
     for other, sample in sorted(samples.items()):
-        keys = block_keys(other, tokens, _block_tokens_of(tier, sample) or block_tokens)[: hits + 1]
+        stored = None
+        with suppress(CorruptPayload):
+            stored = read_header(tier, sample)
+        keys = block_keys(other, tokens, stored.meta.layout.tokens if stored else block_tokens)[: hits + 1]
         if keys and all(tier.contains(ObjectId(other, key)) for key in keys):
             found.append(other)
     return tuple(found)
-
-
-def _block_tokens_of(tier: Tier, sample: ObjectId) -> int | None:
-    try:
-        stored = read_header(tier, sample)
-    except CorruptPayload:
-        return None
-    return stored.meta.layout.tokens if stored else None

@@ -9,9 +9,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import typer
@@ -26,6 +26,7 @@ import kvtide
 CONSOLE = Console()
 # What columns beside a model's name take at most.
 _OTHERS_WIDTH = 63
+_Value = TypeVar("_Value")
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
@@ -66,22 +67,23 @@ def envelope() -> dict[str, str]:
 
 def cpu_name() -> str:
     """The processor's name, or its architecture where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    names = (line.partition(":")[2].strip() for line in cpu_text().splitlines() if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def cpu_text() -> str:
+    """All that the system tells of its processors, nothing where it does not."""
+    with suppress(OSError):
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return ""
 
 
 def _commit() -> str:
     source = Path(kvtide.__file__).parent
     command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return f"version {kvtide.__version__}"
-    return found.stdout.strip()
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
+    return f"version {kvtide.__version__}"
 
 
 def say(result: Any, as_json: bool, *shown: Any) -> None:
@@ -91,6 +93,14 @@ def say(result: Any, as_json: bool, *shown: Any) -> None:
         return
     for each in shown:
         CONSOLE.print(each)
+
+
+def read_json(path: Path, kind: type[_Value], mistake: str) -> _Value:
+    """The value of this type that a user's file holds. ValueError, which begins with `mistake`, if it holds none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{mistake} {error}") from error
 
 
 def narrow_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -7,7 +7,7 @@ import logging
 import platform
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,18 +15,11 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from kvtide.cli.report import JsonOption, say
+from kvtide.cli.report import JsonOption, read_json, say
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused, TierUnavailable
 from kvtide.server import Service, backing_for, new_token, token_digest, write_logs
-from kvtide.server.settings import (
-    DEFAULT_LISTEN,
-    ListenAddress,
-    ServerSettings,
-    parse_address,
-    read_settings,
-    take_descriptors,
-)
+from kvtide.server.settings import DEFAULT_LISTEN, ServerSettings, parse_address, read_settings, take_descriptors
 from kvtide.tier.files import Files
 from kvtide.tier.http.records import RecordsClient, backed_up, raise_generation, records_clients, restore
 from kvtide.tier.pool import Member, PoolServer, membership_of
@@ -34,32 +27,30 @@ from kvtide.wire.protocol import Record, RecordKind, RecordName
 
 
 def serve(
-    config: Annotated[Path | None, typer.Option("--config", help="A TOML file; flags go before it.")] = None,
-    listen: Annotated[str | None, typer.Option("--listen", help=f"host:port or unix:/path [{DEFAULT_LISTEN}].")] = None,
-    tier: Annotated[list[str] | None, typer.Option("--tier", help="memory:// or disk:///path, fastest first.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file; flags go before it.")] = None,
+    listen: Annotated[str | None, typer.Option(help=f"host:port or unix:/path [{DEFAULT_LISTEN}].")] = None,
+    tier: Annotated[list[str] | None, typer.Option(help="memory:// or disk:///path, fastest first.")] = None,
     advertise: Annotated[
-        str | None, typer.Option("--advertise", help="[https://]host:port where others of a pool reach it [--listen].")
+        str | None, typer.Option(help="[https://]host:port where others of a pool reach it [--listen].")
     ] = None,
     near: Annotated[Path | None, typer.Option("--socket", help="A socket too, for clients on this machine.")] = None,
     central: Annotated[
-        str | None, typer.Option("--central", help="The centre behind this regional server, http(s)://host:port.")
+        str | None, typer.Option(help="The centre behind this regional server, http(s)://host:port.")
     ] = None,
-    manifest: Annotated[Path | None, typer.Option("--manifest", help="Notes what the centre has not got yet.")] = None,
+    manifest: Annotated[Path | None, typer.Option(help="Notes what the centre has not got yet.")] = None,
     records: Annotated[
-        Path | None, typer.Option("--records", help="Keeps generations [beside the manifest or on its disk].")
+        Path | None, typer.Option(help="Keeps generations [beside the manifest or on its disk].")
     ] = None,
     region_url: Annotated[
         list[str] | None, typer.Option("--region", help="A region of this centre, http://host:port; several times.")
     ] = None,
-    pool: Annotated[str | None, typer.Option("--pool", help="The pool that it is of, as in its clients' URL.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Its name in the pool [where others reach it].")] = None,
-    access_log: Annotated[Path | None, typer.Option("--access-log", help="Gets a line of JSON a request.")] = None,
+    pool: Annotated[str | None, typer.Option(help="The pool that it is of, as in its clients' URL.")] = None,
+    name: Annotated[str | None, typer.Option(help="Its name in the pool [where others reach it].")] = None,
+    access_log: Annotated[Path | None, typer.Option(help="Gets a line of JSON a request.")] = None,
     audit_log: Annotated[
-        Path | None, typer.Option("--audit-log", help="Gets a line of JSON for each delete and written record.")
+        Path | None, typer.Option(help="Gets a line of JSON for each delete and written record.")
     ] = None,
-    health: Annotated[
-        str | None, typer.Option("--health", help="host:port for /livez and /readyz, apart from clients.")
-    ] = None,
+    health: Annotated[str | None, typer.Option(help="host:port for /livez and /readyz, apart from clients.")] = None,
     open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Listen for others without any token.")] = False,
 ) -> None:
     """Serve tiers over HTTP until SIGTERM, then finish what is under way. SIGHUP reads the file of settings again."""
@@ -93,18 +84,15 @@ def _serve(
     backing = backing_for(settings, clock)
     member = _member(settings, pool, name) if pool is not None else None
     service = Service(settings, backing, clock, member, read)
-    try:
-        write_logs(settings.access_log, settings.audit_log)
-        backing.open()
-        if member is not None:
-            member.open()
-        asyncio.run(_run(service, settings))
-    except (OSError, TierUnavailable) as error:
-        raise ValueError(f"can't serve: {error}: kvtide doctor --store URL says who answers there") from error
-    finally:
-        if member is not None:
-            member.close()
-        backing.close()
+    with closing(backing), nullcontext() if member is None else closing(member):
+        try:
+            write_logs(settings.access_log, settings.audit_log)
+            backing.open()
+            if member is not None:
+                member.open()
+            asyncio.run(_run(service, settings))
+        except (OSError, TierUnavailable) as error:
+            raise ValueError(f"can't serve: {error}: kvtide doctor --store URL says who answers there") from error
 
 
 def _member(settings: ServerSettings, pool: str, name: str | None) -> Member:
@@ -128,11 +116,8 @@ async def _run(service: Service, settings: ServerSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, service.reload)
-
-    def say(address: ListenAddress) -> None:
-        print(f"kvtide serves {', '.join(settings.tiers)} on {address}", flush=True)
-
-    await service.run(stop, say)
+    tiers = ", ".join(settings.tiers)
+    await service.run(stop, lambda address: print(f"kvtide serves {tiers} on {address}", flush=True))
 
 
 def token() -> None:
@@ -177,7 +162,7 @@ def record(
     name: Annotated[str | None, typer.Argument(help="The record's name; of a generation the namespace.")] = None,
     value: Annotated[str | None, typer.Argument(help="What to write; without it the latest is read.")] = None,
     is_removed: Annotated[bool, typer.Option("--remove", help="Remove the alias or profile.")] = False,
-    backup: Annotated[Path | None, typer.Option("--backup", help="Write all records that we may see there.")] = None,
+    backup: Annotated[Path | None, typer.Option(help="Write all records that we may see there.")] = None,
     restored: Annotated[Path | None, typer.Option("--restore", help="Write the records of such a file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -189,8 +174,8 @@ def record(
             if backup is not None:
                 kept, what = backed_up(clients), "backed up"
                 Files().save(backup, msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
-            else:
-                kept, what = _records_in(restored), "restored"
+            elif restored is not None:
+                kept, what = read_json(restored, list[Record], f"{restored} holds no records:"), "restored"
                 restore(clients, kept)
         _say(f"{len(kept)} records {what}", as_json, server, records=len(kept))
         return
@@ -217,11 +202,3 @@ def _say(shown: str, as_json: bool, server: str, **said: object) -> None:
         say({"server": server, **said}, as_json)
     else:
         print(shown)
-
-
-def _records_in(path: Path | None) -> list[Record]:
-    assert path is not None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=list[Record])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} holds no records: {error}") from error
