@@ -46,11 +46,10 @@ def test_size_is_what_the_models_cache_takes(
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "[]", "{}", '{"num_hidden_layers": "x"}', json.dumps({**GQA, "dtype": "int4"})]
+    "content", ["", "[]", "{}", '{"num_hidden_layers": "x"}', json.dumps({**GQA, "dtype": "int4"})]
 )
-def test_config_that_does_not_say_is_one_line(content: str | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
+def test_config_that_does_not_say_is_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
     result = CliRunner().invoke(app, ["size", "--model", str(tmp_path)])
     assert isinstance(result.exception, ValueError) and "\n" not in str(result.exception)
 

@@ -63,8 +63,7 @@ def run(commands: typer.Typer) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     name = str(commands.info.name)
     try:
-        status = commands(standalone_mode=False, prog_name=name)
-        sys.exit(status if isinstance(status, int) else 0)
+        sys.exit(commands(standalone_mode=False, prog_name=name) or 0)
     except typer.Abort:
         sys.exit(1)
     except _UsageError as error:

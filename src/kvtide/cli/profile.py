@@ -42,16 +42,12 @@ from kvtide.tier import Tier, shown_url
 app = typer.Typer(help="Profiles of models: what lossy codecs know of each, kept in the store.", no_args_is_help=True)
 
 FingerprintOption = Annotated[
-    str, typer.Option("--fingerprint", help="The engine's option of that name, if it was given one; hex:… for digits.")
+    str, typer.Option(help="The engine's option of that name, if it was given one; hex:… for digits.")
 ]
 SaltOption = Annotated[
-    str,
-    typer.Option(
-        "--tenant-salt", envvar=TENANT_SALT_VARIABLE, help="The engine's option of that name; hex:… for digits."
-    ),
+    str, typer.Option(envvar=TENANT_SALT_VARIABLE, help="The engine's option of that name; hex:… for digits.")
 ]
 DigestArgument = Annotated[str, typer.Argument(help="Leading hex digits of the profile's digest.")]
-FilesOption = Annotated[list[Path] | None, typer.Option("--profile", help="Profiles beside those that are installed.")]
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Texts of your own; may be given several times.")]
 
 _TIDE_KINDS = tuple(f"tide-{cost}" for cost in COSTS)
@@ -75,10 +71,9 @@ class ProfileRow(msgspec.Struct, frozen=True):
 
 
 def _names_of(folder: Path, fingerprint: str, tenant_salt: str, model: Any = None) -> list[bytes]:
-    """A tenant's names of a model: by the fingerprint that its engines are given, or of the one in a folder.
+    """A tenant's names of a model: by its engines' fingerprint, or by its weight files and as it is in each dtype.
 
-    Those are by its weight files, and as transformers loads it in each dtype: weights differ, a profile is good for
-    all. model: the folder's, if it is loaded already, in float32. ValueError if it has no weight files.
+    model: the folder's, if it is loaded already, in float32. ValueError if it has no weight files.
     """
     salt = option_bytes(tenant_salt)
     if fingerprint:
@@ -89,18 +84,14 @@ def _names_of(folder: Path, fingerprint: str, tenant_salt: str, model: Any = Non
         return [profile_name(gguf_fingerprint(folder), salt)]
     from kvtide.engines.transformers import fingerprint_in, load_model, model_fingerprint
 
-    found, model = [files_fingerprint(folder, {})], model or load_model(folder)
-    found.append(model_fingerprint(model))
+    found = [files_fingerprint(folder, {}), model_fingerprint(model := model or load_model(folder))]
     for dtype in ("bfloat16", "float16"):
         found.append(fingerprint_in(model, dtype) or model_fingerprint(load_model(folder, dtype)))
     return [profile_name(each, salt) for each in found]
 
 
 def _folder_of(model: Path) -> Path:
-    """Return the folder of a model; of a GGUF file as transformers has it, which is converted once.
-
-    UnsupportedModel, with the reason, for one that llama.cpp can't take a profile of.
-    """
+    """Return a model's folder; a GGUF file is converted once, UnsupportedModel if llama.cpp takes no profile of it."""
     if model.suffix != _GGUF:
         return model
     check_lossy(model)
@@ -111,7 +102,6 @@ def _folder_of(model: Path) -> Path:
 
 
 def _put(url: str, profiles: Sequence[Profile], names: Sequence[bytes]) -> None:
-    """Make each profile the newest of the models of these names, for its group of layers."""
     with adding(url) as tier:
         for each in profiles:
             ProfileStore(tier).put(each, names, SystemClock().wall_s())
@@ -120,7 +110,7 @@ def _put(url: str, profiles: Sequence[Profile], names: Sequence[bytes]) -> None:
 @app.command()
 def put(
     file: Annotated[Path, typer.Argument(help="A profile, as `kvtide calibrate --output` writes it.")],
-    model: Annotated[Path | None, typer.Option("--model", help="The folder of the model that it is of.")] = None,
+    model: Annotated[Path | None, typer.Option(help="The folder of the model that it is of.")] = None,
     fingerprint: FingerprintOption = "",
     tenant_salt: SaltOption = "",
     url: StoreOption = DEFAULT_STORE,
@@ -156,14 +146,14 @@ def get(
 
 @app.command()
 def ls(
-    files: FilesOption = None,
+    profile: Annotated[list[Path] | None, typer.Option(help="Profiles beside those that are installed.")] = None,
     url: StoreOption = DEFAULT_STORE,
     limit: HeadsOption = STATS_LIMIT,
     as_json: JsonOption = False,
 ) -> None:
     """List the profiles that a store has and those that its blocks need: a block without its profile is a miss."""
     with looking_at(url) as tier:
-        found, looked_into = _rows(tier, limit, files or [])
+        found, looked_into = _rows(tier, limit, profile or [])
     shown = []
     for each in found:
         here = ("newest" if each.is_newest else "yes") if each.found else "no"
@@ -196,12 +186,10 @@ def _rows(tier: Tier, limit: int, files: Sequence[Path]) -> tuple[list[ProfileRo
         if row.profile:
             plain = ProfileRow(row.profile, row.model, row.codec, known.get(row.profile, ""), False, 0)
             so_far = rows.get(row.profile, plain)
-            rows[row.profile] = msgspec.structs.replace(
-                so_far, objects=so_far.objects + 1, stored_bytes=so_far.stored_bytes + row.stored_bytes
-            )
+            sums = {"objects": so_far.objects + 1, "stored_bytes": so_far.stored_bytes + row.stored_bytes}
+            rows[row.profile] = msgspec.structs.replace(so_far, **sums)
     # One that was removed and that nothing needs is over.
-    kept = [rows[digest] for digest in sorted(rows) if rows[digest].found or rows[digest].objects]
-    return kept, len(objects)
+    return [rows[digest] for digest in sorted(rows) if rows[digest].found or rows[digest].objects], len(objects)
 
 
 @app.command()
@@ -243,9 +231,9 @@ def calibrate(
     pieces: Annotated[
         int, typer.Option("--snippets", min=0, help="Instead of whole texts, so many pieces of files of many kinds.")
     ] = 0,
-    codec: Annotated[str, typer.Option("--codec", help=f"One of {', '.join(_KINDS)}.")] = "tide-layer",
-    tokens: Annotated[int, typer.Option("--tokens", min=256, help="Tokens of each text.")] = 1664,
-    seconds: Annotated[float, typer.Option("--seconds", help="Stop after so long; run it again to go on.")] = math.inf,
+    codec: Annotated[str, typer.Option(help=f"One of {', '.join(_KINDS)}.")] = "tide-layer",
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of each text.")] = 1664,
+    seconds: Annotated[float, typer.Option(help="Stop after so long; run it again to go on.")] = math.inf,
     memory: Annotated[int, typer.Option("--memory-bytes", min=0, help="Take no more memory than this; 0: any.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -279,8 +267,8 @@ def calibrate(
     with progress_bars() as bars:
         show = _telling(bars, seconds)
         if codec in _TIDE_KINDS:
-            partial = _partial(output, folder, codec)
-            profiles, report = _tide(subject, own, codec.removeprefix("tide-"), partial, show)
+            cost, partial = codec.removeprefix("tide-"), _partial(output, folder, codec)
+            profiles, report = _tide(subject, own, cost, partial, show)
             if model and model.endswith(_GGUF):
                 # What is left takes minutes, and all would be lost if it were stopped.
                 profiles, report = _judged(Path(model), subject, profiles, report, _telling(bars, math.inf))
@@ -309,13 +297,11 @@ def _say(
     made = f"{escape(where)}: {format_bytes(sum(sizes))}, fitted on {first.tokens} tokens of {first.texts} texts"
     digests = [f"digest {each.digest.hex()} {escape(each.group)}".rstrip() for each in profiles]
     result = {**names, "digest": first.digest.hex(), **counts, **report, "rows": rows}
-    say(result, as_json, made, *digests, *_shown(report))
+    say(result, as_json, made, *digests, *(_shown(report) if report else ()))
 
 
 def _shown(report: dict[str, Any]) -> Iterator[Any]:
-    """A calibration of tide as people see it; nothing of others."""
-    if not report:
-        return
+    """A calibration of tide as people see it."""
     table = Table("step", "bits an element", "KL", title=f"Predicted, from {report['held_out_texts']} held-out texts")
     for point in report["points"]:
         table.add_row(str(point["step_units"]), f"{point['bits_per_element']:.3f}", f"{point['kl']:.5f}")
@@ -405,23 +391,16 @@ def _tide(
     subject: _Subject, own: Sequence[str], cost: str, partial: Path, show: _Progress
 ) -> tuple[list[Profile], dict[str, Any]]:
     """own: some of these texts are judged on; empty for those of the package, which has others to judge on."""
-    from kvtide.engines.calibrate import (
-        HELD_OUT_UNLIKE,
-        TextSplit,
-        TideCalibration,
-        calibration_texts,
-        held_out_texts,
-        split_texts,
-    )
+    from kvtide.engines import calibrate as fitting
 
-    unlike = 1.0 if own else HELD_OUT_UNLIKE
     if own:
-        split = split_texts(subject.ids(own))
+        split, unlike = fitting.split_texts(subject.ids(own)), 1.0
     else:
-        of_package = (calibration_texts(), held_out_texts())
-        split = TextSplit(*(subject.ids([each.content for each in texts]) for texts in of_package))
-    calibration = TideCalibration(subject.model, subject.name, cost, split, subject.block_tokens, partial, unlike)
-    profiles, report = calibration.run(show)
+        of_package = (fitting.calibration_texts(), fitting.held_out_texts())
+        split = fitting.TextSplit(*(subject.ids([each.content for each in texts]) for texts in of_package))
+        unlike = fitting.HELD_OUT_UNLIKE
+    parts = (subject.model, subject.name, cost, split, subject.block_tokens, partial, unlike)
+    profiles, report = fitting.TideCalibration(*parts).run(show)
     return profiles, msgspec.to_builtins(report)
 
 
@@ -454,10 +433,7 @@ _HEARD = 8
 
 
 def check_lossy(model: Path) -> None:
-    """Do nothing if llama.cpp can keep a model's rows by tide; UnsupportedModel, with the reason, if it can't.
-
-    Without llama-cpp-python nothing is checked.
-    """
+    """Raise UnsupportedModel, with the reason, if llama.cpp is here and can't keep a model's rows by tide."""
     try:
         import llama_cpp
     except ImportError:

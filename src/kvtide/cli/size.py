@@ -76,9 +76,9 @@ class SizeRow(msgspec.Struct, frozen=True):
 
 
 def size(
-    model: Annotated[Path, typer.Option("--model", help="A model's folder, or its config.json.")],
-    disk_gb: Annotated[float, typer.Option("--disk-gb", min=0.001, max=1e9, help="Room there, in 10^9 bytes.")] = 100.0,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the cache, if not the config's.")] = "",
+    model: Annotated[Path, typer.Option(help="A model's folder, or its config.json.")],
+    disk_gb: Annotated[float, typer.Option(min=0.001, max=1e9, help="Room there, in 10^9 bytes.")] = 100.0,
+    dtype: Annotated[str, typer.Option(help="Of the cache, if not the config's.")] = "",
     trace: Annotated[Path | None, typer.Option(help="Your trace, or a folder of logs: *.jsonl, *.jsonl.gz.")] = None,
     policy: Annotated[Literal["lru", "s3fifo", "mix"], typer.Option(help="What leaves first; mix is slower.")] = "lru",
     block_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Of what has a hash_id in your trace.")] = 512,
@@ -230,8 +230,7 @@ def _rows(path: Path) -> Iterator[tuple[str, _Line]]:
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            while line := file.readline(LINE_BYTES_MAX):
-                number += 1
+            for number, line in enumerate(iter(partial(file.readline, LINE_BYTES_MAX), b""), 1):
                 if line.strip():
                     yield f"{path}: line {number}", msgspec.json.decode(line, type=_Line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
