@@ -10,10 +10,10 @@ from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import PolicyOrder
-from kvtide.evict.policies.mix import AGREEMENT, Agreement, Shadows
+from kvtide.evict.policies.mix import AGREEMENT, Shadows
 from kvtide.evict.policies.order import LINKS_MAX, LinkedStates
 from kvtide.evict.policies.pool import FreePool
-from kvtide.index import RadixIndex, Run
+from kvtide.index import Run
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import policy_named
 
@@ -182,10 +182,7 @@ LIKE = Run([], _ROOT, 0, bytearray(), set())
 
 
 def shadows_of(blocks_max: int) -> Shadows:
-    clock = ManualClock()
-    fixed = {name: RadixIndex(clock, policy_named(name), blocks_max) for name in NAMES}
-    agreement = Agreement(list(fixed.values()))
-    return Shadows(fixed, agreement, RadixIndex(clock, lambda _: agreement, blocks_max))
+    return Shadows({name: policy_named(name) for name in NAMES}, ManualClock(), blocks_max)
 
 
 @pytest.mark.parametrize("seed", range(3))

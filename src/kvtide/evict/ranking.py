@@ -49,7 +49,6 @@ class Recent(OrderedDict[_Key, _Value]):
 
 # Score and number of the last use, compared in this order.
 Rank = tuple[float, int]
-_NEVER_USED = (-math.inf, 0)
 
 
 class _Uses(NamedTuple):
@@ -94,8 +93,8 @@ class Ranking:
     def rank(self, object_id: ObjectId) -> Rank:
         """Return the rank now."""
         with self._lock:
-            uses = self._uses.get(object_id)
-        return _NEVER_USED if uses is None else (self._score(object_id, uses), uses.tick)
+            uses = self._uses.get(object_id, _NO_USES)
+        return self._score(object_id, uses), uses.tick
 
     def _score(self, object_id: ObjectId, uses: _Uses) -> float:
         return uses.weight_log2
@@ -195,23 +194,21 @@ class RankedOrder(EvictionOrder):
 
     def _ascending(self) -> Iterator[ObjectId]:
         """Yield the members, lowest rank first; those yielded stay members. None may enter meanwhile."""
-        seen: list[tuple[Rank, ObjectId]] = []
-        yielded: set[ObjectId] = set()
+        seen: dict[ObjectId, Rank] = {}
         try:
             while self._heap:
                 rank, member = heapq.heappop(self._heap)
-                if member not in self._members or member in yielded:
+                if member not in self._members or member in seen:
                     continue
                 now = self._ranking.rank(member)
                 if now > rank:
                     heapq.heappush(self._heap, (now, member))
-                    continue
-                seen.append((rank, member))
-                yielded.add(member)
-                yield member
+                else:
+                    seen[member] = rank
+                    yield member
         finally:
-            for item in seen:
-                heapq.heappush(self._heap, item)
+            for member, rank in seen.items():
+                heapq.heappush(self._heap, (rank, member))
 
     def admits(self, object_id: ObjectId, may_go: MayGo) -> bool:
         """Tell whether the lowest that may go is worth less."""

@@ -47,6 +47,14 @@ class Run:
         """Return the position after the last block."""
         return self.start + len(self.keys)
 
+    @property
+    def root(self) -> Run:
+        """Return the run without blocks at the beginning of the prefix, whose `state` is the namespace."""
+        run = self
+        while run.parent is not None:
+            run = run.parent
+        return run
+
 
 class Use(NamedTuple):
     """One request's pass over its runs: when, how many blocks it has, how many of them were known."""

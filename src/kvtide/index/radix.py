@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -86,22 +86,16 @@ class Tree:
     def is_at(self, key: BlockKey, depth: int, root: Run | None = None) -> bool:
         """Tell whether a known key is the last of `depth` blocks, and of that root if one is given."""
         run = self._where[key]
-        if not run.start < depth <= run.start + len(run.keys) or run.keys[depth - 1 - run.start] != key:
-            return False
-        top = run
-        while top.parent is not None:
-            top = top.parent
-        return root is None or top is root
+        is_there = run.start < depth <= run.stop and run.keys[depth - 1 - run.start] == key
+        return is_there and (root is None or run.root is root)
 
     def path_of(self, key: BlockKey) -> list[Run]:
         """Return the runs from the root's child to the one that has the key."""
-        run: Run | None = self._where[key]
-        path = []
-        while run is not None and run.parent is not None:
+        run, path = self._where[key], list[Run]()
+        while run.parent is not None:
             path.append(run)
             run = run.parent
-        path.reverse()
-        return path
+        return path[::-1]
 
     def cut_behind(self, key: BlockKey, depth: int) -> Run | None:
         """Make the key, the last of `depth` blocks, end its run. Return the lower part if there was something to cut.
@@ -151,8 +145,7 @@ class Tree:
         order = [run]
         for parent in order:
             order.extend(parent.children)
-        order.reverse()
-        return order
+        return order[::-1]
 
     def forget_tail(self, run: Run) -> int:
         """Forget the blocks of a childless run that are not held; return how many. An empty run leaves the tree."""
@@ -174,13 +167,11 @@ class Tree:
         order = [child for root in self.roots.values() for child in root.children]
         for run in order:
             order.extend(run.children)
-        yield from order
+            yield run
 
     def check(self) -> None:
         """AssertionError if the tree contradicts itself."""
-        count = 0
         for run in self.runs():
-            count += len(run.keys)
             parent = run.parent
             assert run.keys
             assert parent is not None
@@ -192,7 +183,7 @@ class Tree:
             if run.held_children:
                 assert run.held == len(run.keys)
             assert all(self._where[key] is run for key in run.keys)
-        assert count == len(self._where)
+        assert sum(len(run.keys) for run in self.runs()) == len(self._where)
 
 
 def _bit_of(tier: int) -> int:
@@ -230,7 +221,7 @@ class RadixIndex:
         # Runs with remembered blocks, those that lost one longest ago first.
         self._ghosts: OrderedDict[Run, None] = OrderedDict()
         self._ghost_blocks = 0
-        self._pins: dict[BlockKey, int] = {}
+        self._pins: Counter[BlockKey] = Counter()
         # Candidates whose last held block turned out to be pinned, by that block.
         self._parked: dict[BlockKey, Run] = {}
         self._uses = 0
@@ -477,22 +468,18 @@ class RadixIndex:
     def pin(self, keys: Sequence[BlockKey]) -> None:
         """Protect blocks from eviction, once more for each call; they need not be known yet."""
         with self._lock:
-            for key in keys:
-                self._pins[key] = self._pins.get(key, 0) + 1
+            self._pins.update(keys)
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
         """Take one pin of each block back. AssertionError if one has none."""
         with self._lock:
             for key in keys:
-                count = self._pins.get(key, 0)
-                assert count > 0, f"unpin of a block that is not pinned: {key.hex()}"
-                if count > 1:
-                    self._pins[key] = count - 1
-                    continue
-                del self._pins[key]
-                parked = self._parked.pop(key, None)
-                if parked is not None:
-                    self._offer(parked)
+                assert key in self._pins, f"unpin of a block that is not pinned: {key.hex()}"
+                self._pins[key] -= 1
+                if not self._pins[key]:
+                    del self._pins[key]
+                    if (parked := self._parked.pop(key, None)) is not None:
+                        self._offer(parked)
 
     def is_held(self, key: BlockKey) -> bool:
         """Tell whether a block is held."""

@@ -10,26 +10,22 @@ from kvtide.evict.policies.order import PolicyOf, PolicyOrder
 from kvtide.evict.policies.pool import PoolOrder
 from kvtide.evict.policies.published import ArcPolicy, FadingPolicy, S3FifoPolicy
 from kvtide.evict.policies.reuse import ReusePolicy
-from kvtide.index import LruPolicy
+from kvtide.index import EvictionPolicy, LruPolicy
 
 __all__ = ["CHOSEN", "INGREDIENTS", "PolicyOf", "PolicyOrder", "PoolOrder", "policy_named"]
 
 # What `mix` is made of. It begins with `reuse`, and makes its own.
-INGREDIENTS: Mapping[str, PolicyOf] = MappingProxyType(
-    {"lru": lambda blocks_max: LruPolicy(), "s3fifo": S3FifoPolicy, "arc": ArcPolicy, "fading": FadingPolicy}
-    | {"reuse": ReusePolicy}
-)
-_MIXED = {name: policy_of for name, policy_of in INGREDIENTS.items() if name != "reuse"}
+_LRU: Mapping[str, PolicyOf] = {"lru": lambda blocks_max: LruPolicy()}
+_MIXED = {**_LRU, "s3fifo": S3FifoPolicy, "arc": ArcPolicy, "fading": FadingPolicy}
+INGREDIENTS: Mapping[str, PolicyOf] = MappingProxyType({**_MIXED, "reuse": ReusePolicy})
+
+
+def _mix(blocks_max: int) -> EvictionPolicy:
+    return (MixPolicy if blocks_max <= FULL_BLOCKS_MAX else SampledMixPolicy)(_MIXED, blocks_max)
+
+
 # What users choose from, beside `pool`.
-CHOSEN: Mapping[str, PolicyOf] = MappingProxyType(
-    {
-        "lru": INGREDIENTS["lru"],
-        "s3fifo": INGREDIENTS["s3fifo"],
-        "mix": lambda blocks_max: (MixPolicy if blocks_max <= FULL_BLOCKS_MAX else SampledMixPolicy)(
-            _MIXED, blocks_max
-        ),
-    }
-)
+CHOSEN: Mapping[str, PolicyOf] = MappingProxyType({**_LRU, "s3fifo": S3FifoPolicy, "mix": _mix})
 
 
 def policy_named(name: str) -> PolicyOf:

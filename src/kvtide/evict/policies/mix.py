@@ -20,9 +20,9 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from kvtide.clock import ManualClock
+from kvtide.clock import Clock, ManualClock
 from kvtide.evict.policies.order import PolicyOf
-from kvtide.evict.policies.reuse import AdvisedPolicy, ReusePolicy, namespace_of
+from kvtide.evict.policies.reuse import AdvisedPolicy, ReusePolicy
 from kvtide.index import EvictionPolicy, RadixIndex, Run, Use
 from kvtide.types import BlockKey
 
@@ -110,24 +110,24 @@ class Agreement(EvictionPolicy):
 
     def spared(self, run: Run) -> int:
         """Return how many of the run's blocks somebody holds who does not hold its end."""
-        holders, spared = self._end_of[run][1], 0
-        for at, shadow in enumerate(self._shadows):
-            if not holders >> at & 1:
-                held = bisect_left(range(run.held - 1), True, key=lambda i: not shadow.is_held(run.keys[i]))
-                spared = max(spared, held)
-        return spared
+        holders = self._end_of[run][1]
+        others = (shadow for at, shadow in enumerate(self._shadows) if not holders >> at & 1)
+        return max((_held_before_end(run, shadow) for shadow in others), default=0)
+
+
+def _held_before_end(run: Run, shadow: RadixIndex) -> int:
+    return bisect_left(range(run.held - 1), True, key=lambda at: not shadow.is_held(run.keys[at]))
 
 
 class Shadows:
-    """Indexes of one size, each under a policy of its own, that see the same prompts."""
+    """Indexes of one size, each under a policy of its own, that see the same prompts; the last goes by all others."""
 
-    def __init__(self, shadows: Mapping[str, RadixIndex], agreement: Agreement, agreeing: RadixIndex) -> None:
-        """agreement: the policy that goes by all the others. agreeing: its shadow, the last one."""
-        self.names = [*shadows, AGREEMENT]
-        self._shadows = [*shadows.values(), agreeing]
-        self._agreement = agreement
-        # Of each block that any of them holds, the numbers of those that do, as bits; and how many blocks there are by
-        # these.
+    def __init__(self, policies: Mapping[str, PolicyOf], clock: Clock, blocks_max: int) -> None:
+        self.names = [*policies, AGREEMENT]
+        self._shadows = [RadixIndex(clock, policy_of, blocks_max) for policy_of in policies.values()]
+        self._agreement = agreement = Agreement(tuple(self._shadows))
+        self._shadows.append(RadixIndex(clock, lambda _: agreement, blocks_max))
+        # By block, the numbers of those that hold it, as bits; and how many blocks there are by these.
         self._holders: dict[BlockKey, int] = {}
         self._counts = [0] * (1 << len(self._shadows))
 
@@ -178,21 +178,16 @@ class Shadows:
 
     def _note(self, at: int, keys: Sequence[BlockKey], gone: Sequence[BlockKey]) -> None:
         bit, counts, holders = 1 << at, self._counts, self._holders
-        for key in keys:
-            old = holders.get(key, 0)
-            if not old & bit:
-                counts[old] -= 1
-                counts[old | bit] += 1
-                holders[key] = old | bit
-        for key in gone:
-            old = holders.get(key, 0)
-            if old & bit:
-                counts[old] -= 1
-                counts[old ^ bit] += 1
-                if old == bit:
-                    del holders[key]
-                else:
-                    holders[key] = old ^ bit
+        for changed, held in ((keys, bit), (gone, 0)):
+            for key in changed:
+                old = holders.get(key, 0)
+                new = old & ~bit | held
+                if new != old:
+                    counts[old] -= 1
+                    counts[new] += 1
+                    holders[key] = new
+                if not new:
+                    holders.pop(key, None)
         counts[0] = 0
         if at < len(self._shadows) - 1:
             self._agreement.give_up(at, gone)
@@ -206,7 +201,7 @@ class Shadows:
 def insert_like(index: RadixIndex, keys: Sequence[BlockKey], parent: BlockKey | None, like: Run) -> list[BlockKey]:
     """Note a use in another index, whose new blocks are of a run's namespace and size; return what it gave up."""
     try:
-        return index.insert(namespace_of(like), keys, parent, size=like.size)
+        return index.insert(like.root.state, keys, parent, size=like.size)
     except ValueError as error:
         # It remembers other blocks than the cache: keys that are no chain can come to light there alone.
         _log.debug("no prefix: %s", error)
@@ -245,10 +240,7 @@ class MixPolicy(AdvisedPolicy):
         super().__init__()
         self._clock = ManualClock()
         self._reuse = reuse = reuse or ReusePolicy(blocks_max)
-        fixed = {"reuse": RadixIndex(self._clock, lambda _: reuse, blocks_max)}
-        fixed |= {name: RadixIndex(self._clock, of, blocks_max) for name, of in others_of.items()}
-        agreement = Agreement(list(fixed.values()))
-        self._shadows = Shadows(fixed, agreement, RadixIndex(self._clock, lambda _: agreement, blocks_max))
+        self._shadows = Shadows({"reuse": lambda _: reuse, **others_of}, self._clock, blocks_max)
         self._hits = dict.fromkeys(self._shadows.names, 0.0)
         self._end_of: dict[Run, BlockKey] = {}
         self._ends: dict[BlockKey, Run] = {}
@@ -329,8 +321,7 @@ class MixPolicy(AdvisedPolicy):
         return next(iter(self._doomed), None)
 
     def spared(self, run: Run) -> int:
-        """Return how many of the run's blocks the shadow holds."""
-        return bisect_left(range(run.held - 1), True, key=lambda at: not self._shadow.is_held(run.keys[at]))
+        return _held_before_end(run, self._shadow)
 
 
 class SampledMixPolicy(AdvisedPolicy):

@@ -17,7 +17,8 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -136,8 +137,7 @@ class HazardModel:
         self._uses = np.concatenate([self._uses * keep, fresh]) + used
         self.reached = [[0.0] * len(self.ages) for _ in reached]
         self.used = [[0.0] * len(self.ages) for _ in used]
-        for is_first_turn in self._cuts:
-            self._cuts[is_first_turn] = self._best_cut(is_first_turn)
+        self._cuts = {is_first_turn: self._best_cut(is_first_turn) for is_first_turn in (False, True)}
         shares = self.ages.spread
         hazard = self._hazard(_spread(self._runs, shares), _spread(self._uses, shares))
         self.worth = _worth(hazard, self.ages.widths_s).tolist()
@@ -231,15 +231,13 @@ _SIZE_CLASS_MAX = 24
 _UNEXPLAINED_USES = 1
 
 
+@dataclass(slots=True, eq=False)
 class _Queue:
-    __slots__ = ("age_bin", "candidates", "row", "runs")
-
-    def __init__(self, row: int, age_bin: int) -> None:
-        self.row = row
-        self.age_bin = age_bin
-        self.runs: OrderedDict[Run, None] = OrderedDict()
-        # By size class.
-        self.candidates: defaultdict[int, OrderedDict[Run, None]] = defaultdict(OrderedDict)
+    row: int
+    age_bin: int
+    runs: OrderedDict[Run, None] = field(default_factory=OrderedDict)
+    # By size class.
+    candidates: defaultdict[int, OrderedDict[Run, None]] = field(default_factory=partial(defaultdict, OrderedDict))
 
 
 @dataclass(slots=True, eq=False)
@@ -349,23 +347,20 @@ class ReusePolicy(AdvisedPolicy):
         """Count the uses at the ages they came, and file the runs under what they are now."""
         self._tick(use.now_s)
         known = [run for run in path if run.uses > 1]
-        turn, tenant = 0, namespace_of(path[0])
+        turn, tenant = 0, path[0].root.state
         if known:
             latest: _Trace = known[-1].state
             if 1 < use.known_blocks >= _NEXT_TURN_SHARE * latest.reach:
                 # The same prompt once more is no turn: what is asked often is shared.
                 turn = latest.turn + (use.known_blocks < use.blocks)
                 self.trust.note_next_turn(tenant, latest.mark)
-        mark = self.trust.believed(tenant, self._mark) if self._mark else 0
-        session = Kind(
-            "session", min(turn, _TURN_MAX), bisect_right(_SIZE_EDGES, use.blocks - use.known_blocks), True, mark
-        )
+        size = bisect_right(_SIZE_EDGES, use.blocks - use.known_blocks)
+        session = Kind("session", min(turn, _TURN_MAX), size, True, self.trust.believed(tenant, self._mark))
         has_tail = 0 < len(path) - 1 >= len(known) and len(path[-1].keys) == 1 and path[-1].stop == use.blocks
         body = path[-2] if has_tail else path[-1]
         for run in path:
             trace: _Trace = run.state
-            if trace.weight and self.counts:
-                self.model.used[trace.queue.row][trace.queue.age_bin] += trace.weight
+            self.model.used[trace.queue.row][trace.queue.age_bin] += trace.weight * self.counts
             trace.queue.runs.pop(run, None)
             trace.turn, trace.reach, trace.at_s, trace.mark = turn, use.blocks, self._now_s, self._mark
             if has_tail and run is path[-1]:
@@ -452,7 +447,7 @@ class ReusePolicy(AdvisedPolicy):
         end: _Trace = path[-1].state
         if end.mark == self._mark:
             return
-        mark = self.trust.believed(namespace_of(path[0]), self._mark)
+        mark = self.trust.believed(path[0].root.state, self._mark)
         for run in path:
             trace: _Trace = run.state
             old, kind = trace.queue, self.model.kinds[trace.queue.row]
@@ -519,11 +514,3 @@ def _size_class(run: Run) -> int:
         return 0
     octaves = math.log2(USUAL_SIZE / run.size)
     return max(-_SIZE_CLASS_MAX, min(round(_SIZE_CLASSES_PER_OCTAVE * octaves), _SIZE_CLASS_MAX))
-
-
-def namespace_of(run: Run) -> Namespace:
-    """Return the namespace that a run's prefix begins with."""
-    while run.parent is not None:
-        run = run.parent
-    namespace: Namespace = run.state
-    return namespace
