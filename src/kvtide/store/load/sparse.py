@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -143,10 +145,8 @@ class SparseLoad:
         # For chunks: those of one layer come before those of the next.
         self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvtide-select")
         # On a disk of 200 MB/s and two cores reading a base takes as long as decoding it: neither waits for the other.
-        for part in ahead(lambda item: decode(*item), enumerate(ahead(read, metas))):
-            if part is None:
-                break
-            self._parts.append(part)
+        parts = ahead(lambda item: decode(*item), enumerate(ahead(read, metas)))
+        self._parts = [*filter(None, takewhile(bool, parts))]
         self.metas, self.bases = [part.meta for part in self._parts], [part.base for part in self._parts]
         if self._parts:
             self.layout, self.chunk_tokens = self.metas[0].layout, self.bases[0].chunk_tokens
@@ -172,9 +172,7 @@ class SparseLoad:
 
     def ahead_chunks(self) -> NDArray[np.int64]:
         """Return the chunks of every layer that were exact from the beginning."""
-        starts = [
-            block * self.chunks_per_block + np.arange(part.ahead_chunks) for block, part in enumerate(self._parts)
-        ]
+        starts = [at * self.chunks_per_block + np.arange(part.ahead_chunks) for at, part in enumerate(self._parts)]
         return np.concatenate(starts).astype(np.int64)
 
     def _front(
@@ -242,25 +240,22 @@ class SparseLoad:
         What lies together in an object, a chunk of neighbouring layers, is one read. Between `open` and `close`.
         """
         assert self._pool is not None, "start outside open and close"
-        by_block: dict[int, list[tuple[int, int]]] = {}
+        by_block = defaultdict[int, list[tuple[int, int]]](list)
         for layer, chunks in wanted.items():
             for chunk in np.sort(chunks).tolist():
                 block, number = divmod(chunk, self.chunks_per_block)
-                by_block.setdefault(block, []).append((layer, number))
+                by_block[block].append((layer, number))
         return [self._pool.submit(self._fetch, block, each) for block, each in by_block.items()]
 
     def joined(self, found: Sequence[ChunkBits]) -> ChunkBits:
         """Return chunks of one layer as one."""
-        layout = self.layout
-        if not found:
-            shape = (2, 0, *layout.shape[3:])
-            return ChunkBits(np.empty(0, dtype=np.int64), np.empty(shape, dtype=layout.bits_dtype))
-        bits = np.concatenate([each.bits for each in found], axis=1).view(layout.bits_dtype)
-        return ChunkBits(np.concatenate([each.tokens for each in found]), bits)
+        none = np.empty((2, 0, *self.layout.shape[3:]), dtype=self.layout.bits_dtype)
+        bits: BlockBits = np.concatenate([none, *(each.bits for each in found)], axis=1)
+        return ChunkBits(np.concatenate([np.empty(0, np.int64), *(each.tokens for each in found)]), bits)
 
     def _fetch(self, block: int, wanted: Sequence[tuple[int, int]]) -> dict[int, ChunkBits]:
         """Load chunks (layer, number) of one block; return what could be had, by layer."""
-        part, by_layer = self._parts[block], dict[int, list[ChunkBits]]()
+        part, by_layer = self._parts[block], defaultdict[int, list[ChunkBits]](list)
         try:
             runs = part.runs(wanted)
             parts = self._read_ranges(part.meta, [(run[0].offset, stop_of(run[-1])) for run in runs])
@@ -275,11 +270,10 @@ class SparseLoad:
                 try:
                     section = entry.cut(data, run[0].offset, part.meta.id)
                     tokens, bits = chunk_bits(part.meta, part.base, section)
+                    had = ChunkBits(tokens.astype(np.int64) + part.meta.start, bits)
+                    by_layer[entry.id.layer_start].append(had)
                 except CorruptPayload as error:
                     self._damaged(part, error)
-                    continue
-                had = ChunkBits(tokens.astype(np.int64) + part.meta.start, bits)
-                by_layer.setdefault(entry.id.layer_start, []).append(had)
         return {layer: self.joined(found) for layer, found in by_layer.items()}
 
     def _damaged(self, part: PackedPart, error: CorruptPayload) -> None:
@@ -323,16 +317,13 @@ class Sparse:
         """Open what is stored so of the leading blocks; nothing where any of them waits to be stored, whole."""
         if any(access.queued(meta.id) is not None for meta in metas):
             return LoadReport(0, 0, None)
-        opened = SparseLoad(access.tiers, access.corrupt)
-        until_s = access.clock.monotonic_s() + deadline_s
-        blocks = 0
-        try:
+        opened, until_s = SparseLoad(access.tiers, access.corrupt), access.clock.monotonic_s() + deadline_s
+        with ExitStack() as unless_loaded:
+            unless_loaded.callback(opened.close)
             blocks = opened.open(metas, access.registry, self._sink, self._tokens_ahead, until_s, access.quality_max)
-        finally:
             if not blocks:
-                opened.close()
-        if not blocks:
-            return LoadReport(0, 0, None)
+                return LoadReport(0, 0, None)
+            unless_loaded.pop_all()
         self.opened = opened
         self._pins.enter_context(access.pinned(metas[:blocks]))
         access.decide(metas, blocks, MissReason.ABSENT)

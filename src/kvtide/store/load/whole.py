@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from mmap import PAGESIZE
@@ -28,22 +28,20 @@ SectionSink = Callable[[int, Codec, Sequence[Section]], bool]
 # Called with the block's position, the values of one layer after the other, each (2, tokens, kv_heads, head_dim), and
 # the number of the first; otherwise as a BlockSink. Layers of a block come in order.
 LayerSink = Callable[[int, Sequence[BlockBits], int], None]
-
-
 # Stored bytes that were read for a block so far.
 _Outcome = int | MissReason
 
 
+@dataclass(slots=True)
 class _LayeredBlock:
     """A block of which the first `layers` layers have been delivered. Its pieces are loaded one after the other."""
 
-    def __init__(self, position: int, meta: BlockMeta) -> None:
-        self.position = position
-        self.meta = meta
-        self.codec: LayeredCodec | None = None
-        self.entries: Sequence[SectionEntry] = ()
-        self.layers = 0
-        self.read_bytes = 0
+    position: int
+    meta: BlockMeta
+    codec: LayeredCodec | None = None
+    entries: Sequence[SectionEntry] = ()
+    layers: int = 0
+    read_bytes: int = 0
 
 
 class Whole(NamedTuple):
@@ -97,7 +95,7 @@ class _WholeLoad:
             for piece in pieces:
                 try:
                     outcome = piece.result(max(0.0, self._deadline_s - self._since_s()))
-                except FutureTimeoutError:
+                except TimeoutError:
                     outcome = MissReason.DEADLINE
                 except CancelledError:
                     outcome = MissReason.CLOSED
@@ -127,7 +125,6 @@ class _WholeLoad:
 
     def _checked(self, meta: BlockMeta, action: Callable[[LoadBuffers], _Outcome]) -> _Outcome:
         """Run an action on a scratch; what it finds corrupt is removed, other faults are misses."""
-
         workers = self._access.workers
 
         def run() -> _Outcome:
@@ -174,8 +171,7 @@ class _WholeLoad:
         for stops in zip_longest(*[_piece_ends(meta.layout) for meta in metas]):
             for (block, pool), stop, before in zip(blocks, stops, pending, strict=True):
                 if stop is not None:
-                    last = before[-1] if before else None
-                    before.append(pool.submit(self._load_piece, block, stop, last))
+                    before.append(pool.submit(self._load_piece, block, stop, before[-1] if before else None))
         return pending
 
     def _load_piece(self, block: _LayeredBlock, stop: int, before: Future[_Outcome] | None) -> _Outcome:
