@@ -3,16 +3,13 @@
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.evict.test_order import key, leaving, prompt
 from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies import PolicyOrder
+from kvtide.evict.policies import PolicyOrder, PoolOrder
 from kvtide.evict.policies.mix import AGREEMENT, Shadows
 from kvtide.evict.policies.order import LINKS_MAX, LinkedStates
-from kvtide.evict.policies.pool import FreePool
 from kvtide.index import Run
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import policy_named
@@ -134,43 +131,13 @@ def test_a_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
     assert leaving(order) == [states[0]]
 
 
-def numbered(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(32, "little"))
-
-
-def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
-    pool = FreePool(4)
+def test_uses_leave_nothing_behind_in_the_pool() -> None:
+    order = PoolOrder(ManualClock())
+    for number in range(4):
+        order.enter(ObjectId(NS, key(number)), BlockKey(NS), 1)
     for number in range(2000):
-        pool.add(numbered(number % 4), float(number), 1)
-        pool.take_back(numbered(number % 4))
-    assert len(pool._heap) <= 130
-    pool.check()
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=60),
-    st.integers(0, 5),
-)
-def test_pool_agrees_with_sorting(steps: list[tuple[int, int, int, bool]], blocks_max: int) -> None:
-    """The oldest use goes first, of one time the longest prefix; a block back in use doesn't go."""
-    pool, model = FreePool(blocks_max), dict[BlockKey, tuple[int, int]]()
-
-    def first() -> BlockKey | None:
-        return min(model, key=lambda each: (*model[each], each), default=None)
-
-    for number, last_use_s, prefix_blocks, is_taken in steps:
-        name = numbered(number)
-        if is_taken or name in model:
-            assert pool.take_back(name) == (model.pop(name, None) is not None)
-            continue
-        model[name] = (last_use_s, -prefix_blocks)
-        expected = first() if len(model) > blocks_max else None
-        assert pool.add(name, last_use_s, prefix_blocks) == expected
-        model.pop(expected, None) if expected else None
-        pool.check()
-        assert len(pool) == len(model)
-    for expected in [*sorted(model, key=lambda each: (*model[each], each)), None]:
-        assert pool.evict() == expected
+        order.note_use(ObjectId(NS, key(number % 4)))
+    assert len(order._heap) <= 130
 
 
 # Shadows of several policies: who holds what is known, and a policy that goes by it.

@@ -1,19 +1,19 @@
 """The report's random prompt generator and its two figures: hit rate and items per second against p.
 
 An engine of one slot: prefill of the tokens that no block gives, then decoding. Freed blocks stay in a pool of
-`pool_blocks` until their space is needed; table and pool are the real ones. Time is counted, not measured: every number
-repeats.
+`pool_blocks` until their space is needed, in the order of `?policy=pool`; the table is the real one. Time is counted,
+not measured: every number repeats.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Sequence
 
 import msgspec
 
 from kvtide.clock import ManualClock
-from kvtide.evict.policies.pool import FreePool
 from kvtide.index import RadixIndex
 from kvtide.keys import block_keys
 from kvtide.types import BlockKey
@@ -23,6 +23,9 @@ from kvtide_lab.sim.workload import tenant_namespace
 PROBABILITIES = tuple(step / 10 for step in range(1, 11))
 _VOCABULARY = 32_000
 _NAMESPACE = tenant_namespace("prompts")
+# Passed-over entries may make up this share of the heap's before it is rebuilt.
+_STALE_SHARE_MAX = 0.5
+_STALE_SLACK = 64
 
 
 class PromptSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +69,51 @@ class PromptReport(msgspec.Struct, frozen=True):
     setup: PromptSetup
     rows: list[PromptPoint]
     identical: PromptPoint
+
+
+class FreePool:
+    """Blocks with reference count 0. `add`, `take_back` and the eviction that `add` may cause are O(log n)."""
+
+    def __init__(self, blocks_max: int) -> None:
+        assert blocks_max >= 0
+        self.blocks_max = blocks_max
+        # Of each block its last use and the negative length of its prefix: what is least goes first.
+        self._ranks: dict[BlockKey, tuple[float, int]] = {}
+        # One entry for each block, and some of blocks that were taken back.
+        self._heap: list[tuple[tuple[float, int], BlockKey]] = []
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def add(self, key: BlockKey, last_use_s: float, prefix_blocks: int) -> BlockKey | None:
+        """Free a block that is not here; return the one that has to go for it, which may be itself."""
+        assert key not in self._ranks
+        rank = self._ranks[key] = (last_use_s, -prefix_blocks)
+        heapq.heappush(self._heap, (rank, key))
+        return self.evict() if len(self._ranks) > self.blocks_max else None
+
+    def take_back(self, key: BlockKey) -> bool:
+        """Remove a block that comes back into use. False if it is not here."""
+        if self._ranks.pop(key, None) is None:
+            return False
+        if len(self._heap) > _STALE_SLACK + len(self._ranks) / (1 - _STALE_SHARE_MAX):
+            self._heap = [(rank, each) for each, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
+        return True
+
+    def evict(self) -> BlockKey | None:
+        """Remove the block that goes first and return it; None if the pool is empty."""
+        while self._heap:
+            rank, key = heapq.heappop(self._heap)
+            if self._ranks.get(key) == rank:
+                del self._ranks[key]
+                return key
+        return None
+
+    def check(self) -> None:
+        """AssertionError if the pool contradicts itself."""
+        assert len(self._ranks) <= self.blocks_max
+        assert {(rank, key) for key, rank in self._ranks.items()} <= set(self._heap)
 
 
 class _Engine:

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvtide.types import BlockKey
 from kvtide_lab.sim.fairness import FairnessSetup, Served, fairness_row, run_fairness
 from kvtide_lab.sim.pool import run_pool
-from kvtide_lab.sim.prompts import PromptSetup, run_prompts
+from kvtide_lab.sim.prompts import FreePool, PromptSetup, run_prompts
 from kvtide_lab.sim.regions import SHARED_SHARES, SYNC_BYTES_S, run_regions
 
 
@@ -81,3 +84,42 @@ def test_percentiles_are_of_the_smallest_bodies() -> None:
     row = fairness_row("vtc", [small, large], 1.0)
     assert (row.small_wait_ms_p50, row.small_wait_ms_p99, row.small_request_ms_p99) == (500.0, 990.0, 500.0)
     assert row.wait_ms_p99 == 9000.0
+
+
+def numbered(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(32, "little"))
+
+
+def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
+    pool = FreePool(4)
+    for number in range(2000):
+        pool.add(numbered(number % 4), float(number), 1)
+        pool.take_back(numbered(number % 4))
+    assert len(pool._heap) <= 130
+    pool.check()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=60),
+    st.integers(0, 5),
+)
+def test_pool_agrees_with_sorting(steps: list[tuple[int, int, int, bool]], blocks_max: int) -> None:
+    """The oldest use goes first, of one time the longest prefix; a block back in use doesn't go."""
+    pool, model = FreePool(blocks_max), dict[BlockKey, tuple[int, int]]()
+
+    def first() -> BlockKey | None:
+        return min(model, key=lambda each: (*model[each], each), default=None)
+
+    for number, last_use_s, prefix_blocks, is_taken in steps:
+        name = numbered(number)
+        if is_taken or name in model:
+            assert pool.take_back(name) == (model.pop(name, None) is not None)
+            continue
+        model[name] = (last_use_s, -prefix_blocks)
+        expected = first() if len(model) > blocks_max else None
+        assert pool.add(name, last_use_s, prefix_blocks) == expected
+        model.pop(expected, None) if expected else None
+        pool.check()
+        assert len(pool) == len(model)
+    for expected in [*sorted(model, key=lambda each: (*model[each], each)), None]:
+        assert pool.evict() == expected
