@@ -55,9 +55,9 @@ class ProfileFollower:
     ) -> None:
         self._awaiting = codec if isinstance(codec, AwaitingCodec) else None
         # One for each group of layers, or one for all.
-        self._codecs = self._with(codec.first) if isinstance(codec, AwaitingCodec) else (codec,)
+        self._codecs: tuple[Codec, ...] = () if isinstance(codec, AwaitingCodec) else (codec,)
         # Whether blocks are stored losslessly for want of a profile.
-        self.is_waiting = self._awaiting is not None and self.codec.profile is None
+        self.is_waiting = False
         self._guard = guard
         self._counts = counts
         # By group; the first block of each is checked.
@@ -77,13 +77,11 @@ class ProfileFollower:
         self._next_unknown_s = 0.0
         # Digests that blocks named, and the store did not have: somebody removed the profile.
         self.lost: deque[bytes] = deque(maxlen=LOST_MAX)
+        if self._awaiting is not None:
+            self._use(self._awaiting, self._awaiting.first)
 
-    def _with(self, profiles: Sequence[Profile]) -> tuple[Codec, ...]:
-        assert self._awaiting is not None
-        return tuple(map(self._awaiting.make, profiles)) or (LosslessCodec(),)
-
-    def _use(self, profiles: Sequence[Profile]) -> None:
-        self._codecs = self._with(profiles)
+    def _use(self, awaiting: AwaitingCodec, profiles: Sequence[Profile]) -> None:
+        self._codecs = tuple(map(awaiting.make, profiles)) or (LosslessCodec(),)
         self.is_waiting = self.codec.profile is None
 
     @property
@@ -136,7 +134,7 @@ class ProfileFollower:
         name = profile_name(fingerprint, tenant_salt)
         self._name, self._hint, self._is_told, self._next_s = name, hint, False, 0.0
         # What was found before is another model's.
-        self._use(self._awaiting.first)
+        self._use(self._awaiting, self._awaiting.first)
         self.look(START_S_MAX)
 
     def look(self, s_max: float = LOOK_S_MAX) -> None:
@@ -166,7 +164,7 @@ class ProfileFollower:
         used, profiles = {codec.profile for codec in self._codecs}, self._newest(store, awaiting, groups)
         if profiles:
             if used != {profile.digest for profile in profiles}:
-                self._use(profiles)
+                self._use(awaiting, profiles)
                 _log.info("blocks are encoded with profiles %s from now on", [each.digest.hex() for each in profiles])
             for profile, versions in zip(profiles, groups, strict=True):
                 if not store.use(profile.digest, self._found[profile.digest][1]):
@@ -174,7 +172,7 @@ class ProfileFollower:
             self._next_s = self._clock.monotonic_s() + RENEW_S
         elif any(bytes.fromhex(each.digest) in used for versions in groups for each in versions):
             # One was removed.
-            self._use(awaiting.first)
+            self._use(awaiting, awaiting.first)
         elif self.is_waiting and not self._is_told:
             self._is_told = True
             _log.warning("blocks are stored losslessly until the store has a profile of this model: %s", self._hint)
@@ -182,7 +180,7 @@ class ProfileFollower:
             store.use(found.digest, size)
         if self._name != name:
             # `seek` came meanwhile, for another model.
-            self._use(awaiting.first)
+            self._use(awaiting, awaiting.first)
             self._next_s = 0.0
 
     def _newest(

@@ -10,6 +10,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from operator import attrgetter
 
 import msgspec
 
@@ -27,6 +30,7 @@ VERSION_BYTES_MAX = 2048
 PROFILES = Namespace(hashlib.sha256(b"kvtide profiles").digest())
 # A piece begins with the bytes of the whole profile.
 _TOTAL = struct.Struct("<Q")
+_WHEN_MADE = attrgetter("made_s", "number")
 
 
 class ProfileVersion(msgspec.Struct, frozen=True):
@@ -70,14 +74,8 @@ class ProfileStore:
 
     def versions(self, name: bytes, kind: str, group: str = "") -> list[ProfileVersion]:
         """Return the records of a model, or of one of its groups, in the order in which they were made."""
-        name = group_name(name, group)
-        found: list[ProfileVersion] = []
-        while len(found) < VERSIONS_MAX:
-            version = self._version(_version_id(name, kind, len(found)))
-            if version is None:
-                break
-            found.append(version)
-        return sorted(found, key=lambda each: (each.made_s, each.number))
+        ids = (_version_id(group_name(name, group), kind, number) for number in range(VERSIONS_MAX))
+        return sorted(filter(None, takewhile(bool, map(self._version, ids))), key=_WHEN_MADE)
 
     def read(self, digest: bytes) -> Profile | None:
         """Return the profile of a digest, None if it is not whole here; what came is kept for the next call."""
@@ -90,13 +88,12 @@ class ProfileStore:
                 return None
             data += piece[_TOTAL.size :]
         self._pieces.clear()
-        try:
-            profile = Profile.parse(bytes(data)) if data else None
-        except CorruptPayload:
-            profile = None
-        if data and self._may_remove and (profile is None or profile.digest != digest):
+        with suppress(CorruptPayload):
+            if data and (profile := Profile.parse(bytes(data))).digest == digest:
+                return profile
+        if data and self._may_remove:
             self._delete(digest, "corrupt")
-        return profile if profile is not None and profile.digest == digest else None
+        return None
 
     def use(self, digest: bytes, profile_bytes: int) -> bool:
         """Use the pieces of a profile, for what leaves by age to stay. False if it is not whole here."""
@@ -150,8 +147,7 @@ class ProfileStore:
     def all(self) -> list[ProfileVersion]:
         """Return all records of all models, in the order in which they were made. Lists the whole store."""
         ids = [info.id for info in self._tier.objects() if info.id.namespace == PROFILES]
-        found = [version for object_id in ids if (version := self._version(object_id)) is not None]
-        return sorted(found, key=lambda each: (each.made_s, each.number))
+        return sorted(filter(None, map(self._version, ids)), key=_WHEN_MADE)
 
     def _ids(self, digest: bytes) -> list[ObjectId]:
         """Return the ids of all pieces, none if the first is not here."""
@@ -168,14 +164,12 @@ class ProfileStore:
         if piece_id not in self._pieces:
             try:
                 piece = read_note(self._tier, piece_id, PROFILE_CODEC, _TOTAL.size + PIECE_BYTES)
+                if piece is not None and len(piece) >= _TOTAL.size:
+                    self._pieces[piece_id] = piece
             except CorruptPayload:
                 if self._may_remove:
                     self._tier.delete(piece_id, "corrupt")
-                return None
-            if piece is None or len(piece) < _TOTAL.size:
-                return None
-            self._pieces[piece_id] = piece
-        return self._pieces[piece_id]
+        return self._pieces.get(piece_id)
 
     def _version(self, object_id: ObjectId) -> ProfileVersion | None:
         try:
