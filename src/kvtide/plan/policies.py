@@ -5,9 +5,11 @@ from __future__ import annotations
 import heapq
 import math
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import takewhile
+from operator import attrgetter
 from types import MappingProxyType
 
 from kvtide.plan.base import (
@@ -42,13 +44,9 @@ class _BaseFirst(StreamPolicy):
         """Return a key: what is to be asked for first has the smallest."""
 
     def _refinements(self, request: Request, progress: Progress, chunks: Iterable[int]) -> Plan:
-        steps = request.steps
-        waiting = []
-        for index in chunks:
-            step = progress.asked[index]
-            if 0 < step < steps and index not in progress.computed:
-                fetch = Fetch(index, step)
-                waiting.append((self._rank(request, fetch), fetch))
+        steps, asked = request.steps, progress.asked
+        started = (Fetch(at, asked[at]) for at in chunks if 0 < asked[at] < steps and at not in progress.computed)
+        waiting = [(self._rank(request, fetch), fetch) for fetch in started]
         heapq.heapify(waiting)
         fetches: list[Fetch] = []
         while waiting and len(fetches) < PLAN_FETCHES_MAX:
@@ -91,10 +89,9 @@ class DeltasFirstWhenSlow(AnchorFirst):
             if fetch not in progress.early
         }
         left_s, rate = request.deadline_s - progress.now_s, progress.bytes_per_s
-        if left_s > 0 and rate is not None and sum(missing.values()) > left_s * rate:
-            deltas = [fetch for fetch in missing if fetch.step > 0]
-            if deltas:
-                return Plan(tuple(deltas[:PLAN_FETCHES_MAX]), (), Reason.DELTAS)
+        deltas = [fetch for fetch in missing if fetch.step > 0]
+        if deltas and left_s > 0 and rate is not None and sum(missing.values()) > left_s * rate:
+            return Plan(tuple(deltas[:PLAN_FETCHES_MAX]), (), Reason.DELTAS)
         return super().plan(request, progress)
 
 
@@ -163,8 +160,8 @@ def _pass_from(chunk: int, request: Request, progress: Progress) -> tuple[int, .
     in_time = pass_reach(request.prefill, start, left_s) if 0 < left_s < math.inf else request.tokens
     if not request.kl_goal and progress.now_s < request.deadline_s:
         reach = in_time
-    begun = next((other for other in left if progress.asked[other] or progress.is_usable(other)), len(request.chunks))
-    untouched = (request.chunks[begun].start if begun < len(request.chunks) else request.tokens) - start
+    begun = (request.chunks[other].start for other in left if progress.asked[other] or progress.is_usable(other))
+    untouched = next(begun, request.tokens) - start
     # What the deadline cuts off is lost, whatever else may end the wait before.
     stop = min(max(reach, start + untouched // 2), in_time)
     fits = takewhile(lambda other: other == chunk or request.chunks[other].stop <= stop, left)
@@ -191,9 +188,7 @@ def _floor(request: Request, progress: Progress, front: int) -> int:
     if request.kl_goal > 0 or left_s <= 0 or front == len(request.chunks):
         return front
     reach = request.prefill.reach(request.chunks[front].start, _ENGINE_SHARE * left_s)
-    while front < len(request.chunks) and request.chunks[front].stop <= reach:
-        front += 1
-    return front
+    return bisect_right(request.chunks, reach, lo=front, key=attrgetter("stop"))
 
 
 @lru_cache(maxsize=4096)
