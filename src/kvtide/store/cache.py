@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvtide.block import BlockMeta
@@ -177,9 +176,7 @@ class Cache:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def match(self, ids: Sequence[ObjectId], hint: Advice | None = None) -> int:

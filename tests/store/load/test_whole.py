@@ -23,9 +23,9 @@ from kvtide.errors import CorruptPayload
 from kvtide.plan import PrefillSpeed
 from kvtide.plan.base import Progress, is_ready
 from kvtide.store.cache import Cache, cache_for
-from kvtide.store.load import LoadReport, MissReason, Whole
+from kvtide.store.load import LoadReport, MissReason, Whole, backfill
 from kvtide.store.load import whole as loading
-from kvtide.store.load.backfill import BYTES_MAX, Backfill, PartialLoad
+from kvtide.store.load.backfill import Backfill, PartialLoad
 from kvtide.store.load.run import LoadRequest, ObjectRange, layered_job, level_job
 from kvtide.tier.source import read_heads
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
@@ -223,12 +223,10 @@ def left_of(objects: dict[ObjectId, bytes], blocks: tuple[int, ...] = (0, 1, 2))
     return PartialLoad(receivers, blocks)
 
 
-def keeper_of(
-    stack: ExitStack, *sources: MadeSource, bytes_max: int = BYTES_MAX
-) -> tuple[Backfill, dict[ObjectId, bytes]]:
+def keeper_of(stack: ExitStack, *sources: MadeSource) -> tuple[Backfill, dict[ObjectId, bytes]]:
     """Return a keeper and what it has put into a store."""
     kept: dict[ObjectId, bytes] = {}
-    keeper = Backfill(AnyOf(*sources), lambda name, data: kept.update({name: data}) is None, SystemClock(), bytes_max)
+    keeper = Backfill(AnyOf(*sources), lambda name, data: kept.update({name: data}) is None, SystemClock())
     stack.callback(keeper.check)
     stack.callback(keeper.close)
     return keeper, kept
@@ -275,14 +273,15 @@ def test_load_has_the_link_alone(stack: ExitStack) -> None:
     assert kept == THREE
 
 
-def test_what_waits_is_bounded(stack: ExitStack) -> None:
-    keeper, kept = keeper_of(stack, MadeSource(THREE), bytes_max=OBJECT_BYTES)
-    small, _ = keeper_of(stack, MadeSource(THREE), bytes_max=OBJECT_BYTES - 1)
+def test_what_waits_is_bounded(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper, kept = keeper_of(stack, MadeSource(THREE))
     with keeper.paused():
+        monkeypatch.setattr(backfill, "BYTES_MAX", OBJECT_BYTES - 1)
+        assert not keeper.offer(left_of(THREE))
+        monkeypatch.setattr(backfill, "BYTES_MAX", OBJECT_BYTES)
         assert keeper.offer(left_of(THREE))
         assert not keeper.offer(left_of(THREE))
         keeper.check()
-    assert not small.offer(left_of(THREE))
     assert keeper.flush(10)
     assert len(kept) == 3
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Of the objects of loads that wait to be completed.
 BYTES_MAX = 512 << 20
 # One range.
 READ_S_MAX = 30.0
@@ -44,16 +45,12 @@ class PartialLoad(NamedTuple):
 
 
 class Backfill:
-    """Owns a thread from the first offer until `close`. Safe to use from several threads.
+    """Owns a thread from the first offer until `close`. Safe to use from several threads."""
 
-    bytes_max: of the objects of loads that wait to be completed.
-    """
-
-    def __init__(self, source: RangeSource, put: Put, clock: Clock, bytes_max: int = BYTES_MAX) -> None:
+    def __init__(self, source: RangeSource, put: Put, clock: Clock) -> None:
         self._source = source
         self._put = put
         self._clock = clock
-        self._bytes_max = bytes_max
         self._changed = threading.Condition()
         self._waiting: deque[PartialLoad] = deque()
         self._loads = 0
@@ -63,14 +60,14 @@ class Backfill:
     def offer(self, left: PartialLoad) -> bool:
         """Complete a load's objects later; the receivers are the keeper's from now on. False if there is no room."""
         with self._changed:
-            if self._is_closing or sum(each.object_bytes for each in [*self._waiting, left]) > self._bytes_max:
+            if self._is_closing or sum(each.object_bytes for each in [*self._waiting, left]) > BYTES_MAX:
                 return False
             self._waiting.append(left)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._keep_until_closed, name="kvtide-keep", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-            return True
+        return True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -147,4 +144,4 @@ class Backfill:
     def check(self) -> None:
         """AssertionError if more waits than may."""
         with self._changed:
-            assert sum(left.object_bytes for left in self._waiting) <= self._bytes_max
+            assert sum(left.object_bytes for left in self._waiting) <= BYTES_MAX

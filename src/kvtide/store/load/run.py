@@ -221,10 +221,7 @@ class FetchReport(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One fetch of `size` bytes under way: what it still has to bring, and whether that is still wanted.
-
-    asked_s: by the clock.
-    """
+    """One fetch of `size` bytes under way, asked for at `asked_s` by the clock."""
 
     fetch: Fetch
     size: int
@@ -295,29 +292,21 @@ class FetchRun:
 
     def _touch(self) -> None:
         """Bring the progress up to now; what is no longer wanted is told so."""
-        was_s = self._progress.now_s
-        now_s = self._now_s()
+        was_s, now_s, deadline_s = self._progress.now_s, self._now_s(), self._job.request.deadline_s
         self._progress = self._progress.at(now_s, self._link.estimator.bytes_per_s(), self._coming_s(now_s))
-        deadline_s = self._job.request.deadline_s
-        is_late = self._progress.now_s >= deadline_s
-        if was_s < deadline_s <= self._progress.now_s:
+        if was_s < deadline_s <= now_s:
             self._queue.clear()
         for flight in self._flights:
             chunk = flight.fetch.chunk
-            if chunk in self._progress.computed or (is_late and self._progress.is_usable(chunk)):
+            if chunk in self._progress.computed or (now_s >= deadline_s and self._progress.is_usable(chunk)):
                 flight.is_wanted = False
 
     def _coming_s(self, now_s: float) -> float | None:
-        soonest_s = math.inf
+        clock_s, latency_s = self._started_s + now_s, self._link.latency_s
         wanted = [flight for flight in self._flights if flight.is_wanted]
-        for flight in wanted:
-            coming_s = expected_s(
-                self._started_s + now_s, flight.asked_s, flight.size, flight.left_bytes, self._link.latency_s
-            )
-            if coming_s is None:
-                return None
-            soonest_s = min(soonest_s, coming_s - self._started_s)
-        return soonest_s if wanted else None
+        coming = [expected_s(clock_s, each.asked_s, each.size, each.left_bytes, latency_s) for each in wanted]
+        told = [each - self._started_s for each in coming if each is not None]
+        return min(told) if 0 < len(wanted) == len(told) else None
 
     def _replan(self) -> bool:
         """Plan again; tell whether that gave the engine or the link anything to do."""
@@ -475,7 +464,9 @@ class FetchRun:
         while True:
             with self._changed:
                 self._touch()
-                if self._is_broken or is_ready(self._job.request, self._progress) or not self._has_work():
+                if self._is_broken or is_ready(self._job.request, self._progress):
+                    return
+                if not (self._flights or self._queue or self._given or self._replan()):
                     return
                 chunks = self._next_pass()
                 if not chunks:
@@ -507,12 +498,6 @@ class FetchRun:
         for _ in chunks:
             self._given.popleft()
         return chunks
-
-    def _has_work(self) -> bool:
-        if self._flights or self._queue or self._given:
-            return True
-        self._replan()
-        return bool(self._queue or self._given)
 
     def stop(self) -> None:
         """Let the fetching threads go: none takes a byte after this."""

@@ -7,7 +7,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -46,16 +45,15 @@ _OWN_PASS_TOKENS = 2 * PASS_TOKENS
 _RECEIVE_BYTES_MAX = 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStart:
+class StreamStart(NamedTuple):
     """The blocks found, and the load: under way, or None if the rest is the engine's.
 
     decision: None if there is nothing to load. stored_tokens: those that could be loaded.
     """
 
-    decision: Decision | None
-    stored_tokens: int
-    load: StreamedLoad | None
+    decision: Decision | None = None
+    stored_tokens: int = 0
+    load: StreamedLoad | None = None
 
 
 class SpeculativePrefill:
@@ -99,9 +97,8 @@ class SpeculativePrefill:
                 with self._lock:
                     if self._load is not None:
                         self.is_begun_computed = is_computed
-                        self._is_over = True
-                        return
-                    self.done = self._under_way if is_computed else self.done
+                    elif is_computed:
+                        self.done = self._under_way
         except BaseException:
             with self._lock:
                 self._is_over = True
@@ -217,8 +214,7 @@ class Streamed:
         _count(access, metas, report)
         if self.computes or len(report.loaded) == len(metas):
             return LoadReport(len(report.loaded), report.received_bytes, None)
-        is_late = report.ready_s >= deadline_s
-        reason = MissReason.DEADLINE if is_late else MissReason.ABSENT
+        reason = MissReason.DEADLINE if report.ready_s >= deadline_s else MissReason.ABSENT
         return LoadReport(len(report.loaded), report.received_bytes, reason)
 
     def _load_whole(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
@@ -272,7 +268,7 @@ class _Stream:
                 opened.result()
         else:
             self._open(lead)
-        start, done = lead.start or StreamStart(None, 0, None), lead.done
+        start, done = lead.start or StreamStart(), lead.done
         if start.load is None:
             return StreamedReport(done, done, 0.0, self._since(), start.decision, start.stored_tokens)
         return self._finish(start.load, start, lead.is_begun_computed)
@@ -296,13 +292,12 @@ class _Stream:
 
         def found(done: int, under_way: int) -> StreamStart:
             if codec is None or len(stored) * self._tokens <= done or len(stored) * self._tokens < under_way:
-                return StreamStart(None, 0, None)
+                return StreamStart()
             job, computed, begun = self._job([*coarser, stored], codec, done, under_way)
             decision = access.judge.decide(job.request, codec.codec_id)
             # The rule for levels says itself when computing fits.
-            if decision.why is Why.LINK_SLOWER and how.computes and not self._is_by_level:
-                return StreamStart(decision, job.request.tokens, None)
-            load = StreamedLoad(access, job, how, computed, begun, self._give_up_s)
+            is_declined = decision.why is Why.LINK_SLOWER and how.computes and not self._is_by_level
+            load = None if is_declined else StreamedLoad(access, job, how, computed, begun, self._give_up_s)
             return StreamStart(decision, job.request.tokens, load)
 
         lead.open(found)
@@ -415,10 +410,8 @@ class StreamedLoad:
         self.appended: list[int] = []
         self.append_s = 0.0
         self._access, self._engine, self._begun = access, how.engine, begun
-        link, clock = access.judge.link, access.clock
-        self.run = FetchRun(
-            job, self.receivers, how.policy, access.tiers, link, clock, how.limits, computed, begun, give_up_s
-        )
+        means = (how.policy, access.tiers, access.judge.link, access.clock, how.limits)
+        self.run = FetchRun(job, self.receivers, *means, computed, begun, give_up_s)
         self.run.start()
 
     def _stop_of(self, chunks: Sequence[int]) -> int:
@@ -472,8 +465,7 @@ class StreamedLoad:
                 continue
             try:
                 codec.decode(stored.meta, sections, bits)
+                return bits
             except CorruptPayload as error:
                 _log.debug("object %d can't be decoded, what is behind it is not used: %s", number, error)
-                continue
-            return bits
         return None
