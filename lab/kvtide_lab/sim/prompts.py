@@ -23,9 +23,6 @@ from kvtide_lab.sim.workload import tenant_namespace
 PROBABILITIES = tuple(step / 10 for step in range(1, 11))
 _VOCABULARY = 32_000
 _NAMESPACE = tenant_namespace("prompts")
-# Passed-over entries may make up this share of the heap's before it is rebuilt.
-_STALE_SHARE_MAX = 0.5
-_STALE_SLACK = 64
 
 
 class PromptSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,12 +91,7 @@ class FreePool:
 
     def take_back(self, key: BlockKey) -> bool:
         """Remove a block that comes back into use. False if it is not here."""
-        if self._ranks.pop(key, None) is None:
-            return False
-        if len(self._heap) > _STALE_SLACK + len(self._ranks) / (1 - _STALE_SHARE_MAX):
-            self._heap = [(rank, each) for each, rank in self._ranks.items()]
-            heapq.heapify(self._heap)
-        return True
+        return self._ranks.pop(key, None) is not None
 
     def evict(self) -> BlockKey | None:
         """Remove the block that goes first and return it; None if the pool is empty."""

@@ -90,15 +90,6 @@ def numbered(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(32, "little"))
 
 
-def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
-    pool = FreePool(4)
-    for number in range(2000):
-        pool.add(numbered(number % 4), float(number), 1)
-        pool.take_back(numbered(number % 4))
-    assert len(pool._heap) <= 130
-    pool.check()
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=60),
     st.integers(0, 5),
