@@ -236,11 +236,10 @@ class PolicyOrder(EvictionOrder):
         self._states.announce(keys, states)
         for state in here:
             # Of a prompt of more blocks than links are kept for, the first ones are not linked.
-            if self._states.block_of(state) is None:
-                continue
-            parent = self._parents[state]
-            self.leave(state)
-            self._enter_state(state, parent)
+            if self._states.block_of(state) is not None:
+                parent = self._parents[state]
+                self.leave(state)
+                self._enter_state(state, parent)
 
     def _enter_state(self, state: ObjectId, parent: BlockKey) -> None:
         self._parents[state] = parent
@@ -295,10 +294,9 @@ class PolicyOrder(EvictionOrder):
                 self._states.use(object_id)
                 if self._has_place(object_id):
                     self._orphans.pop(object_id, None)
+            elif parent is None or self._tree is None or object_id.namespace in self._told:
                 return
-            if parent is None or self._tree is None or object_id.namespace in self._told:
-                return
-            if object_id in self._orphans:
+            elif object_id in self._orphans:
                 self._orphans.move_to_end(object_id)
             else:
                 self._use(self._tree, object_id.namespace, [object_id.key], parent)
