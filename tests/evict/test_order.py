@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.stores import nothing_pinned
+from tests.suites import chain, namespace
 from tests.suites.tier_suite import object_bytes
 
 from kvtide.clock import ManualClock
@@ -23,23 +24,14 @@ from kvtide.tier.url import stack_of, tiers_of
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import POLICIES, policy_named
 
-NS = Namespace(b"n" * 32)
+NS = namespace()
 PAGE = 4096
 BLOCKS = 40
 
 
-def key(*path: int) -> BlockKey:
-    return BlockKey(bytes(path).ljust(32, b"\xff"))
-
-
-def prompt(*branch: int) -> list[BlockKey]:
-    """Return a key for each block of a prompt; prompts share the blocks that their numbers begin with."""
-    return [key(*branch[: i + 1]) for i in range(len(branch))]
-
-
 def made_up_requests(seed: int, count: int) -> list[list[BlockKey]]:
     rng = random.Random(seed)
-    return [prompt(*(min(3, int(rng.expovariate(0.9))) for _ in range(rng.randint(1, 9)))) for _ in range(count)]
+    return [chain(*(min(3, int(rng.expovariate(0.9))) for _ in range(rng.randint(1, 9)))) for _ in range(count)]
 
 
 def ids(keys: Sequence[BlockKey]) -> list[ObjectId]:
@@ -86,7 +78,7 @@ def order_of(policy: str, clock: ManualClock, bytes_max: int) -> EvictionOrder:
 def filled(policy: str, count: int) -> tuple[EvictionOrder, list[ObjectId]]:
     """Return an order with a prompt's blocks in it, and their ids."""
     order = order_of(policy, ManualClock(0.0), count * PAGE)
-    found = ids(prompt(*range(1, count + 1)))
+    found = ids(chain(*range(1, count + 1)))
     for before, each in zip([None, *found], found, strict=False):
         order.enter(each, before.key if before is not None else BlockKey(NS), PAGE)
     return order, found
@@ -115,7 +107,7 @@ ENTRIES = [IN_ORDER, IN_ORDER[::-1], *(random.Random(seed).sample(IN_ORDER, 30) 
 
 @pytest.mark.parametrize(("policy", "entries"), [("pool", IN_ORDER), *itertools.product(sorted(POLICIES), ENTRIES)])
 def test_prompt_that_entered_in_any_order_leaves_from_its_end(policy: str, entries: Sequence[int]) -> None:
-    order, found = order_of(policy, ManualClock(0.0), 30 * PAGE), ids(prompt(*range(1, 31)))
+    order, found = order_of(policy, ManualClock(0.0), 30 * PAGE), ids(chain(*range(1, 31)))
     for position in entries:
         order.enter(found[position], found[position - 1].key if position else BlockKey(NS), PAGE)
     assert leaving(order) == found[::-1]
@@ -123,7 +115,7 @@ def test_prompt_that_entered_in_any_order_leaves_from_its_end(policy: str, entri
 
 def test_read_state_is_used_though_prompts_of_another_group_are_told() -> None:
     order = PolicyOrder(policy_named("lru"), ManualClock(0.0), 4 * PAGE, 4)
-    rows, states = ids(prompt(1)), [ObjectId(Namespace(bytes([7]) * 32), each.key) for each in ids(prompt(2, 3))]
+    rows, states = ids(chain(1)), [ObjectId(Namespace(bytes([7]) * 32), each.key) for each in ids(chain(2, 3))]
     for state in states:
         order.enter(state, BlockKey(state.namespace), PAGE)
     order.note_request(NS, [each.key for each in rows])
@@ -134,7 +126,7 @@ def test_read_state_is_used_though_prompts_of_another_group_are_told() -> None:
 @pytest.mark.parametrize("policy", ["s3fifo", "reuse", "mix"])
 def test_block_that_lost_its_place_is_remembered_when_its_object_leaves(policy: str) -> None:
     order = PolicyOrder(policy_named(policy), ManualClock(0.0), 4 * PAGE, 4)
-    prompts = [ids(prompt(branch, 1, 2)) for branch in range(3)]
+    prompts = [ids(chain(branch, 1, 2)) for branch in range(3)]
     for each in prompts:
         for before, block in zip([BlockKey(NS), *(found.key for found in each)], each, strict=False):
             order.enter(block, before, PAGE)
@@ -178,15 +170,15 @@ def test_what_leaves_while_it_is_passed_over_is_gone(policy: str) -> None:
 @pytest.mark.parametrize("policy", ORDERS)
 def test_put_that_finds_no_room_evicts_nothing(policy: str) -> None:
     clock = ManualClock(0.0)
-    pinned = {each.key for each in ids(prompt(1, 2))}
+    pinned = {each.key for each in ids(chain(1, 2))}
     order = order_of(policy, clock, 4 * PAGE)
     tier = MemoryTier(4 * PAGE, clock, lambda each: each in pinned, order, frame_bytes=PAGE)
     tier.open()
-    here = [*ids(prompt(1, 2)), *ids(prompt(3)), *ids(prompt(4))]
+    here = [*ids(chain(1, 2)), *ids(chain(3)), *ids(chain(4))]
     for each in here:
         assert tier.put_from(each, b"x" * PAGE)
     with pytest.raises(TierFull):
-        tier.put_from(ids(prompt(5))[0], b"x" * 3 * PAGE)
+        tier.put_from(ids(chain(5))[0], b"x" * 3 * PAGE)
     assert all(map(tier.contains, here))
     tier.check()
     tier.close()
@@ -207,9 +199,9 @@ def test_objects_on_a_disk_are_real_ones_of_their_policy_after_a_restart(tmp_pat
         stack = tiers_of([url], limits, clock, nothing_pinned)
         stack.open()
         for number in range(60):
-            stack.put_from(ids(prompt(number))[0], object_bytes(number, 8000))
+            stack.put_from(ids(chain(number))[0], object_bytes(number, 8000))
         stack.check()
-        kept = [stack.contains(ids(prompt(number))[0]) for number in range(60)]
+        kept = [stack.contains(ids(chain(number))[0]) for number in range(60)]
         assert 0 < sum(kept) < 60
         stack.close()
 
@@ -239,8 +231,8 @@ class Asked:
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc", "reuse", "mix"])
 def test_larger_first_object_does_not_lessen_what_is_planned_for(policy: str) -> None:
     usual, misled = Asked(policy), Asked(policy)
-    misled.ask(NS, prompt(200), 10 * PAGE)
-    usual.ask(NS, prompt(200), PAGE)
+    misled.ask(NS, chain(200), 10 * PAGE)
+    usual.ask(NS, chain(200), PAGE)
     for keys in made_up_requests(seed=5, count=400):
         usual.ask(NS, keys, PAGE)
         misled.ask(NS, keys, PAGE)
@@ -254,7 +246,7 @@ def test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more(
     def total(asked: Asked) -> int:
         rng = random.Random(3)
         for _ in range(1500):
-            keys = prompt(*(min(11, int(rng.expovariate(0.25))) for _ in range(2)))
+            keys = chain(*(min(11, int(rng.expovariate(0.25))) for _ in range(2)))
             asked.ask(NS, keys, 6 * PAGE)
             asked.ask(OTHER, [BlockKey(each[:31] + b"o") for each in keys], PAGE)
         return sum(asked.hits.values())
@@ -268,19 +260,19 @@ def test_tenant_whose_blocks_take_less_room_keeps_more_and_all_hit_more(
 
 def test_index_counts_its_room_by_size() -> None:
     index = RadixIndex(ManualClock(), policy_named("lru"), 4)
-    assert index.insert(NS, prompt(1, 1, 1, 1), size=USUAL_SIZE // 2) == []
-    assert index.insert(NS, prompt(2, 2), size=USUAL_SIZE) == []
-    assert index.insert(NS, prompt(3), size=USUAL_SIZE // 2) == [prompt(1, 1, 1, 1)[3]]
+    assert index.insert(NS, chain(1, 1, 1, 1), size=USUAL_SIZE // 2) == []
+    assert index.insert(NS, chain(2, 2), size=USUAL_SIZE) == []
+    assert index.insert(NS, chain(3), size=USUAL_SIZE // 2) == [chain(1, 1, 1, 1)[3]]
     # One of two rooms goes for two of half a room.
-    assert index.insert(NS, prompt(4), size=3 * USUAL_SIZE // 2) == [*prompt(1, 1, 1)[::-1]]
+    assert index.insert(NS, chain(4), size=3 * USUAL_SIZE // 2) == [*chain(1, 1, 1)[::-1]]
     index.check()
 
 
 def test_sizes_that_are_nearly_alike_are_the_usual_one() -> None:
     sizes = Sizes(1000)
     for number in range(40):
-        sizes.enter(ObjectId(NS, prompt(number)[0]), 100 + number % 5)
-        sizes.enter(ObjectId(OTHER, prompt(number)[0]), 25)
+        sizes.enter(ObjectId(NS, chain(number)[0]), 100 + number % 5)
+        sizes.enter(ObjectId(OTHER, chain(number)[0]), 25)
     assert (sizes.of(NS), sizes.of(OTHER)) == (USUAL_SIZE, USUAL_SIZE // 4)
     assert sizes.fitting(10) == 1000 * 80 // sizes.used_bytes
     assert sizes.fitting(15) == 15

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from tests.evict.test_order import key, leaving, prompt
+from tests.evict.test_order import leaving
 from tests.suites import chain, namespace
 
 from kvtide.clock import ManualClock
@@ -14,11 +14,11 @@ from kvtide.index import Run
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import policy_named
 
-NS, OF_STATES = Namespace(b"r" * 32), Namespace(b"s" * 32)
+NS, OF_STATES = namespace(), Namespace(b"s" * 32)
 
 
 def state(*path: int) -> ObjectId:
-    return ObjectId(OF_STATES, key(*path))
+    return ObjectId(OF_STATES, chain(*path)[-1])
 
 
 class Served:
@@ -29,7 +29,7 @@ class Served:
         self.order = PolicyOrder(policy_named(policy), self.clock, 1 << 20, blocks_max)
 
     def serve(self, *branch: int, states: tuple[int, ...] = ()) -> None:
-        keys = prompt(*branch)
+        keys = chain(*branch)
         self.clock.advance(1.0)
         self.order.note_request(NS, keys, states=[[ObjectId(OF_STATES, each) for each in keys]])
         for before, each in zip([BlockKey(NS), *keys], keys, strict=False):
@@ -46,8 +46,8 @@ def test_state_leaves_just_before_its_block(policy: str) -> None:
     served.serve(4, 5, states=(2,))
     gone = leaving(served.order)
     assert len(gone) == 7
-    assert gone.index(state(1, 2, 3)) + 1 == gone.index(ObjectId(NS, key(1, 2, 3)))
-    assert gone.index(state(4, 5)) + 1 == gone.index(ObjectId(NS, key(4, 5)))
+    assert gone.index(state(1, 2, 3)) + 1 == gone.index(ObjectId(NS, chain(1, 2, 3)[-1]))
+    assert gone.index(state(4, 5)) + 1 == gone.index(ObjectId(NS, chain(4, 5)[-1]))
 
 
 def test_state_that_a_session_has_gone_on_from_leaves_first() -> None:
@@ -55,7 +55,7 @@ def test_state_that_a_session_has_gone_on_from_leaves_first() -> None:
     served.serve(9, states=(1,))
     served.serve(1, 2, states=(2,))
     served.serve(1, 2, 3, states=(3,))
-    assert leaving(served.order)[:3] == [state(1, 2), state(9), ObjectId(NS, key(9))]
+    assert leaving(served.order)[:3] == [state(1, 2), state(9), ObjectId(NS, chain(9)[-1])]
 
 
 def test_superseded_state_that_is_read_again_stays_with_its_block() -> None:
@@ -91,23 +91,23 @@ def test_states_that_came_before_anybody_named_them_are_linked_at_the_next_reque
     served.order.enter(state(1, 2), BlockKey(OF_STATES), 6)
     served.serve(1, 2)
     served.serve(3)
-    assert leaving(served.order)[:3] == [state(1, 2), ObjectId(NS, key(1, 2)), ObjectId(NS, key(1))]
+    assert leaving(served.order)[:3] == [state(1, 2), ObjectId(NS, chain(1, 2)[-1]), ObjectId(NS, chain(1)[-1])]
 
 
 def test_state_in_use_stays_though_its_block_leaves() -> None:
     served = Served()
     served.serve(1, states=(1,))
-    assert leaving(served.order, lambda each: each != state(1)) == [ObjectId(NS, key(1))]
+    assert leaving(served.order, lambda each: each != state(1)) == [ObjectId(NS, chain(1)[-1])]
     assert leaving(served.order) == [state(1)]
     assert len(served.order) == 0
 
 
 def test_first_state_does_not_say_how_many_blocks_fit() -> None:
     order = PolicyOrder(policy_named("lru"), ManualClock(0.0), 12)
-    order.note_request(NS, prompt(1), states=[[state(1)]])
+    order.note_request(NS, chain(1), states=[[state(1)]])
     order.enter(state(1), BlockKey(OF_STATES), 6)
     for number in range(5):
-        order.enter(ObjectId(NS, key(number)), BlockKey(NS), 1)
+        order.enter(ObjectId(NS, chain(number)[-1]), BlockKey(NS), 1)
     assert order._tree.stats().held_blocks == 5
 
 
@@ -123,7 +123,7 @@ def test_a_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtide.evict.policies.order.LINKS_MAX", 3)
-    order, keys = PolicyOrder(policy_named("lru"), ManualClock(0.0), 1 << 20, 20), prompt(1, 2, 3, 4, 5)
+    order, keys = PolicyOrder(policy_named("lru"), ManualClock(0.0), 1 << 20, 20), chain(1, 2, 3, 4, 5)
     states = [ObjectId(OF_STATES, each) for each in keys]
     # As after a restart: it is listed before a prompt names it, and its link is dropped for those behind it.
     order.enter(states[0], BlockKey(OF_STATES), 1)
@@ -134,18 +134,16 @@ def test_a_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
 def test_uses_leave_nothing_behind_in_the_pool() -> None:
     order = PoolOrder(ManualClock())
     for number in range(4):
-        order.enter(ObjectId(NS, key(number)), BlockKey(NS), 1)
+        order.enter(ObjectId(NS, chain(number)[-1]), BlockKey(NS), 1)
     for number in range(2000):
-        order.note_use(ObjectId(NS, key(number % 4)))
+        order.note_use(ObjectId(NS, chain(number % 4)[-1]))
     assert len(order._heap) <= 130
 
 
 # Shadows of several policies: who holds what is known, and a policy that goes by it.
 
 NAMES = ["lru", "lfu"]
-_ROOT = Run([], None, 0, bytearray(), set())
-_ROOT.state = namespace()
-LIKE = Run([], _ROOT, 0, bytearray(), set())
+LIKE = Run([], None, 0, bytearray(), set(), state=namespace())
 
 
 def shadows_of(blocks_max: int) -> Shadows:
