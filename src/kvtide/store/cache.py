@@ -21,7 +21,7 @@ from kvtide.config import Limits
 from kvtide.evict import Advice, Hint, Ranking, States
 from kvtide.group import Hit, Parts, hit_of
 from kvtide.index import LruPolicy, RadixIndex
-from kvtide.outcomes import Choice, DecisionCounter, Why, decisions_text
+from kvtide.outcomes import Choice, Why, decisions_text
 from kvtide.plan import Judge
 from kvtide.store.load import BlockSource, LoadAccess, LoadReport, LoadWorkers, MissReason, Strategy
 from kvtide.store.notes import read_judge, write_judge
@@ -29,7 +29,6 @@ from kvtide.store.profile_follower import ProfileFollower
 from kvtide.store.storing import QUEUE_TIER, PendingBlock, Placer, QueuedBlock, Storer
 from kvtide.tier import stack_of
 from kvtide.tier.breaker import until
-from kvtide.tier.faults import FaultGuard
 from kvtide.tier.stack import TierStack, wants_latest
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire import object_bytes_max
@@ -90,29 +89,19 @@ class Cache:
         self.quality = quality = codec.quality if quality is None else quality
         self._clock = clock
         self._limits = limits
-        # Runs what engines do with the cache beside its verbs, too; a fault in it becomes a `fallback`.
-        self.guarded = FaultGuard()
         self._storer: Storer | None = None
         self._pid = 0
-        # What engines decide about the tokens of prompts; told to the tiers in the background.
-        self.decisions = DecisionCounter()
         # What it knows of link, decoding and prefill; engines tell it what they compute.
         self.judge = Judge(limits.load_s_max)
-        self.access = LoadAccess(
-            tiers,
-            index,
-            quality,
-            registry,
-            clock,
-            self.judge,
-            self.decisions,
-            self.guarded,
-            self._queued,
-            LoadWorkers(limits.load_threads),
-            len(codec.coarser) if isinstance(codec, LevelledCodec) else 0,
-        )
+        levels = len(codec.coarser) if isinstance(codec, LevelledCodec) else 0
+        workers = LoadWorkers(limits.load_threads)
+        self.access = LoadAccess(tiers, index, quality, registry, clock, self.judge, self._queued, workers, levels)
+        # Runs what engines do with the cache beside its verbs, too; a fault in it becomes a `fallback`.
+        self.guarded = self.access.guarded
+        # What engines decide about the tokens of prompts; told to the tiers in the background.
+        self.decisions = self.access.decisions
         self._counts = self.access.counts
-        self.profiles = ProfileFollower(tiers, codec, registry, clock, self.guarded, self._counts)
+        self.profiles = ProfileFollower(self.access, codec)
         self._placer = Placer(self.access, self.profiles, limits)
 
     def open(self) -> None:

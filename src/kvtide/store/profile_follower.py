@@ -10,12 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtide.block import BlockBits, BlockMeta
-from kvtide.clock import Clock
-from kvtide.codec import AwaitingCodec, Codec, CodecRegistry, LosslessCodec, Profile, PromisingCodec
+from kvtide.codec import AwaitingCodec, Codec, LosslessCodec, Profile, PromisingCodec
 from kvtide.errors import UnencodableBlock
+from kvtide.store.load import LoadAccess
 from kvtide.tier.breaker import until
-from kvtide.tier.faults import Counts, FaultGuard
-from kvtide.tier.stack import TierStack
 from kvtide.types import Section
 
 if TYPE_CHECKING:
@@ -44,27 +42,15 @@ class ProfileFollower:
     twice takes it once. Lossless as long as a codec awaits its first profiles.
     """
 
-    def __init__(
-        self,
-        tiers: TierStack,
-        codec: Codec | AwaitingCodec,
-        registry: CodecRegistry,
-        clock: Clock,
-        guard: FaultGuard,
-        counts: Counts,
-    ) -> None:
+    def __init__(self, access: LoadAccess, codec: Codec | AwaitingCodec) -> None:
+        self._access = access
         self._awaiting = codec if isinstance(codec, AwaitingCodec) else None
         # One for each group of layers, or one for all.
         self._codecs: tuple[Codec, ...] = () if isinstance(codec, AwaitingCodec) else (codec,)
         # Whether blocks are stored losslessly for want of a profile.
         self.is_waiting = False
-        self._guard = guard
-        self._counts = counts
         # By group; the first block of each is checked.
         self._unchecked: dict[int, int] = {}
-        self._registry = registry
-        self._clock = clock
-        self._tiers = tiers
         # Made by the first look; most caches never look.
         self._store: ProfileStore | None = None
         self._looking = threading.Lock()
@@ -91,7 +77,7 @@ class ProfileFollower:
 
     def newest_codec(self, group: int) -> Codec:
         """Look for a profile if it is time, and return what encodes a group of layers from now on."""
-        if self._name or self._registry.unknown:
+        if self._name or self._access.registry.unknown:
             self.look()
         codecs = self._codecs
         if len(codecs) == 1:
@@ -113,13 +99,13 @@ class ProfileFollower:
                 if self._unchecked[group] >= CHECK_EVERY:
                     codec.check_decoded(meta, bits, sections)
                     self._unchecked[group] = 0
-                    self._counts.add("checked_blocks")
+                    self._access.counts.add("checked_blocks")
         except UnencodableBlock as error:
-            level = logging.WARNING if self._counts.add("unfit_blocks") == 1 else logging.DEBUG
+            level = logging.WARNING if self._access.counts.add("unfit_blocks") == 1 else logging.DEBUG
             _log.log(level, "%s can't keep block %s, stored losslessly: %s", codec.codec_id, meta.id, error)
             return None
         if self.is_waiting and not is_exact:
-            self._counts.add("unprofiled_blocks")
+            self._access.counts.add("unprofiled_blocks")
         return sections
 
     def seek(self, fingerprint: bytes, tenant_salt: bytes, hint: str) -> None:
@@ -139,22 +125,22 @@ class ProfileFollower:
 
     def look(self, s_max: float = LOOK_S_MAX) -> None:
         """Look if it is time, for at most `s_max` seconds. Raises nothing."""
-        now_s = self._clock.monotonic_s()
+        now_s = self._access.clock.monotonic_s()
         is_due = bool(self._name) and now_s >= self._next_s
-        is_unknown = bool(self._registry.unknown) and now_s >= self._next_unknown_s
+        is_unknown = bool(self._access.registry.unknown) and now_s >= self._next_unknown_s
         if not (is_due or is_unknown) or not self._looking.acquire(blocking=False):
             return
         try:
             from kvtide.store.profiles import ProfileStore
 
             with until(now_s + s_max):
-                self._store = store = self._store or ProfileStore(self._tiers)
+                self._store = store = self._store or ProfileStore(self._access.tiers)
                 if is_due and self._awaiting is not None:
                     self._next_s = now_s + LOOK_S
-                    self._guard("look for a profile", partial(self._look, store, self._awaiting), None)
+                    self._access.guarded("look for a profile", partial(self._look, store, self._awaiting), None)
                 if is_unknown:
                     self._next_unknown_s = now_s + LOOK_S
-                    self._guard("look for an old profile", partial(self._look_for_unknown, store), None)
+                    self._access.guarded("look for an old profile", partial(self._look_for_unknown, store), None)
         finally:
             self._looking.release()
 
@@ -169,7 +155,7 @@ class ProfileFollower:
             for profile, versions in zip(profiles, groups, strict=True):
                 if not store.use(profile.digest, self._found[profile.digest][1]):
                     store.put(profile, [name], versions[-1].made_s)
-            self._next_s = self._clock.monotonic_s() + RENEW_S
+            self._next_s = self._access.clock.monotonic_s() + RENEW_S
         elif any(bytes.fromhex(each.digest) in used for versions in groups for each in versions):
             # One was removed.
             self._use(awaiting, awaiting.first)
@@ -199,15 +185,15 @@ class ProfileFollower:
         return []
 
     def _look_for_unknown(self, store: ProfileStore) -> None:
-        for digest in list(self._registry.unknown):
+        for digest in list(self._access.registry.unknown):
             if self._read(store, digest) is None and digest not in self.lost:
                 self.lost.append(digest)
         # The next object that names one brings it back.
-        self._registry.unknown.clear()
+        self._access.registry.unknown.clear()
 
     def _read(self, store: ProfileStore, digest: bytes) -> Profile | None:
         is_new = digest not in self._found and len(self._found) < FOUND_MAX
         if is_new and (profile := store.read(digest)) is not None:
             self._found[digest] = (profile, len(profile.to_bytes()))
-            self._registry.add(profile)
+            self._access.registry.add(profile)
         return self._found[digest][0] if digest in self._found else None

@@ -14,13 +14,11 @@ from kvtide.clock import SystemClock
 from kvtide.codec import CodecRegistry
 from kvtide.errors import TierUnavailable
 from kvtide.index import LruPolicy, RadixIndex
-from kvtide.outcomes import DecisionCounter
 from kvtide.plan import Judge, PrefillSpeed
 from kvtide.store.load import LoadAccess, LoadWorkers
 from kvtide.store.load.run import FetchJob, LoadRequest, layered_job
 from kvtide.tier.base import Buffer, ObjectInfo, Take, Tier
 from kvtide.tier.breaker import caller_deadline_s
-from kvtide.tier.faults import FaultGuard
 from kvtide.tier.source import read_from_any
 from kvtide.tier.stack import TierStack
 from kvtide.types import ObjectId, Section, SectionId, SectionKind, TierStats
@@ -152,18 +150,8 @@ def access_of(source: MadeSource | TierStack, judge: Judge | None = None) -> Loa
     if tiers is not source:
         tiers.open()
     index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 1000)
-    access = LoadAccess(
-        tiers,
-        index,
-        math.inf,
-        CodecRegistry(),
-        clock,
-        judge or Judge(),
-        DecisionCounter(),
-        FaultGuard(),
-        lambda object_id: None,
-        LoadWorkers(2),
-    )
+    means = (CodecRegistry(), clock, judge or Judge(), lambda object_id: None, LoadWorkers(2))
+    access = LoadAccess(tiers, index, math.inf, *means)
     access.open()
     return access
 

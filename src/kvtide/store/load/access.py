@@ -157,12 +157,12 @@ class LoadAccess:
     registry: CodecRegistry
     clock: Clock
     judge: Judge
-    decisions: DecisionCounter
-    guarded: FaultGuard
     queued: Callable[[ObjectId], BlockSource | None]
     workers: LoadWorkers
     coarser_levels: int = 0
     quality_max: float = field(init=False)
+    decisions: DecisionCounter = field(init=False, default_factory=DecisionCounter)
+    guarded: FaultGuard = field(init=False, default_factory=FaultGuard)
     counts: Counts = field(init=False, default_factory=Counts)
     gone: deque[BlockKey] = field(init=False, default_factory=partial(deque[BlockKey], maxlen=GONE_MAX))
     # Completes, for faster tiers, what streamed loads have left unfinished.

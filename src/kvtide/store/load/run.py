@@ -63,11 +63,16 @@ class LoadRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FetchJob:
-    """A request with its bytes: `pieces[chunk][step]` of `objects`."""
+    """A request with its bytes: `pieces[chunk][step]` of `objects`.
+
+    At the start the engine has the `computed` chunks, and computes the `begun` ones (`FetchRun.add_computed`).
+    """
 
     request: Request
     objects: tuple[StoredObject, ...]
     pieces: tuple[tuple[tuple[ObjectRange, ...], ...], ...]
+    computed: Sequence[int] = ()
+    begun: Sequence[int] = ()
 
 
 def layered_job(
@@ -245,14 +250,9 @@ class FetchRun:
         link: LinkEstimate,
         clock: Clock,
         limits: FetchLimits,
-        computed: Sequence[int] = (),
-        begun: Sequence[int] = (),
         give_up_s: float = math.inf,
     ) -> None:
-        """Take a job whose `computed` chunks the engine has, and whose `begun` ones it computes (`add_computed`).
-
-        give_up_s: when nothing more is fetched, by the clock; what is under way ends then too.
-        """
+        """give_up_s: when nothing more is fetched, by the clock; what is under way ends then too."""
         self._give_up_s = give_up_s
         self._job = job
         self._receivers = receivers
@@ -263,8 +263,8 @@ class FetchRun:
         self._limits = limits
         self._started_s = clock.monotonic_s()
         self._changed = threading.Condition()
-        self._progress = Progress.start(job.request).assigning([*computed, *begun])
-        self.add_computed(computed)
+        self._progress = Progress.start(job.request).assigning([*job.computed, *job.begun])
+        self.add_computed(job.computed)
         self._queue: deque[Fetch] = deque()
         self._reason = Reason.COMPLETE
         self._given: deque[int] = deque()

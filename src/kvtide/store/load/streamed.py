@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -212,10 +213,9 @@ class Streamed:
         with access.backfill.paused():
             self.report = report = _Stream(access, self, metas, deadline_s).run()
         _count(access, metas, report)
-        if self.computes or len(report.loaded) == len(metas):
-            return LoadReport(len(report.loaded), report.received_bytes, None)
+        is_all = self.computes or len(report.loaded) == len(metas)
         reason = MissReason.DEADLINE if report.ready_s >= deadline_s else MissReason.ABSENT
-        return LoadReport(len(report.loaded), report.received_bytes, reason)
+        return LoadReport(len(report.loaded), report.received_bytes, None if is_all else reason)
 
     def _load_whole(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
         started_s, found = access.clock.monotonic_s(), dict[int, BlockBits]()
@@ -293,11 +293,11 @@ class _Stream:
         def found(done: int, under_way: int) -> StreamStart:
             if codec is None or len(stored) * self._tokens <= done or len(stored) * self._tokens < under_way:
                 return StreamStart()
-            job, computed, begun = self._job([*coarser, stored], codec, done, under_way)
+            job = self._job([*coarser, stored], codec, done, under_way)
             decision = access.judge.decide(job.request, codec.codec_id)
             # The rule for levels says itself when computing fits.
             is_declined = decision.why is Why.LINK_SLOWER and how.computes and not self._is_by_level
-            load = None if is_declined else StreamedLoad(access, job, how, computed, begun, self._give_up_s)
+            load = None if is_declined else StreamedLoad(access, job, how, self._give_up_s)
             return StreamStart(decision, job.request.tokens, load)
 
         lead.open(found)
@@ -336,10 +336,8 @@ class _Stream:
             found.append(head)
         return found, first
 
-    def _job(
-        self, levels: Sequence[Sequence[StoredObject]], codec: Codec, done: int, under_way: int
-    ) -> tuple[FetchJob, Sequence[int], Sequence[int]]:
-        """Return the job, and which of its chunks are computed and being computed: none lies across an end of those."""
+    def _job(self, levels: Sequence[Sequence[StoredObject]], codec: Codec, done: int, under_way: int) -> FetchJob:
+        """Return the job; none of its chunks lies across an end of what is computed or being computed."""
         request, stored = self._how.request, levels[-1]
         total = len(stored) * self._tokens
         decode_s = self._access.judge.decode_token_s(codec.codec_id) * total
@@ -359,12 +357,12 @@ class _Stream:
         begun = [chunk for chunk, (start, stop) in enumerate(spans) if done <= start and stop <= busy]
         request = request._replace(deadline_s=left_s)
         if self._is_by_level:
-            return level_job(levels, spans, [level[0].quality for level in levels], request), computed, begun
-        losses = losses_of(stored[0], codec)
-        by_block = None
-        if isinstance(codec, EmbeddedCodec):
-            by_block = codec.losses_by_block(losses, len(stored), self._tokens)
-        return layered_job(stored, spans, losses, request, by_block), computed, begun
+            job = level_job(levels, spans, [level[0].quality for level in levels], request)
+        else:
+            losses, count = losses_of(stored[0], codec), len(stored)
+            laws = codec.losses_by_block(losses, count, self._tokens) if isinstance(codec, EmbeddedCodec) else None
+            job = layered_job(stored, spans, losses, request, laws)
+        return replace(job, computed=computed, begun=begun)
 
     def _finish(self, load: StreamedLoad, start: StreamStart, is_begun_computed: bool) -> StreamedReport:
         fetch = load.finish(is_begun_computed)
@@ -391,27 +389,19 @@ class StreamedLoad:
     What is loaded is decoded and appended before what the engine computes after it.
     """
 
-    def __init__(
-        self,
-        access: LoadAccess,
-        job: FetchJob,
-        how: Streamed,
-        computed: Sequence[int],
-        begun: Sequence[int],
-        give_up_s: float,
-    ) -> None:
-        """computed, begun, give_up_s: see `FetchRun`."""
+    def __init__(self, access: LoadAccess, job: FetchJob, how: Streamed, give_up_s: float) -> None:
+        """give_up_s: see `FetchRun`."""
         self.job = job
         if (size := sum(stored.object_bytes for stored in job.objects)) > _RECEIVE_BYTES_MAX:
             raise ValueError(f"a streamed load brings at most {_RECEIVE_BYTES_MAX} bytes, got objects of {size}")
         self.receivers = [Receiver(stored) for stored in job.objects]
         # What the engine has, from the start on; the blocks of it that were appended, and what that took.
-        self.tokens = self._stop_of(computed)
+        self.tokens = self._stop_of(job.computed)
         self.appended: list[int] = []
         self.append_s = 0.0
-        self._access, self._engine, self._begun = access, how.engine, begun
+        self._access, self._engine = access, how.engine
         means = (how.policy, access.tiers, access.judge.link, access.clock, how.limits)
-        self.run = FetchRun(job, self.receivers, *means, computed, begun, give_up_s)
+        self.run = FetchRun(job, self.receivers, *means, give_up_s)
         self.run.start()
 
     def _stop_of(self, chunks: Sequence[int]) -> int:
@@ -423,8 +413,8 @@ class StreamedLoad:
         Damaged blocks end it early, they raise nothing. is_begun_computed: whether the engine has what it had begun.
         """
         if is_begun_computed:
-            self.run.add_computed(self._begun)
-            self.tokens = self._stop_of(self._begun) or self.tokens
+            self.run.add_computed(self.job.begun)
+            self.tokens = self._stop_of(self.job.begun) or self.tokens
         report = self.run.until_ready(self)
         self._append_until(self.job.request.tokens)
         for block in sorted(report.damaged):
