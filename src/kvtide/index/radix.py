@@ -65,8 +65,7 @@ class Tree:
         """Return where the children of `parent` hang; None if that block is not held."""
         if parent is None or bytes(parent) == namespace:
             return Anchor(self.roots.get(namespace) or _new_run([], None, 0), None, 0)
-        run = self._where.get(parent)
-        root = self.roots.get(namespace)
+        run, root = self._where.get(parent), self.roots.get(namespace)
         if run is None or root is None:
             return None
         position = run.keys.index(parent)

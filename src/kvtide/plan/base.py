@@ -289,8 +289,6 @@ def cut_for_meeting(
     late = prefill.reach(0, (1 + _ENGINE_SPREAD) * deadline_s)
     chunks = []
     for start, stop in cut(tokens, chunk_tokens):
-        if stop <= early or start >= late:
-            chunks.append((start, stop))
-        else:
-            chunks += [(start + a, start + b) for a, b in cut(stop - start, block_tokens)]
+        step = stop - start if stop <= early or start >= late else block_tokens
+        chunks += [(start + a, start + b) for a, b in cut(stop - start, step)]
     return chunks

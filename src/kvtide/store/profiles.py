@@ -172,17 +172,15 @@ class ProfileStore:
         return self._pieces.get(piece_id)
 
     def _version(self, object_id: ObjectId) -> ProfileVersion | None:
-        try:
-            data = read_note(self._tier, object_id, VERSION_CODEC, VERSION_BYTES_MAX)
-            version = msgspec.json.decode(data, type=ProfileVersion) if data is not None else None
-            if version is None or len(bytes.fromhex(version.digest)) != DIGEST_BYTES:
-                return None
-            # Its name and number are those that were asked for, as of an object.
-            own_id = _version_id(bytes.fromhex(version.name), version.kind, version.number)
-            return version if own_id == object_id else None
-        except (CorruptPayload, msgspec.DecodeError, ValueError):
-            # Pieces are listed too.
-            return None
+        # Pieces are listed too.
+        with suppress(CorruptPayload, msgspec.DecodeError, ValueError):
+            if (data := read_note(self._tier, object_id, VERSION_CODEC, VERSION_BYTES_MAX)) is not None:
+                version = msgspec.json.decode(data, type=ProfileVersion)
+                # Its name and number are those that were asked for, as of an object.
+                own_id = _version_id(bytes.fromhex(version.name), version.kind, version.number)
+                if len(bytes.fromhex(version.digest)) == DIGEST_BYTES and own_id == object_id:
+                    return version
+        return None
 
 
 def newest_of(versions: Sequence[ProfileVersion]) -> Iterator[ProfileVersion]:

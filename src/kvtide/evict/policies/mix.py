@@ -330,7 +330,6 @@ class SampledMixPolicy(AdvisedPolicy):
     splits_tail = True
 
     def __init__(self, others_of: Mapping[str, PolicyOf], blocks_max: int) -> None:
-        """others_of: makers of the policies beside `reuse`, which rules until another one proves better."""
         super().__init__()
         self._others_of = others_of
         self._clock = ManualClock()
@@ -395,21 +394,19 @@ class SampledMixPolicy(AdvisedPolicy):
                 self._crown(self._small.ruler)
 
     def _crown(self, name: str) -> None:
-        """Let another policy rule."""
         self.ruler = name
         self._reuse.counts = name == "reuse"
         self._sampled_reuse.counts = not self._reuse.counts
         self._live = [self._reuse]
-        if name == "reuse":
-            return
-        # It takes the runs over as if they had come in the order of their latest uses.
-        ruler = self._others_of[name](self._blocks_max)
-        self._live.append(ruler)
-        for run in sorted(self._runs, key=lambda run: run.last_use):
-            ruler.adopt(run, len(run.keys))
-            ruler.resize(run, run.held)
-            if run.is_candidate:
-                ruler.enter(run)
+        if name != "reuse":
+            # It takes the runs over as if they had come in the order of their latest uses.
+            ruler = self._others_of[name](self._blocks_max)
+            self._live.append(ruler)
+            for run in sorted(self._runs, key=lambda run: run.last_use):
+                ruler.adopt(run, len(run.keys))
+                ruler.resize(run, run.held)
+                if run.is_candidate:
+                    ruler.enter(run)
 
     def resize(self, run: Run, delta: int) -> None:
         for policy in self._live:

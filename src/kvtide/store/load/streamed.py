@@ -46,17 +46,6 @@ _OWN_PASS_TOKENS = 2 * PASS_TOKENS
 _RECEIVE_BYTES_MAX = 4 << 30
 
 
-class StreamStart(NamedTuple):
-    """The blocks found, and the load: under way, or None if the rest is the engine's.
-
-    decision: None if there is nothing to load. stored_tokens: those that could be loaded.
-    """
-
-    decision: Decision | None = None
-    stored_tokens: int = 0
-    load: StreamedLoad | None = None
-
-
 class SpeculativePrefill:
     """The first tokens of a context, computed until it is known what there is; the pass that is under way then goes on.
 
@@ -72,19 +61,21 @@ class SpeculativePrefill:
         self._lock = threading.Lock()
         # Tokens that are computed, and that will be once the pass under way has ended.
         self.done = self._under_way = 0
-        self._is_over = False
-        self.start: StreamStart | None = None
+        self._is_opened = self._is_over = False
+        # Under way, or None if the rest is the engine's.
+        self.load: StreamedLoad | None = None
         # Whether the pass that was under way when the opening came has been computed.
         self.is_begun_computed = False
 
-    def open(self, found: Callable[[int, int], StreamStart]) -> None:
-        """Take what `found` says of the tokens that are computed, and those that will be once a pass has ended.
+    def open(self, found: Callable[[int, int], StreamedLoad | None]) -> None:
+        """Take the load that `found` begins, given the tokens that are computed and will be once a pass has ended.
 
         It is not called once `compute` has ended.
         """
         with self._lock:
             if not self._is_over:
-                self.start = found(self.done, self._under_way)
+                self.load = found(self.done, self._under_way)
+                self._is_opened = True
 
     def compute(self, engine: Engine, is_awaited: Callable[[], bool]) -> None:
         """Compute until there is something to load, or all is computed.
@@ -96,31 +87,26 @@ class SpeculativePrefill:
             while self._begin_pass(is_awaited()):
                 is_computed = engine.compute(self.done, self._under_way, self._is_wanted)
                 with self._lock:
-                    if self._load is not None:
+                    if self.load is not None:
                         self.is_begun_computed = is_computed
                     elif is_computed:
                         self.done = self._under_way
         except BaseException:
             with self._lock:
                 self._is_over = True
-                if self._load is not None:
-                    self._load.run.stop()
+                if self.load is not None:
+                    self.load.run.stop()
             raise
 
-    @property
-    def _load(self) -> StreamedLoad | None:
-        return self.start.load if self.start is not None else None
-
     def _is_wanted(self) -> bool:
-        load = self._load
-        return load is None or not load.run.is_ready()
+        return self.load is None or not self.load.run.is_ready()
 
     def _begin_pass(self, is_awaited: bool) -> bool:
         with self._lock:
             rest = self._tokens - self.done
-            is_engines = self.start is not None or not is_awaited
+            is_engines = self._is_opened or not is_awaited
             own_passes = math.ceil(rest / _OWN_PASS_TOKENS)
-            if self._load is not None or not rest or (is_engines and own_passes == 1):
+            if self.load is not None or not rest or (is_engines and own_passes == 1):
                 self._is_over = True
                 return False
             longest = rest // own_passes if is_engines else min(PASS_TOKENS, self._pass_tokens(rest))
@@ -254,6 +240,9 @@ class _Stream:
         self._heads_until_s = self._started_s + min(deadline_s, how.limits.read_s_max)
         self._tokens = metas[0].layout.tokens
         self._is_by_level = is_by_level(how.policy)
+        # As in the report.
+        self._decision: Decision | None = None
+        self._stored_tokens = 0
 
     def run(self) -> StreamedReport:
         total, how = len(self._metas) * self._tokens, self._how
@@ -268,10 +257,9 @@ class _Stream:
                 opened.result()
         else:
             self._open(lead)
-        start, done = lead.start or StreamStart(), lead.done
-        if start.load is None:
-            return StreamedReport(done, done, 0.0, self._since(), start.decision, start.stored_tokens)
-        return self._finish(start.load, start, lead.is_begun_computed)
+        if lead.load is None:
+            return StreamedReport(lead.done, lead.done, 0.0, self._since(), self._decision, self._stored_tokens)
+        return self._finish(lead.load, lead.is_begun_computed)
 
     def _since(self) -> float:
         return self._access.clock.monotonic_s() - self._started_s
@@ -290,15 +278,16 @@ class _Stream:
         stored, codec = self._usable(heads)
         coarser = self._coarser(len(stored))
 
-        def found(done: int, under_way: int) -> StreamStart:
+        def found(done: int, under_way: int) -> StreamedLoad | None:
             if codec is None or len(stored) * self._tokens <= done or len(stored) * self._tokens < under_way:
-                return StreamStart()
+                return None
             job = self._job([*coarser, stored], codec, done, under_way)
             decision = access.judge.decide(job.request, codec.codec_id)
             # The rule for levels says itself when computing fits.
             is_declined = decision.why is Why.LINK_SLOWER and how.computes and not self._is_by_level
             load = None if is_declined else StreamedLoad(access, job, how, self._give_up_s)
-            return StreamStart(decision, job.request.tokens, load)
+            self._decision, self._stored_tokens = decision, job.request.tokens
+            return load
 
         lead.open(found)
 
@@ -364,7 +353,7 @@ class _Stream:
             job = layered_job(stored, spans, losses, request, laws)
         return replace(job, computed=computed, begun=begun)
 
-    def _finish(self, load: StreamedLoad, start: StreamStart, is_begun_computed: bool) -> StreamedReport:
+    def _finish(self, load: StreamedLoad, is_begun_computed: bool) -> StreamedReport:
         fetch = load.finish(is_begun_computed)
         request, progress = load.job.request, fetch.progress
         self._access.judge.note_decode(load.job.objects[0].codec_id, len(load.appended) * self._tokens, load.append_s)
@@ -375,8 +364,8 @@ class _Stream:
             sum(request.chunks[chunk].tokens for chunk in progress.computed),
             fetch.kl,
             self._since(),
-            start.decision,
-            start.stored_tokens,
+            self._decision,
+            self._stored_tokens,
             tuple(load.appended),
             fetch,
             all(steps == request.steps for chunk, steps in enumerate(progress.here) if chunk not in progress.computed),
