@@ -202,7 +202,7 @@ def test_blocks_that_leave_for_want_of_bytes_leave_the_shadows_too() -> None:
     hits(index, clock, [(number, 1, 2, 3) for number in range(20)])
     index.victims(25)
     assert index.stats().held_blocks == 15
-    assert [shadow.stats().held_blocks for shadow in policy._shadows._shadows] == [15] * 6
+    assert [shadow.stats().held_blocks for shadow in policy._shadows] == [15] * 6
 
 
 def test_keys_that_only_a_shadow_knows_to_be_no_chain_leave_first() -> None:
@@ -230,7 +230,7 @@ def test_lead_of_two_hits_is_chance_where_policies_hold_the_same(monkeypatch: py
 def test_sizes_reach_the_shadows() -> None:
     policy, index, _ = ruled(policy_named("mix")(8), 8)
     index.insert(namespace(), chain(1, 2), size=500)
-    for shadow in policy._shadows._shadows:
+    for shadow in policy._shadows:
         assert {run.size for run in shadow._tree.runs()} == {500}
 
 

@@ -14,19 +14,16 @@ are apart, two at least.
 
 from __future__ import annotations
 
-import logging
 import zlib
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvtide.clock import Clock, ManualClock
-from kvtide.evict.policies.order import PolicyOf
+from kvtide.evict.policies.order import PolicyOf, insert_chain
 from kvtide.evict.policies.reuse import AdvisedPolicy, ReusePolicy
 from kvtide.index import EvictionPolicy, RadixIndex, Run, Use
 from kvtide.types import BlockKey
-
-_log = logging.getLogger(__name__)
 
 AGREEMENT = "agreement"
 # What a class has before anything is known: hits for it, for the first shadow and for each other one among its holders,
@@ -134,6 +131,9 @@ class Shadows:
     def __getitem__(self, name: str) -> RadixIndex:
         return self._shadows[self.names.index(name)]
 
+    def __iter__(self) -> Iterator[RadixIndex]:
+        return iter(self._shadows)
+
     def lengths(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return how many leading blocks of a prompt each of them holds."""
         return [shadow.match(keys) for shadow in self._shadows]
@@ -151,22 +151,13 @@ class Shadows:
         """
         given_up = {}
         for at, (name, shadow) in enumerate(zip(self.names, self._shadows, strict=True)):
-            gone = insert_like(shadow, keys, parent, like)
+            # It remembers other blocks than the cache: keys that are no chain can come to light here alone.
+            gone = insert_chain(shadow, like.root.state, keys, parent, like.size)
             if keys and not shadow.is_held(keys[-1]):
                 gone += [key for key in keys if not shadow.is_held(key)]
             given_up[name] = gone
             self._note(at, keys, gone)
         return given_up
-
-    def plan(self, blocks_max: int) -> None:
-        """Tell all policies that so many blocks fit by now."""
-        for shadow in self._shadows:
-            shadow.plan(blocks_max)
-
-    def measure(self, key: BlockKey, size: int) -> None:
-        """Tell all of them what room a block takes."""
-        for shadow in self._shadows:
-            shadow.measure(key, size)
 
     def shrink(self) -> dict[str, list[BlockKey]]:
         """Have each of them give a block up, for want of bytes; return which."""
@@ -196,16 +187,6 @@ class Shadows:
         """Return how many blocks one of them holds and the other does not."""
         here, there = 1 << self.names.index(one), 1 << self.names.index(other)
         return sum(count for held, count in enumerate(self._counts) if held & here and not held & there)
-
-
-def insert_like(index: RadixIndex, keys: Sequence[BlockKey], parent: BlockKey | None, like: Run) -> list[BlockKey]:
-    """Note a use in another index, whose new blocks are of a run's namespace and size; return what it gave up."""
-    try:
-        return index.insert(like.root.state, keys, parent, size=like.size)
-    except ValueError as error:
-        # It remembers other blocks than the cache: keys that are no chain can come to light there alone.
-        _log.debug("no prefix: %s", error)
-        return []
 
 
 # Caches of at most so many blocks have shadows of their own size, larger ones ask a cache of so many.
@@ -257,7 +238,8 @@ class MixPolicy(AdvisedPolicy):
 
     def plan(self, blocks_max: int) -> None:
         self._half_life_blocks = max(1, _HALF_LIFE_CACHES * blocks_max)
-        self._shadows.plan(blocks_max)
+        for shadow in self._shadows:
+            shadow.plan(blocks_max)
 
     def hear(self, mark: int) -> None:
         self._reuse.hear(mark)
@@ -266,7 +248,8 @@ class MixPolicy(AdvisedPolicy):
         self._shadows["reuse"].advise(path[-1].keys[-1])
 
     def measure(self, run: Run, key: BlockKey) -> None:
-        self._shadows.measure(key, run.size)
+        for shadow in self._shadows:
+            shadow.measure(key, run.size)
 
     def adopt(self, run: Run, count: int) -> None:
         if len(run.keys) > count:
@@ -380,7 +363,7 @@ class SampledMixPolicy(AdvisedPolicy):
             is_sampled = zlib.crc32(run.keys[0]) < self._hashes_sampled
             self._runs[run] = self._runs[before] if before is not None and is_below else is_sampled
         elif self._runs[run]:
-            insert_like(self._sample, run.keys[-count:], run.keys[-count - 1], run)
+            insert_chain(self._sample, run.root.state, run.keys[-count:], run.keys[-count - 1], run.size)
 
     def touch(self, path: Sequence[Run], use: Use) -> None:
         """Have the sample see a request of its; let who rules there rule here."""
@@ -389,7 +372,8 @@ class SampledMixPolicy(AdvisedPolicy):
         self.ghost_blocks_max = max(self._live[-1].ghost_blocks_max, self.ghost_blocks_max - FORGOTTEN_MAX)
         if self._runs[path[-1]]:
             self._clock.advance(max(0.0, use.now_s - self._clock.monotonic_s()))
-            insert_like(self._sample, [key for run in path for key in run.keys], None, path[-1])
+            keys = [key for run in path for key in run.keys]
+            insert_chain(self._sample, path[0].root.state, keys, None, path[-1].size)
             if self._small.ruler not in (self.ruler, AGREEMENT):
                 self._crown(self._small.ruler)
 

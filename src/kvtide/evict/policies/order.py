@@ -139,6 +139,17 @@ class LinkedStates:
         return [state for state in self.of(block) if state not in self._superseded]
 
 
+def insert_chain(
+    index: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None, size: int
+) -> list[BlockKey]:
+    """Note a use of a prefix; return what had to go. Keys that are no chain have none: their objects leave first."""
+    try:
+        return index.insert(namespace, keys, parent, size=size)
+    except ValueError as error:
+        _log.debug("no prefix: %s", error)
+        return []
+
+
 # Makes a policy for an account that may hold so many blocks.
 PolicyOf = Callable[[int], EvictionPolicy]
 
@@ -255,7 +266,7 @@ class PolicyOrder(EvictionOrder):
         return block is not None and self._tree is not None and self._tree.is_held(block)
 
     def _use(self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
-        self._insert(tree, namespace, keys, parent)
+        self._orphan(insert_chain(tree, namespace, keys, parent, self._sizes.of(namespace)))
         # Objects of blocks that are held now are orphans no more, nor are those that came before the block ahead.
         held = [key for key in keys if tree.is_held(key)] if self._orphans else []
         for key in held:
@@ -265,19 +276,10 @@ class PolicyOrder(EvictionOrder):
                 self._orphans.pop(state, None)
             for child in self._waiting.pop(key, ()):
                 if child in self._orphans:
-                    self._insert(tree, child.namespace, [child.key], key)
+                    size = self._sizes.of(child.namespace)
+                    self._orphan(insert_chain(tree, child.namespace, [child.key], key, size))
                     if tree.is_held(child.key):
                         held.append(child.key)
-
-    def _insert(
-        self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None
-    ) -> None:
-        try:
-            if evicted := tree.insert(namespace, keys, parent, size=self._sizes.of(namespace)):
-                self._orphan(evicted)
-        except ValueError as error:
-            # A client whose keys are no chain has no prefixes; its objects leave first.
-            _log.debug("no prefix: %s", error)
 
     def _orphan(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
