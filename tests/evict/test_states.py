@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.evict.test_order import leaving
 from tests.suites import chain, namespace
 
@@ -131,13 +133,27 @@ def test_a_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
     assert leaving(order) == [states[0]]
 
 
-def test_uses_leave_nothing_behind_in_the_pool() -> None:
-    order = PoolOrder(ManualClock())
-    for number in range(4):
-        order.enter(ObjectId(NS, chain(number)[-1]), BlockKey(NS), 1)
-    for number in range(2000):
-        order.note_use(ObjectId(NS, chain(number % 4)[-1]))
-    assert len(order._heap) <= 130
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.booleans()), max_size=60))
+def test_pool_agrees_with_sorting_and_uses_leave_nothing_behind(steps: list[tuple[int, int, bool]]) -> None:
+    clock, keys, model = ManualClock(), chain(*range(10)), dict[ObjectId, tuple[float, int]]()
+    order = PoolOrder(clock)
+    for at, pause_s, is_read in steps:
+        clock.advance(pause_s)
+        block, parent = ObjectId(NS, keys[at]), keys[at - 1] if at else BlockKey(NS)
+        if block not in model:
+            order.enter(block, parent, 1)
+            model[block] = (clock.monotonic_s(), model.get(ObjectId(NS, parent), (0.0, 0))[1] - 1)
+        elif is_read:
+            order.note_use(block)
+            model[block] = (clock.monotonic_s(), model[block][1])
+        else:
+            order.leave(block)
+            del model[block]
+    for block in [*model] * 20:
+        order.note_use(block)
+        model[block] = (clock.monotonic_s(), model[block][1])
+        assert len(order._heap) <= 64 + 2 * len(model)
+    assert leaving(order) == sorted(model, key=lambda each: (*model[each], each))
 
 
 # Shadows of several policies: who holds what is known, and a policy that goes by it.
