@@ -32,7 +32,7 @@ from kvtide.plan.base import (
     mean_kl,
 )
 from kvtide.plan.judge import DEADLINE_S_MIN, MEMORY_S
-from kvtide.plan.policies import AnchorFirst, CachegenRule, DeltasFirstWhenSlow, Layered, TwoEnded
+from kvtide.plan.policies import POLICIES, AnchorFirst, CachegenRule, DeltasFirstWhenSlow, Layered, TwoEnded
 from kvtide.plan.speeds import HarmonicRate, PrefillMeter
 
 SPEED = PrefillSpeed(1000)
@@ -289,23 +289,14 @@ def requests(draw: st.DrawFn, is_layered: bool) -> Request:
     return Request(tuple(chunks), is_layered, speed, draw(st.floats(0, 5)), draw(st.sampled_from([0.0, 0.01, 0.5])))
 
 
-every_policy = pytest.mark.parametrize(
-    "policy",
-    [CachegenRule(), Layered(), AnchorFirst(), DeltasFirstWhenSlow(), TwoEnded()],
-    ids=lambda each: type(each).__name__,
-)
-
-
-def is_layered(policy: StreamPolicy) -> bool:
-    """Tell whether a policy takes refinements, and not levels."""
-    return not isinstance(policy, CachegenRule)
+every_policy = pytest.mark.parametrize("policy", [make() for make in POLICIES.values()], ids=[*POLICIES])
 
 
 @every_policy
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_every_plan_is_sound_and_the_same_again_and_planning_ends(policy: StreamPolicy, data: st.DataObject) -> None:
-    request = data.draw(requests(is_layered(policy)))
+    request = data.draw(requests(not isinstance(policy, CachegenRule)))
     is_begun = data.draw(st.booleans())
     here = tuple(data.draw(st.integers(0, is_begun * request.steps)) for _ in request.chunks)
     progress = Progress(data.draw(st.floats(0, is_begun * 6)), here, here, is_layered=request.is_layered)
@@ -522,6 +513,7 @@ def test_two_ended_computes_what_never_comes_on_top_of_what_is_loaded() -> None:
 
 @every_policy
 def test_other_kind_of_context_is_refused(policy: StreamPolicy) -> None:
-    request = context(1, (1,), (0.0,), 1.0, is_layered=not is_layered(policy))
-    with pytest.raises(ValueError, match="expected a layered context" if is_layered(policy) else "stored in levels"):
+    is_by_level = isinstance(policy, CachegenRule)
+    request = context(1, (1,), (0.0,), 1.0, is_layered=is_by_level)
+    with pytest.raises(ValueError, match="stored in levels" if is_by_level else "expected a layered context"):
         policy.plan(request, Progress.start(request))

@@ -366,29 +366,24 @@ def test_reads_that_break_off_go_on_where_they_stopped() -> None:
 
 
 def test_damaged_base_is_computed() -> None:
-    damaged = dict(OBJECTS)
-    object_id = list(OBJECTS)[4]
-    damaged[object_id] = _flipped(OBJECTS[object_id], parsed(OBJECTS)[4].entries[1].offset)
-    engine = MadeEngine(tokens_per_s=50)
     # After the deadline the first chunks' bases are here; the damaged one is computed on top of them.
     job = made_job(OBJECTS, deadline_s=0.0, tokens_per_s=50)
-    report, _ = load(job, TwoEnded(), MadeSource(damaged), engine=engine)
+    report, _ = load(job, TwoEnded(), MadeSource(damaged_in(4, 1)), engine=MadeEngine(tokens_per_s=50))
     assert not report.progress.here[4]
     assert 4 in report.progress.computed
     assert report.faults == 1
 
 
-def _flipped(data: bytes, offset: int) -> bytes:
-    return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
+def damaged_in(block: int, section: int) -> dict[ObjectId, bytes]:
+    """Return the objects, with one bit of a section flipped."""
+    (object_id, data), offset = list(OBJECTS.items())[block], parsed(OBJECTS)[block].entries[section].offset
+    return {**OBJECTS, object_id: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]}
 
 
 def test_damaged_refinement_costs_its_own_quality_only() -> None:
-    damaged = dict(OBJECTS)
-    object_id = next(iter(OBJECTS))
-    damaged[object_id] = _flipped(OBJECTS[object_id], parsed(OBJECTS)[0].entries[2].offset)
     # Met by all others being whole.
     job = made_job(OBJECTS, deadline_s=20.0, goal=0.1)
-    report, _ = load(job, Layered(), MadeSource(damaged))
+    report, _ = load(job, Layered(), MadeSource(damaged_in(0, 2)))
     assert report.progress.here == (1, 3, 3, 3, 3, 3)
 
 
