@@ -209,16 +209,15 @@ def test_objects_on_a_disk_are_real_ones_of_their_policy_after_a_restart(tmp_pat
 # Objects of unlike size under one bound of bytes: how many fit, and which are worth their room.
 
 OTHER = Namespace(b"o" * 32)
-ROOM = 40
 
 
 class Asked:
-    """A memory of ROOM pages that engines ask for prompts; `hits` by namespace."""
+    """A memory of BLOCKS pages that engines ask for prompts; `hits` by namespace."""
 
     def __init__(self, policy: str) -> None:
         self._clock = ManualClock(0.0)
-        order = PolicyOrder(policy_named(policy), self._clock, ROOM * PAGE)
-        self.memory = MemoryTier(ROOM * PAGE, self._clock, nothing_pinned, order, frame_bytes=PAGE)
+        order = PolicyOrder(policy_named(policy), self._clock, BLOCKS * PAGE)
+        self.memory = MemoryTier(BLOCKS * PAGE, self._clock, nothing_pinned, order, frame_bytes=PAGE)
         self._stack = TierStack([self.memory])
         self._stack.open()
         self.hits = {NS: 0, OTHER: 0}

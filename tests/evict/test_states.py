@@ -158,12 +158,11 @@ def test_pool_agrees_with_sorting_and_uses_leave_nothing_behind(steps: list[tupl
 
 # Shadows of several policies: who holds what is known, and a policy that goes by it.
 
-NAMES = ["lru", "lfu"]
 LIKE = Run([], None, 0, bytearray(), set(), state=namespace())
 
 
 def shadows_of(blocks_max: int) -> Shadows:
-    return Shadows({name: policy_named(name) for name in NAMES}, ManualClock(), blocks_max)
+    return Shadows({name: policy_named(name) for name in ("lru", "lfu")}, ManualClock(), blocks_max)
 
 
 @pytest.mark.parametrize("seed", range(3))
