@@ -85,7 +85,7 @@ class Tree:
     def is_at(self, key: BlockKey, depth: int, root: Run | None = None) -> bool:
         """Tell whether a known key is the last of `depth` blocks, and of that root if one is given."""
         run = self._where[key]
-        is_there = run.start < depth <= run.stop and run.keys[depth - 1 - run.start] == key
+        is_there = run.start < depth <= run.start + len(run.keys) and run.keys[depth - 1 - run.start] == key
         return is_there and (root is None or run.root is root)
 
     def path_of(self, key: BlockKey) -> list[Run]:

@@ -295,9 +295,8 @@ class OwnTier(CountingTier):
     def offer_to(self, offer: Offer) -> None:
         self._offer = offer
 
-    def _check_size(self, object_id: ObjectId, size: int) -> None:
-        if size > self._bytes_max:
-            raise TierFull(f"{object_id} has {size} bytes, the {self.name} tier may hold {self._bytes_max}")
+    def _too_large(self, object_id: ObjectId, size: int) -> TierFull:
+        return TierFull(f"{object_id} has {size} bytes, the {self.name} tier may hold {self._bytes_max}")
 
     def _stats(self, objects: int, used_bytes: int) -> TierStats:
         counts = (self._hits, self._misses, self._evictions, self._faults)

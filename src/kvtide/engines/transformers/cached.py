@@ -227,8 +227,8 @@ class CachedModel:
         restored = self.prefixes.restore(rows, began_s)
         ended_by = rows[0].hit.ended_by
         report = GenerateReport(
-            sum(len(each.tokens) for each in rows),
-            hit_tokens=sum(max(0, restored.columns - each.pad) for each in rows),
+            sum([len(each.tokens) for each in rows]),
+            hit_tokens=sum([max(0, restored.columns - each.pad) for each in rows]),
             load_s=self._clock.monotonic_s() - began_s,
             stored_bytes_read=restored.stored_bytes,
             ended_by=None if ended_by is None else self.identity.groups[ended_by].group.name,
@@ -257,7 +257,9 @@ class CachedModel:
         if call.special_cache is not None:
             begun = begun._replace(past=made_cache(self.model, begun.past, call))
         started_s, observed = self._clock.monotonic_s(), None
-        ran, states = self.prefixes.run_to_cuts(call.input_ids, begun.past, begun.columns, row)
+        ran, states = 0, list[PendingBlock]()
+        if not self.identity.is_plain:
+            ran, states = self.prefixes.run_to_cuts(call.input_ids, begun.past, begun.columns, row)
         first_token = FirstToken(self._clock)
         criteria = StoppingCriteriaList([first_token, *(arguments.get("stopping_criteria") or [])])
         own = {self.prefixes.argument: begun.past, "attention_mask": call.mask}

@@ -187,9 +187,9 @@ def _is_trusted(code: Any, packages: Collection[str]) -> bool:
 
 
 class _Sample(NamedTuple):
-    """Elements of a tensor in memory, by round. reads(positions): their bits, which were `known`."""
+    """Elements of a tensor in memory, by round. reads(positions): their bits, which were `known` as bytes."""
 
-    reads: Callable[[NDArray[np.int64]], bytes]
+    reads: Callable[[NDArray[np.int64]], NDArray[Any]]
     positions: list[NDArray[np.int64]]
     known: list[bytes]
 
@@ -262,7 +262,8 @@ class ModelWatch:
     def _is_written(self) -> bool:
         if any(each.data_ptr() != pointer or _write_count(each) != count for each, pointer, count in self._tensors):
             return True
-        return any(each.reads(each.positions[self._round]) != each.known[self._round] for each in self._samples)
+        at = self._round
+        return any(each.reads(each.positions[at]).tobytes() != each.known[at] for each in self._samples)
 
 
 def _write_count(tensor: torch.Tensor) -> int:
@@ -275,15 +276,15 @@ def _sample_of(tensor: torch.Tensor) -> _Sample:
     shifts = [(number * _GOLDEN_RATIO) % 1 for number in range(SAMPLE_ROUNDS)]
     positions = [((np.arange(count) + shift) * size / count).astype(np.int64) for shift in shifts]
     reads = _reader_of(tensor.detach())
-    return _Sample(reads, positions, [reads(each) for each in positions])
+    return _Sample(reads, positions, [reads(each).tobytes() for each in positions])
 
 
-def _reader_of(tensor: torch.Tensor) -> Callable[[NDArray[np.int64]], bytes]:
+def _reader_of(tensor: torch.Tensor) -> Callable[[NDArray[np.int64]], NDArray[Any]]:
     width = tensor.element_size()
     if tensor.device.type == "cpu" and tensor.is_contiguous() and width in _INTEGERS:
         # A view of the weight's memory: ten times as fast as torch for so few elements.
-        bits = tensor.reshape(-1).view(_INTEGERS[width]).numpy()
-        return lambda positions: bits.take(positions).tobytes()
+        bits: NDArray[Any] = tensor.reshape(-1).view(_INTEGERS[width]).numpy()
+        return bits.take
     return lambda positions: (
-        torch.take(tensor, torch.from_numpy(positions).to(tensor.device)).cpu().view(torch.uint8).numpy().tobytes()
+        torch.take(tensor, torch.from_numpy(positions).to(tensor.device)).cpu().view(torch.uint8).numpy()
     )

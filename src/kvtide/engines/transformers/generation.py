@@ -105,7 +105,7 @@ class CallSettings(NamedTuple):
     def of(cls, model: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Self:
         """Return what a call's arguments say."""
         # What a given configuration leaves open, the model's own says.
-        configs = [each for each in (model.generation_config, arguments.get("generation_config")) if each is not None]
+        configs: Any = filter(None, (model.generation_config, arguments.get("generation_config")))
         said = {name: value for each in configs for name, value in each.to_dict().items() if value is not None}
         settings = GenerationConfig.from_dict(said)
         # None overrides a configuration, and says nothing where it is no field of one.

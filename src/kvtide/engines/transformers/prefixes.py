@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
 from itertools import product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,14 +139,14 @@ class Prefixes:
         cache, size, namespace = self._cache, self._block_tokens, self._identity.namespace
         for row in rows:
             cache.decisions.add_absent(size * (len(row.metas[0]) - row.hit.blocks), namespace)
-        stop = min(row.pad + size * row.hit.blocks for row in rows)
+        stop = min([row.pad + size * row.hit.blocks for row in rows])
         # Rows that begin alike are loaded once.
         alike = defaultdict[BlockKey, list[int]](list)
         for number, row in enumerate(rows):
             if row.pad < stop:
                 alike[row.metas[0][(stop - row.pad - 1) // size].id.key].append(number)
         loaded = [rows[number] for number, *_ in alike.values()]
-        tokens = sum(stop - row.pad for row in loaded)
+        tokens = stop * len(loaded) - sum(map(attrgetter("pad"), loaded))
         is_near = cache.is_near([metas[0].id for row in loaded for metas in self.needed(row, stop - row.pad)])
         if alike and cache.is_worth(tokens, is_near, namespace):
             load = partial(self._load, rows, [*alike.values()], stop, tokens, None if is_near else began_s)

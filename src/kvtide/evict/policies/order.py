@@ -266,7 +266,8 @@ class PolicyOrder(EvictionOrder):
         return block is not None and self._tree is not None and self._tree.is_held(block)
 
     def _use(self, tree: RadixIndex, namespace: Namespace, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
-        self._orphan(insert_chain(tree, namespace, keys, parent, self._sizes.of(namespace)))
+        if evicted := insert_chain(tree, namespace, keys, parent, self._sizes.of(namespace)):
+            self._orphan(evicted)
         # Objects of blocks that are held now are orphans no more, nor are those that came before the block ahead.
         held = [key for key in keys if tree.is_held(key)] if self._orphans else []
         for key in held:

@@ -355,7 +355,8 @@ class ReusePolicy(AdvisedPolicy):
                 turn = latest.turn + (use.known_blocks < use.blocks)
                 self.trust.note_next_turn(tenant, latest.mark)
         size = bisect_right(_SIZE_EDGES, use.blocks - use.known_blocks)
-        session = Kind("session", min(turn, _TURN_MAX), size, True, self.trust.believed(tenant, self._mark))
+        mark = self.trust.believed(tenant, self._mark) if self._mark else 0
+        session = Kind("session", min(turn, _TURN_MAX), size, True, mark)
         has_tail = 0 < len(path) - 1 >= len(known) and len(path[-1].keys) == 1 and path[-1].stop == use.blocks
         body = path[-2] if has_tail else path[-1]
         for run in path:

@@ -172,7 +172,8 @@ class SegmentLog:
 
     def _writer_for(self, need: int, object_id: ObjectId, label: ObjectLabel) -> SegmentWriter:
         writer = self._writer
-        if writer is not None and writer.has_room(need):
+        has_room = writer is not None and writer.size - writer.tail >= need
+        if writer is not None and has_room and self._files.is_here(writer.cached, writer.path, writer.size):
             return writer
         with self._directory.locked():
             self._retire_writer()

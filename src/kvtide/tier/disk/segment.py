@@ -240,10 +240,6 @@ class SegmentWriter:
             failing.pop_all()
         return cls(files, path, header, size, direct, cached)
 
-    def has_room(self, need: int) -> bool:
-        """Tell whether the file stands where it was made, and so many bytes fit behind its records."""
-        return self.files.is_here(self.cached, self.path, self.size) and self.size - self.tail >= need
-
     def append(
         self, object_id: ObjectId, body: Buffer, label: ObjectLabel, now_ms: int, staging: memoryview
     ) -> CatalogEntry:
@@ -274,7 +270,7 @@ class SegmentWriter:
         Return where its records end, 0 if it holds none or is lost.
         """
         try:
-            if not self.has_room(0):
+            if not self.files.is_here(self.cached, self.path, self.size):
                 return 0
             if self.sequence == 0:
                 self.files.truncate(self.cached, 0)

@@ -132,11 +132,13 @@ class DiskTier(OwnTier):
             self._log.refresh()
             return False
         self._log.catalog.note_use(entry, stamp_ms(self._clock.wall_s()))
-        self._note(is_hit=True)
+        with self._lock:
+            self._hits += 1
         return True
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        self._check_size(object_id, len(buffer))
+        if len(buffer) > self._bytes_max:
+            raise self._too_large(object_id, len(buffer))
         with self._serving("write"):
             if not self._log.knows(object_id):
                 self._log.append(object_id, buffer)

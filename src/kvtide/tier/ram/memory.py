@@ -223,7 +223,8 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Copy an object in, evicting others first. False after `close`, and for one worth less than what is here."""
         size = len(buffer)
-        self._check_size(object_id, size)
+        if size > self._bytes_max:
+            raise self._too_large(object_id, size)
         with self._lock:
             frames = self._frames
             if object_id in self._residents or frames is None:
