@@ -3,10 +3,11 @@
 import math
 import random
 import socket
+import socketserver
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.pieces import Pieces, pieces
 from tests.server.worlds import World, ask, metric
-from tests.servers import RunningServer, running_server, tier_on
+from tests.servers import RunningServer, listening, running_server, tier_on
 from tests.store.load.sources import made_objects
 from tests.stores import opened
 from tests.suites.tier_suite import TIER_BYTES, TierSuite, object_bytes, object_id
@@ -265,6 +266,25 @@ def test_absent_objects_and_bytes_are_told(server: RunningServer) -> None:
         assert not source.read_range(absent, 0, 10, lambda part: True)
         assert not source.read_range(OBJECT_ID, len(DATA) + 5, len(DATA) + 9, lambda part: True)
         assert collected(source, len(DATA) - 5, len(DATA) + 5) == (DATA[-5:], False)
+
+
+@pytest.mark.parametrize("head", ["404 Not Found", "503 Busy", "200 OK", "206 Part\r\nContent-Range: bytes 9-28/50"])
+def test_only_the_bytes_asked_for_are_handed_over(head: str) -> None:
+    class Slow(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(f"HTTP/1.1 {head}\r\nContent-Length: 20\r\n\r\n0123456789".encode())
+            time.sleep(0.3)
+            self.request.sendall(b"0123456789")
+
+    data = bytearray()
+    with (
+        listening(Slow) as port,
+        opened(http_tier(f"http://127.0.0.1:{port}", CLOCK)) as source,
+        suppress(TierUnavailable),
+    ):
+        assert not source.read_range(OBJECT_ID, 10, 50, lambda part: data.extend(part) is None)
+    assert not data
 
 
 def shaped(server: RunningServer, bytes_per_s: float, bytes_max: float = math.inf) -> ShapedProxy:

@@ -121,8 +121,13 @@ class HttpConnection:
         """True if another exchange may follow."""
         return self._sock is not None
 
-    def exchange(self, head: bytes, body: Buffer, into: memoryview | None, patience: Patience) -> HttpAnswer:
-        """Send a request and read its answer; the body of a 200 or 206 goes into `into`, if given, and must fit."""
+    def exchange(
+        self, head: bytes, body: Buffer, into: memoryview | None, patience: Patience, start: int | None = None
+    ) -> HttpAnswer:
+        """Send a request and read its answer; the body of a 200 or 206 goes into `into`, if given, and must fit.
+
+        start: where a range begins that is asked for. `received` counts its bytes alone, or those of a whole body.
+        """
         self.has_answer, self.received, self.tag = False, 0, ""
         for part in (memoryview(head), memoryview(body)):
             rest = part
@@ -135,14 +140,16 @@ class HttpConnection:
         if into is not None and answer.status in {200, 206}:
             if length > len(into):
                 raise RequestRefused(502, f"asked for {len(into)} bytes, {length} come")
-            self.tag = answer.headers.get("etag", "")
+            place = f"bytes {start}-"
+            is_asked = start is None or answer.headers.get("content-range", "").startswith(place)
+            self.tag = answer.headers.get("etag", "") if is_asked else ""
             small = bytearray()
-            self._read_into(into[:length], patience)
+            self._read_into(into[:length], patience, is_asked)
         else:
             if length > SMALL_ANSWER_BYTES_MAX:
                 raise RequestRefused(502, f"an answer of {length} bytes, at most {SMALL_ANSWER_BYTES_MAX} are read")
             small = bytearray(length)
-            self._read_into(memoryview(small), patience)
+            self._read_into(memoryview(small), patience, is_counted=False)
         if not answer.is_kept_alive or self._pending:
             self.close()
         return HttpAnswer(answer.status, answer.headers, length, bytes(small))
@@ -161,14 +168,16 @@ class HttpConnection:
         head, self._pending = self._pending[:end], self._pending[end:]
         return head
 
-    def _read_into(self, view: memoryview, patience: Patience) -> None:
-        self.received = min(len(self._pending), len(view))
-        view[: self.received], self._pending = self._pending[: self.received], self._pending[self.received :]
-        while self.received < len(view):
-            came = self._when_ready(patience, _receive_some, view[self.received :])
+    def _read_into(self, view: memoryview, patience: Patience, is_counted: bool) -> None:
+        done = min(len(self._pending), len(view))
+        view[:done], self._pending = self._pending[:done], self._pending[done:]
+        while done < len(view):
+            self.received = done if is_counted else 0
+            came = self._when_ready(patience, _receive_some, view[done:])
             if not came:
-                raise ConnectionResetError(f"the server closed after {self.received} of {len(view)} bytes")
-            self.received += came
+                raise ConnectionResetError(f"the server closed after {done} of {len(view)} bytes")
+            done += came
+        self.received = done if is_counted else 0
 
     def _when_ready(
         self, patience: Patience, transfer: Callable[[socket.socket, memoryview], int], part: memoryview
@@ -212,19 +221,20 @@ class Call:
     def send(self, link: HttpConnection, headers: Headers, patience: Patience) -> HttpAnswer:
         """Send it over a connection, for what has not come yet; count what came before a fault."""
         length = [("Content-Length", str(len(self.body)))] if self.method in {"PUT", "POST"} else []
-        asked, into = self._missing()
+        begin, asked, into = self._missing()
         head = pack_request_head(self.method, self.target, [*headers, *asked, *length])
         try:
-            return link.exchange(head, self.body, into, patience)
+            return link.exchange(head, self.body, into, patience, begin)
         except BaseException:
             self._keep(link)
             raise
 
-    def _missing(self) -> tuple[Headers, memoryview | None]:
+    def _missing(self) -> tuple[int | None, Headers, memoryview | None]:
         if self.start is None or self.into is None:
-            return self.headers, self.into
-        rest = ("Range", f"bytes={self.start + self.received}-{self.start + len(self.into) - 1}")
-        return [*self.headers, rest], self.into[self.received :]
+            return None, self.headers, self.into
+        begin = self.start + self.received
+        rest = ("Range", f"bytes={begin}-{self.start + len(self.into) - 1}")
+        return begin, [*self.headers, rest], self.into[self.received :]
 
     def _keep(self, link: HttpConnection) -> None:
         if self.start is None or self.into is None or not link.tag:
