@@ -31,7 +31,6 @@ from kvtide.tier.disk.segment import (
     RecordState,
     SegmentWriter,
     align_up,
-    lend_record,
     record_bytes,
     stamp_ms,
 )
@@ -151,8 +150,8 @@ class SegmentLog:
         return self._reader.read(entry, buffer, offset)
 
     def lend(self, entry: CatalogEntry, can_wait: bool) -> tuple[RecordState | None, LentObject | None]:
-        """Do `lend_record` of a copy."""
-        return lend_record(self._files, self._directory.path(entry.header.segment), entry.header, can_wait)
+        """Do `RecordReader.lend` of a copy."""
+        return self._reader.lend(entry.header, can_wait)
 
     def append(self, object_id: ObjectId, body: Buffer) -> CatalogEntry:
         """Store an object. TierFull if there is no room."""

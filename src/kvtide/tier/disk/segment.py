@@ -306,7 +306,7 @@ class CatalogEntry:
 
 
 class RecordReader:
-    """Reads records into callers' buffers: page-aligned ones directly, others through `staging`."""
+    """Lends records, and reads them into callers' buffers: page-aligned ones directly, others through `staging`."""
 
     def __init__(self, files: Files, opened: OpenSegments, staging: Recycler) -> None:
         self._files = files
@@ -378,30 +378,27 @@ class RecordReader:
         if came != wanted:
             raise EOFError(f"the segment ends at {offset + came}, a record goes to {offset + wanted}")
 
+    def lend(self, expected: RecordHeader, can_wait: bool) -> tuple[RecordState | None, LentObject | None]:
+        """Return the state of the record at this place, as `read` has it, and, if it is live, its body to be sent.
 
-def lend_record(
-    files: Files, path: str, expected: RecordHeader, can_wait: bool
-) -> tuple[RecordState | None, LentObject | None]:
-    """Return the state of the record at this place, as `RecordReader.read` has it, and, if it is live, its body.
-
-    Without `can_wait` nothing but the page cache is read; the state is None if that is not enough.
-    """
-    try:
-        descriptor = files.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None, None
-    state, pages = None, memoryview(bytearray(ALIGN_BYTES + min(HEADER_BYTES, expected.size)))
-    try:
-        read = files.read_full if can_wait else files.read_cached
-        if read(descriptor, [pages], expected.offset) == len(pages):
-            state = record_state(pages[:ALIGN_BYTES], expected)
-    finally:
+        Without `can_wait` nothing but the page cache is read; the state is None if that is not enough.
+        """
+        try:
+            descriptor = self._files.open(self._opened.path(expected.segment), os.O_RDONLY)
+        except FileNotFoundError:
+            return None, None
+        state, pages = None, memoryview(bytearray(ALIGN_BYTES + min(HEADER_BYTES, expected.size)))
+        try:
+            read = self._files.read_full if can_wait else self._files.read_cached
+            if read(descriptor, [pages], expected.offset) == len(pages):
+                state = record_state(pages[:ALIGN_BYTES], expected)
+        finally:
+            if state is not RecordState.LIVE:
+                self._files.close(descriptor)
         if state is not RecordState.LIVE:
-            files.close(descriptor)
-    if state is not RecordState.LIVE:
-        return state, None
-    place, release = FilePart(descriptor, expected.offset + ALIGN_BYTES), partial(files.close, descriptor)
-    return state, LentObject(expected.size, bytes(pages[ALIGN_BYTES:]), (), place, release)
+            return state, None
+        place, release = FilePart(descriptor, expected.offset + ALIGN_BYTES), partial(self._files.close, descriptor)
+        return state, LentObject(expected.size, bytes(pages[ALIGN_BYTES:]), (), place, release)
 
 
 OPEN_MAX = 64
@@ -422,8 +419,8 @@ class OpenSegments:
     """Opens files at first use and keeps OPEN_MAX; those opened first go first. Safe to use from several threads."""
 
     def __init__(self, files: Files, path: Callable[[int], str]) -> None:
+        self.path = path
         self._files = files
-        self._path = path
         self._lock = threading.Lock()
         self._held: dict[int, OpenSegment] = {}
 
@@ -434,7 +431,7 @@ class OpenSegments:
         if held is not None and not self._files.is_unlinked(held.descriptor):
             return held
         self.drop(number)
-        opened = OpenSegment(self._files, self._files.open_direct(self._path(number), os.O_RDONLY))
+        opened = OpenSegment(self._files, self._files.open_direct(self.path(number), os.O_RDONLY))
         with self._lock:
             if len(self._held) >= OPEN_MAX:
                 del self._held[next(iter(self._held))]
