@@ -140,7 +140,7 @@ class Group:
     @cached_property
     def matrix(self) -> NDArray[np.int16]:
         """The matrix from components to values, or to the strongest of all blocks, in units of 1 / ONE."""
-        return whole_rows(self._arrays, "mix_" if self.is_staged else "", ONE)
+        return whole_rows(self._arrays, "mix_" if self.is_staged else "")
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class Group:
 
     @cached_property
     def _blocks(self) -> NDArray[np.int16]:
-        return whole_rows(self._arrays, "block_", ONE)
+        return whole_rows(self._arrays, "block_")
 
     @cached_property
     def _blocks_to_values(self) -> NDArray[np.int16]:
@@ -184,11 +184,11 @@ def _packed(matrix: NDArray[np.int16]) -> NDArray[np.int16]:
     return panels
 
 
-def whole_rows(arrays: _Arrays, prefix: str, one: int) -> NDArray[np.int16]:
-    """Return the rows that `fit.rounded_rows` rounded, or those of many blocks, in units of 1 / one."""
+def whole_rows(arrays: _Arrays, prefix: str) -> NDArray[np.int16]:
+    """Return the rows that `fit` rounded, or those of many blocks, in units of 1 / ONE."""
     fine, coarse, unit = (arrays[f"{prefix}{name}"] for name in ("fine", "coarse", "unit"))
     rows = np.concatenate([fine.astype(np.float64), coarse.view(np.int8).astype(np.float64)], axis=-2)
-    return np.clip(np.rint(rows * unit.astype(np.float64)[..., None] * one), -32767, 32767).astype(np.int16)
+    return np.clip(np.rint(rows * unit.astype(np.float64)[..., None] * ONE), -32767, 32767).astype(np.int16)
 
 
 class Place(NamedTuple):
