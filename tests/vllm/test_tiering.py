@@ -1,6 +1,7 @@
 """kvtide below vLLM's own tiering, in the real engine."""
 
 import os
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,3 +122,18 @@ def test_ranks_of_any_number_share_the_portable_order_and_no_other(tmp_path: Pat
                 found = reader.lookup(b"key", None) is LookupResult.HIT
                 reader.shutdown()
                 assert found == ((ranks, other) in shared), (ranks, other)
+
+
+def test_jobs_are_done_where_no_thread_can_be_had_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = _tier(tmp_path, tmp_path / "store", 1, is_canonical=False)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for number in range(2):
+            tier.submit_load(TransferJob(number, [b"key"], np.array([0]), True, None))
+    tier.drain_jobs()
+    assert [each.success for each in tier.get_finished_jobs()] == [False, False]
+    tier.shutdown()

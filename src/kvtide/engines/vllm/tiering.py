@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -48,6 +49,9 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         self._chunks = np.frombuffer(primary_kv_view.cast("B"), dtype=np.uint8).reshape(-1, self.block_size_bytes)
         self._store.cache.open()
         self._workers = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="kvtide-tier")
+        # Now, as later there may be none to be had: an error of the engine's, whose job is done all the same.
+        started = threading.Barrier(TRANSFER_THREADS)
+        wait([self._workers.submit(started.wait, 5.0) for _ in range(TRANSFER_THREADS)])
         self._pending: set[Future[JobResult]] = set()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
