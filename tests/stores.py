@@ -8,14 +8,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvtide.clock import Clock, ManualClock
 from kvtide.tier import Tier
-from kvtide.tier.base import WrappedTier
 from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.disk.segment import RecordHeader, RecordState, scan_segment, segment_number
 from kvtide.tier.files import Files
 from kvtide.tier.ram import MemoryTier
 from kvtide.types import ObjectId
-from kvtide_lab.wrapped import Sleep
+from kvtide_lab.wrapped import Sleep, Watched
 
 _Tier = TypeVar("_Tier", bound=Tier)
 
@@ -111,7 +110,7 @@ def disk_bytes(store: Path) -> int:
     return total
 
 
-class Slow(WrappedTier):
+class Slow(Watched):
     """Takes `latency_s` for each verb."""
 
     def __init__(self, tier: Tier, sleep: Sleep, latency_s: float) -> None:
@@ -119,5 +118,5 @@ class Slow(WrappedTier):
         self._sleep = sleep
         self._latency_s = latency_s
 
-    def before(self, verb: str, size: int) -> None:
+    def before(self, verb: str) -> None:
         self._sleep(self._latency_s)

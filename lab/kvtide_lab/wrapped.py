@@ -46,7 +46,30 @@ class Paced(WrappedTier):
         return size
 
 
-class Counting(WrappedTier):
+class Watched(WrappedTier):
+    """Passes everything on. Subclasses see each of four verbs before it happens, in `before`."""
+
+    def before(self, verb: str) -> None:
+        """Called before a verb: `contains`, `get`, `put`, `delete`."""
+
+    def contains(self, object_id: ObjectId) -> bool:
+        self.before("contains")
+        return super().contains(object_id)
+
+    def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
+        self.before("get")
+        return super().get_into(object_id, buffer, offset)
+
+    def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
+        self.before("put")
+        return super().put_from(object_id, buffer)
+
+    def delete(self, object_id: ObjectId, reason: str) -> bool:
+        self.before("delete")
+        return super().delete(object_id, reason)
+
+
+class Counting(Watched):
     """Counts calls and bytes by verb, failed ones included; `bytes` are those that moved."""
 
     def __init__(self, tier: Tier) -> None:
@@ -55,7 +78,7 @@ class Counting(WrappedTier):
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def before(self, verb: str, size: int) -> None:
+    def before(self, verb: str) -> None:
         with self._lock:
             self.calls[verb] += 1
 

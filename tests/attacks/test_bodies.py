@@ -25,8 +25,8 @@ from kvtide.server.http.connections import ConnectionLimits, Guest, common_name,
 from kvtide.server.http.shares import Rates
 from kvtide.server.scheduler import SchedulerSettings
 from kvtide.server.settings import FILES_MAX, ProgressBudget, ServerLimits, ServerSettings
-from kvtide.tier.base import WrappedTier
 from kvtide_lab.bench.services import BenchService, valkey_server, wait_until
+from kvtide_lab.wrapped import Watched
 
 MIB = 1 << 20
 OBJECT = path_of(1)
@@ -210,7 +210,7 @@ def test_damaged_value_behind_a_server_is_removed_and_a_miss() -> None:
 SPACE = OBJECT.rpartition("/")[0]
 
 
-class Blocked(WrappedTier):
+class Blocked(Watched):
     """A tier whose verbs wait until it is let go. It can't lend."""
 
     def __init__(self, inner: object, verbs: set[str]) -> None:
@@ -219,7 +219,7 @@ class Blocked(WrappedTier):
         self.waiting = 0
         self.go_on = threading.Event()
 
-    def before(self, verb: str, size: int) -> None:
+    def before(self, verb: str) -> None:
         if verb in self.verbs:
             self.waiting += 1
             self.go_on.wait(20)

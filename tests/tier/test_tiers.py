@@ -284,11 +284,11 @@ class Remote(Counting):
     is_batched = True
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
-        self.before("count_leading", 0)
+        self.before("count_leading")
         return sum(1 for _ in takewhile(self.tier.contains, object_ids))
 
     def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
-        self.before("contains_each", 0)
+        self.before("contains_each")
         return [self.tier.contains(each) for each in object_ids]
 
 

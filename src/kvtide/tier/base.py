@@ -304,15 +304,12 @@ class OwnTier(CountingTier):
 
 
 class WrappedTier(Tier):
-    """Passes everything on. Subclasses see each transfer and look-up before it happens, in `before`."""
+    """Passes everything on."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.name = tier.name
         self.is_own = tier.is_own
-
-    def before(self, verb: str, size: int) -> None:
-        """Called before a verb (`contains`, `get`, `put`, `delete`) with the bytes of the caller's buffer."""
 
     def open(self) -> None:
         self.tier.open()
@@ -321,19 +318,15 @@ class WrappedTier(Tier):
         self.tier.close()
 
     def contains(self, object_id: ObjectId) -> bool:
-        self.before("contains", 0)
         return self.tier.contains(object_id)
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
-        self.before("get", len(buffer))
         return self.tier.get_into(object_id, buffer, offset)
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
-        self.before("put", len(buffer))
         return self.tier.put_from(object_id, buffer)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
-        self.before("delete", 0)
         return self.tier.delete(object_id, reason)
 
     def report_to(self, on_removed: OnRemoved) -> None:
