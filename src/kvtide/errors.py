@@ -1,17 +1,4 @@
-"""The one tree of errors.
-
-KvtideError
-├── UnencodableBlock            a codec can't keep this block's values: another codec stores it
-├── CorruptPayload              bytes that are not what they claim to be: a miss, counted, the object removed
-├── TierUnavailable             a tier can't serve now: a miss, counted, logged once
-│   ├── TierFull                no room for this object: it is not stored
-│   └── WrongServer             a pool's server that does not keep this object, as its newer map says
-├── RequestRefused              a request that a server answers with an error, or bytes that are no HTTP head
-├── DeviceFault                 a GPU can't compile or run the kernels
-└── UnsupportedModel            (also ValueError) a model that kvtide can't serve; the message names the reason
-
-A miss is None, never an error. The user's mistake is ValueError at the edge.
-"""
+"""The one tree of errors. A miss is None, never an error; the user's mistake is ValueError at the edge."""
 
 from __future__ import annotations
 
@@ -21,23 +8,23 @@ class KvtideError(Exception):
 
 
 class CorruptPayload(KvtideError):
-    """Stored or received bytes fail a check. Never served."""
+    """Stored or received bytes are not what they claim to be: a miss, counted, the object removed. Never served."""
 
 
 class UnencodableBlock(KvtideError):
-    """A lossy codec met values that it can't keep, such as infinities, or a model shape that its profile is not of."""
+    """A lossy codec met infinities, or a model shape that its profile is not of: another codec stores the block."""
 
 
 class TierUnavailable(KvtideError):
-    """A tier can't be opened, read or written now."""
+    """A tier can't be opened, read or written now: a miss, counted, logged once."""
 
 
 class TierFull(TierUnavailable):
-    """A tier has no room for an object, even after evicting what it may."""
+    """A tier has no room for an object, even after evicting what it may: it is not stored."""
 
 
 class WrongServer(TierUnavailable):
-    """A server of a pool sends us to another one; our map of the pool may be old."""
+    """A server of a pool sends us to another one, by its newer map."""
 
 
 class DeviceFault(KvtideError):
@@ -45,7 +32,10 @@ class DeviceFault(KvtideError):
 
 
 class RequestRefused(KvtideError):
-    """A request that gets this status as its answer; the caller may come back after `retry_after_s`, if given."""
+    """A request that gets this status as its answer, or bytes that are no HTTP head.
+
+    The caller may come back after `retry_after_s`, if given.
+    """
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -54,4 +44,4 @@ class RequestRefused(KvtideError):
 
 
 class UnsupportedModel(KvtideError, ValueError):
-    """The model keeps a cache that kvtide can't store and restore exactly."""
+    """The model keeps a cache that kvtide can't store and restore exactly; the message names the reason."""

@@ -493,8 +493,7 @@ def _said(llm: Any, ids: Sequence[int], tokens: int) -> NDArray[np.float64]:
     llm._batch.set_batch(behind, llm.n_tokens, True)
     llm._ctx.decode(llm._batch)
     logits = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(len(behind), llm.n_vocab())).astype(np.float64)
-    found: NDArray[np.float64] = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    return found
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
 
 
 def with_noise(profile: Profile, noise: float) -> Profile:

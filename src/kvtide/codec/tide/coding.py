@@ -15,24 +15,7 @@ from numpy.typing import NDArray
 from kvtide import _native
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec.entropy import RansTables
-from kvtide.codec.tide.grid import (
-    STATE_PAIRS,
-    TABLES,
-    THIRD,
-    TRELLIS_TABLES,
-    UNITS,
-    Items,
-    Lists,
-    Mode,
-    Plane,
-    Rows,
-    StateRows,
-    Units,
-    Which,
-    part_bounds,
-    step_of,
-    top_tables,
-)
+from kvtide.codec.tide import grid
 from kvtide.codec.tide.model import ONE, SIXTEENTHS, Place, RangeRows, Stage, TideModel, place_groups
 from kvtide.codec.tide.promise import Promise, Seen, promise_of
 from kvtide.codec.tide.section import (
@@ -82,7 +65,7 @@ class Projected(NamedTuple):
     steps: Steps
     stored: StoredLayers
     apart: NDArray[np.uint8]
-    tables: list[Items]
+    tables: list[grid.Items]
     loudness: Loudness
     fit: Fit
 
@@ -92,7 +75,7 @@ class Levels(NamedTuple):
 
     rows: RangeRows
     loudness: Loudness
-    values: list[Items]
+    values: list[grid.Items]
 
 
 def encode_range(model: TideModel, path: str, projected: Projected) -> list[bytes]:
@@ -170,7 +153,7 @@ def levels_of(model: TideModel, projected: Projected, path: str) -> Levels:
     if steps.is_trellis:
         assert model.trellis is not None, "steps are of a profile that has one"
         levels = [np.empty_like(items)]
-        classes = top_tables(rows.scales, loudness.gains, steps.final_units)
+        classes = grid.top_tables(rows.scales, loudness.gains, steps.final_units)
         _native.tide_find_path(path, items, classes, model.trellis.rates, levels[0])
     # The coarsest first; a level is three times the one before it, or one off.
     for _ in range(steps.refinements):
@@ -186,7 +169,7 @@ class _Coded(NamedTuple):
     mean: Floats
     scale: Floats
     # As kernels take it. The last part has 1 for each value that is coded; it is empty if columns are components.
-    matrix: tuple[Items, tuple[int, int], Stage, NDArray[np.uint8]]
+    matrix: tuple[grid.Items, tuple[int, int], Stage, NDArray[np.uint8]]
     # By column: its say in how loud a token is, and its row.
     weights: Floats
     row_of: NDArray[np.uint16]
@@ -212,7 +195,7 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
         layers=group.layers,
         rows=slice(start, stop),
         mean=mean,
-        scale=(weight * (SIXTEENTHS / step_of(final_units, 0))).astype(np.float32),
+        scale=(weight * (SIXTEENTHS / grid.step_of(final_units, 0))).astype(np.float32),
         matrix=(group.to_components, group.matrix_shape[::-1], group.stage(count, is_back=False), is_coded),
         weights=place.by_column(weights),
         row_of=place.by_column(numbers, np.iinfo(np.uint16).max),
@@ -220,28 +203,28 @@ def _coded_group(model: TideModel, place: Place, final_units: int, weights: Floa
     )
 
 
-def loudness_weights(scales: Units, final_units: int) -> Floats:
+def loudness_weights(scales: grid.Units, final_units: int) -> Floats:
     """Return what each component's magnitude counts: large ones have a say, beside what is usual for them."""
     over = final_units - scales
     usual_max = int(np.sort(over)[min(_LOUD_COMPONENTS_MIN, len(over)) - 1 :][:1].max(initial=0))
     is_used = over <= usual_max
-    usual = np.exp2(over / UNITS) / (max(int(np.count_nonzero(is_used)), 1) * _USUAL_MAGNITUDE)
+    usual = np.exp2(over / grid.UNITS) / (max(int(np.count_nonzero(is_used)), 1) * _USUAL_MAGNITUDE)
     return np.where(is_used, usual, 0).astype(np.float32)
 
 
 def _parts(loud: Floats) -> Loudness:
     """Sort tokens by how large their components are beside what is usual, and cut them into parts."""
-    order, bounds = np.argsort(loud, kind="stable"), part_bounds(len(loud))
+    order, bounds = np.argsort(loud, kind="stable"), grid.part_bounds(len(loud))
     parts = np.empty(len(loud), dtype=np.uint8)
     gains = np.zeros(len(bounds) - 1, dtype=np.int64)
     for part, (start, stop) in enumerate(pairwise(bounds)):
         parts[order[start:stop]] = part
         mean = float(loud[order[start:stop]].mean()) if stop > start else 1.0
-        gains[part] = max(-GAIN_UNITS_MAX, min(round(UNITS * np.log2(max(mean, 1e-9))), GAIN_UNITS_MAX))
+        gains[part] = max(-GAIN_UNITS_MAX, min(round(grid.UNITS * np.log2(max(mean, 1e-9))), GAIN_UNITS_MAX))
     return Loudness(parts, gains)
 
 
-def _third_of(items: Items, which: Which, path: str) -> Items:
+def _third_of(items: grid.Items, which: grid.Which, path: str) -> grid.Items:
     """Return these rows at the next coarser step, in their places. Other rows are any."""
     out = np.empty_like(items)
     _native.tide_third(path, items, which, out)
@@ -249,18 +232,18 @@ def _third_of(items: Items, which: Which, path: str) -> Items:
 
 
 def _plain_rows(
-    planes: Sequence[Plane], gains: Units, items: Sequence[Items], has_states: bool
-) -> Iterator[tuple[int, Rows]]:
+    planes: Sequence[grid.Plane], gains: grid.Units, items: Sequence[grid.Items], has_states: bool
+) -> Iterator[tuple[int, grid.Rows]]:
     """Yield rows that no trellis' state has a say in, each with the number of its plane. items: of each plane."""
     for number, (plane, here) in enumerate(zip(planes, items, strict=True)):
         is_state_plane = has_states and plane is planes[-1]
-        if not (is_state_plane and plane.mode == Mode.CONTEXT):
+        if not (is_state_plane and plane.mode == grid.Mode.CONTEXT):
             yield number, plane.digit_rows(gains, here)
         if not is_state_plane:
             yield number, plane.top_rows(gains, here)
 
 
-def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> tuple[Lists, bytes]:
+def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> tuple[grid.Lists, bytes]:
     """Return a section's lists, filled, and how a trellis shares them out; no bytes without one."""
     rows, (_, gains), values = levels
     planes, has_states = rows.planes(steps.base_units, refinement), steps.has_states(refinement)
@@ -269,16 +252,16 @@ def list_section(levels: Levels, steps: Steps, refinement: int, path: str) -> tu
         after.insert(0, _third_of(after[0], plane.digits, path))
     before = [values[refinement - 1] if refinement else after[0], *after]
     plain = _plain_rows(planes, gains, after, has_states)
-    jobs: list[tuple[Rows | StateRows, Items]] = [(each, before[number]) for number, each in plain]
+    jobs: list[tuple[grid.Rows | grid.StateRows, grid.Items]] = [(each, before[number]) for number, each in plain]
     if has_states:
         jobs.append((planes[-1].state_rows(gains, after[-1])[0], before[-2]))
-    counts = np.zeros(TRELLIS_TABLES if steps.is_trellis else TABLES, dtype=np.int64)
+    counts = np.zeros(grid.TRELLIS_TABLES if steps.is_trellis else grid.TABLES, dtype=np.int64)
     for each, parents in jobs:
         each.count_into(parents, counts, path)
-    lists = Lists(counts, path)
+    lists = grid.Lists(counts, path)
     for each, parents in jobs:
         lists.put(each, parents)
-    return lists, join_state_counts(counts[STATE_PAIRS]) if has_states else b""
+    return lists, join_state_counts(counts[grid.STATE_PAIRS]) if has_states else b""
 
 
 def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryview], target: StoredLayers) -> None:
@@ -288,7 +271,7 @@ def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryv
     missing = steps.refinements + 1 - len(run)
     if missing < 0:
         raise CorruptPayload(f"tide: a refinement {len(run) - 1} where there are {steps.refinements}")
-    units, tables = steps.final_units + THIRD * missing, model.tables_of(steps)
+    units, tables = steps.final_units + grid.THIRD * missing, model.tables_of(steps)
     rows = place_groups(model, target.layer_start, units)
     # Every row gets a top value before anything reads it. With all refinements of a trellis here they are half steps.
     items = np.empty((len(rows.scales), tokens), dtype=np.int16)
@@ -298,10 +281,10 @@ def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryv
             raise CorruptPayload(f"tide: refinement {refinement} has {found.steps}, its base {steps}")
         _refine(tables, path, rows, gains, items, refinement, found)
     pulls = _NO_PULLS if steps.is_trellis and not missing else model.pulls
-    classes, octaves = top_tables(rows.scales, gains, units), model.octaves_of(target.layers)
+    classes, octaves = grid.top_tables(rows.scales, gains, units), model.octaves_of(target.layers)
     apart = base.apart if octaves is None else base.apart.with_octaves(octaves)
     weights = model.weight[target.layers].astype(np.float64)
-    scales = (step_of(steps.final_units, missing) / (SIXTEENTHS * ONE) / weights).astype(np.float32)
+    scales = (grid.step_of(steps.final_units, missing) / (SIXTEENTHS * ONE) / weights).astype(np.float32)
     for each in rows.restored:
         here = slice(each.layers.start - target.layer_start, each.layers.stop - target.layer_start)
         coded = (items[each.rows], classes[each.rows], pulls, places)
@@ -312,25 +295,31 @@ def decode_range(model: TideModel, path: str, tokens: int, run: Sequence[memoryv
 
 
 def _refine(
-    tables: RansTables, path: str, rows: RangeRows, gains: Units, items: Items, refinement: int, section: SectionBytes
+    tables: RansTables,
+    path: str,
+    rows: RangeRows,
+    gains: grid.Units,
+    items: grid.Items,
+    refinement: int,
+    section: SectionBytes,
 ) -> None:
     """Add what a section says to `items`. CorruptPayload if it does not fit what is there."""
     steps, coded, state_counts = section
     planes, has_states = rows.planes(steps.base_units, refinement), steps.has_states(refinement)
-    counts, jobs = np.zeros(len(tables.rows), dtype=np.int64), list[Rows | StateRows]()
+    counts, jobs = np.zeros(len(tables.rows), dtype=np.int64), list[grid.Rows | grid.StateRows]()
     if has_states:
         every, under_first = planes[-1].state_rows(gains, items)
         jobs.append(every)
         for each in under_first:
             each.count_into(items, counts, path)
         # Counts so far are of both quantisers.
-        counts[STATE_PAIRS] = split_state_counts(state_counts, counts[STATE_PAIRS[:, 0]])
+        counts[grid.STATE_PAIRS] = split_state_counts(state_counts, counts[grid.STATE_PAIRS[:, 0]])
     elif state_counts:
         raise CorruptPayload(f"tide: {len(state_counts)} bytes too many in a section of thirds")
     plain = [each for _, each in _plain_rows(planes, gains, [items] * len(planes), has_states)]
     for each in plain:
         each.count_into(items, counts, path)
-    lists = Lists(counts, path)
+    lists = grid.Lists(counts, path)
     lists.decode(tables, coded)
     for job in [*plain, *jobs]:
         lists.take(job)

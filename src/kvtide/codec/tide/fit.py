@@ -23,20 +23,8 @@ from kvtide.block import BlockBits, BlockLayout, BlockMeta
 from kvtide.codec.entropy import RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
+from kvtide.codec.tide import grid
 from kvtide.codec.tide.coding import apart_tokens, levels_of, list_section, project
-from kvtide.codec.tide.grid import (
-    CONTEXTS,
-    STATE_CONTEXTS,
-    STATE_DIGITS,
-    STATE_TOPS,
-    TABLES,
-    THIRD,
-    TOPS,
-    TRELLIS_TABLES,
-    UNITS,
-    part_bounds,
-    top_tables,
-)
 from kvtide.codec.tide.model import TideModel, first_trellis, make_trellis
 from kvtide.codec.tide.section import KeyRotation, Steps, StoredLayers, load_values
 from kvtide.group import ALL_ROWS
@@ -324,9 +312,9 @@ def _drafted(layout: BlockLayout, cost: Cost, spread: _Spread, stages: Stages | 
     return arrays | {
         "span": np.array([span, section_layers(layout.layers, span)], dtype=np.uint32),
         "mean": mean.reshape(weight.shape).astype(np.float32),
-        "pulls": np.zeros((TOPS, 4), dtype=np.int16),
-        "tables": table_bytes(rounded_tables(np.zeros((TABLES, 32), dtype=np.uint64))),
-        "curve": np.array([[0, 1, 1e-3], [THIRD, 0.5, 1e-2]], dtype=np.float32),
+        "pulls": np.zeros((grid.TOPS, 4), dtype=np.int16),
+        "tables": table_bytes(rounded_tables(np.zeros((grid.TABLES, 32), dtype=np.uint64))),
+        "curve": np.array([[0, 1, 1e-3], [grid.THIRD, 0.5, 1e-2]], dtype=np.float32),
     }
 
 
@@ -350,7 +338,7 @@ def _transform(square: _Matrix, cost: Cost) -> dict[str, NDArray[Any]]:
 
 
 def _units(scales: NDArray[np.float64]) -> NDArray[np.int16]:
-    units: NDArray[np.int16] = np.rint(UNITS * np.log2(np.maximum(scales, 1e-6))).astype(np.int16)
+    units: NDArray[np.int16] = np.rint(grid.UNITS * np.log2(np.maximum(scales, 1e-6))).astype(np.int16)
     return units
 
 
@@ -427,7 +415,7 @@ def _bits(between: _Matrix, scales: NDArray[np.float64], mixed: int) -> float:
     strongest = _strongest(scales, mixed)
     powers = np.linalg.eigvalsh(between[np.ix_(strongest, strongest)]) if mixed else np.empty(0)
     rest = np.delete(scales, strongest) ** 2
-    least = 2.0 ** (2 * _STEP_UNITS / UNITS) / 12
+    least = 2.0 ** (2 * _STEP_UNITS / grid.UNITS) / 12
     return float(0.5 * np.log2(np.maximum(np.concatenate([powers, rest]), least) / least).sum())
 
 
@@ -482,12 +470,12 @@ class TideCounts:
         self._model = TideModel(draft)
         self._path = _native.tide_paths()[0]
         self.state: dict[str, NDArray[Any]] = {
-            "symbols": np.zeros((TABLES, 32), dtype=np.uint64),
-            "pulled": np.zeros((TOPS, 4)),
-            "magnitudes": np.zeros((TOPS, 4)),
+            "symbols": np.zeros((grid.TABLES, 32), dtype=np.uint64),
+            "pulled": np.zeros((grid.TOPS, 4)),
+            "magnitudes": np.zeros((grid.TOPS, 4)),
         }
         if COSTS[draft.kind.removeprefix("tide-")].has_trellis:
-            self.state |= {"trellis_blocks": np.zeros(1), "trellis_symbols": np.zeros((TRELLIS_TABLES, 32))}
+            self.state |= {"trellis_blocks": np.zeros(1), "trellis_symbols": np.zeros((grid.TRELLIS_TABLES, 32))}
 
     def add(self, meta: BlockMeta, bits: BlockBits, number: int) -> None:
         """Take a block; `number` is that of the block, so that blocks take turns with steps."""
@@ -499,7 +487,7 @@ class TideCounts:
         for start, stop in model.ranges:
             stored = StoredLayers(bits[start:stop], meta.layout.dtype, start, model.turns(meta, is_back=True))
             for refinements in (0, _COUNT_REFINEMENTS):
-                units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - THIRD * (refinements // 2)
+                units = _COUNT_UNITS[number % len(_COUNT_UNITS)] - grid.THIRD * (refinements // 2)
                 self._count(Steps(units, refinements), stored, apart)
                 if has_trellis:
                     self._count(Steps(units, refinements, is_trellis=True), stored, apart)
@@ -515,14 +503,14 @@ class TideCounts:
             self.state["trellis_symbols"] += 2.0**doublings * np.sum(counts, axis=0)
             return
         self.state["symbols"] += np.sum(counts, axis=0)
-        tables = top_tables(levels.rows.scales, levels.loudness.gains, steps.base_units).astype(np.int64)
+        tables = grid.top_tables(levels.rows.scales, levels.loudness.gains, steps.base_units).astype(np.int64)
         rounded, exact = levels.values[0], levels.values[-1] / 3.0**steps.refinements
         magnitude = np.minimum(np.abs(rounded), 3)
         pulled = (np.abs(rounded) - np.sign(rounded) * exact) * (magnitude > 0)
-        by_token = np.repeat(tables, np.diff(part_bounds(rounded.shape[1])), axis=1)
+        by_token = np.repeat(tables, np.diff(grid.part_bounds(rounded.shape[1])), axis=1)
         place = (by_token * 4 + magnitude).reshape(-1)
-        self.state["pulled"] += np.bincount(place, pulled.reshape(-1), TOPS * 4).reshape(TOPS, 4)
-        self.state["magnitudes"] += np.bincount(place, minlength=TOPS * 4).reshape(TOPS, 4)
+        self.state["pulled"] += np.bincount(place, pulled.reshape(-1), grid.TOPS * 4).reshape(grid.TOPS, 4)
+        self.state["magnitudes"] += np.bincount(place, minlength=grid.TOPS * 4).reshape(grid.TOPS, 4)
 
 
 def finished_profile(
@@ -549,14 +537,14 @@ def finished_profile(
 def rounded_tables(symbols: NDArray[Any]) -> NDArray[np.uint16]:
     """Return the frequencies of rounded levels' tables, or those of thirds; whatever a value is, it has a code."""
     counts = symbols.astype(np.float64)
-    return _frequencies(_leaning(counts[:TOPS]), _leaning(counts[TOPS:].reshape(-1, CONTEXTS, 32)))
+    return _frequencies(_leaning(counts[: grid.TOPS]), _leaning(counts[grid.TOPS :].reshape(-1, grid.CONTEXTS, 32)))
 
 
 def trellis_tables(symbols: NDArray[np.float64]) -> NDArray[np.uint16]:
     """Return the frequencies of all tables of levels along a trellis."""
-    thirds, tops, digits = np.split(symbols, [STATE_TOPS, STATE_DIGITS])
+    thirds, tops, digits = np.split(symbols, [grid.STATE_TOPS, grid.STATE_DIGITS])
     by_quantiser = [_leaning(each) for each in np.split(tops, 2)]
-    by_context = [_leaning(each.reshape(-1, STATE_CONTEXTS, 32)) for each in np.split(digits, 2)]
+    by_context = [_leaning(each.reshape(-1, grid.STATE_CONTEXTS, 32)) for each in np.split(digits, 2)]
     states = _frequencies(np.concatenate(by_quantiser), np.concatenate(by_context))
     return np.concatenate([rounded_tables(thirds), states])
 

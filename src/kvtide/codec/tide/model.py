@@ -19,23 +19,7 @@ from kvtide.block import BlockMeta
 from kvtide.codec.entropy import SYMBOLS, RansTables
 from kvtide.codec.profile import Profile
 from kvtide.codec.rotary import Rotary
-from kvtide.codec.tide.grid import (
-    CLASS_UNITS,
-    ENTER_UNITS,
-    STATE_DIGITS,
-    STATE_TOPS,
-    TABLES,
-    THIRD,
-    TOP_CENTRE,
-    TOP_UNITS_MIN,
-    TOPS,
-    TOPS_TWIN,
-    TRELLIS_TABLES,
-    UNITS,
-    Plane,
-    Units,
-    planes,
-)
+from kvtide.codec.tide import grid
 from kvtide.codec.tide.law import read_law_table
 from kvtide.codec.tide.section import STEP_UNITS_MAX, KeyRotation, Octaves, Steps
 from kvtide.errors import CorruptPayload
@@ -62,7 +46,7 @@ NO_STAGE: Stage = (_NO_PANELS, 0, _NO_ORDER, _NO_ORDER)
 # A channel may be so much louder or softer than others of its stream; Qwen's biases are by 50 to 500 times.
 OCTAVES_MAX = 12
 # Scales of float32 values.
-SCALE_UNITS_MAX = 128 * UNITS
+SCALE_UNITS_MAX = 128 * grid.UNITS
 QUALITY_MIN, QUALITY_MAX = 1e-5, 1.0
 
 
@@ -126,7 +110,7 @@ class OwnLoss(NamedTuple):
 class Group:
     """The components of layers [layer_start, layer_stop): their scales, falling, and what they are made of."""
 
-    def __init__(self, layers: tuple[int, int], scales: Units, values: int, arrays: _Arrays) -> None:
+    def __init__(self, layers: tuple[int, int], scales: grid.Units, values: int, arrays: _Arrays) -> None:
         self.layer_start, self.layer_stop = layers
         self.layers = slice(*layers)
         self.scales = scales
@@ -220,15 +204,15 @@ class RangeRows:
     """The place of each group's components, and the scale of each row."""
 
     places: list[Place]
-    scales: Units
+    scales: grid.Units
     # By base step and refinement: blocks of one store ask for the same again and again.
-    _planes: dict[tuple[int, int], list[Plane]] = field(default_factory=dict)
+    _planes: dict[tuple[int, int], list[grid.Plane]] = field(default_factory=dict)
 
-    def planes(self, base_units: int, refinement: int) -> list[Plane]:
+    def planes(self, base_units: int, refinement: int) -> list[grid.Plane]:
         """Return what a section holds of these rows, coarsest first."""
         key = (base_units, refinement)
         if key not in self._planes:
-            self._planes[key] = planes(self.scales, base_units, refinement)
+            self._planes[key] = grid.planes(self.scales, base_units, refinement)
         return self._planes[key]
 
     @cached_property
@@ -254,7 +238,7 @@ def place_groups(model: TideModel, layer_start: int, units: int) -> RangeRows:
     def make() -> RangeRows:
         places, start, layers = [], 0, range(layer_start, layer_start + model.section_layers)
         for group in (each for each in model.groups if each.layer_start in layers):
-            stop = start + int(np.count_nonzero(group.scales - units >= ENTER_UNITS))
+            stop = start + int(np.count_nonzero(group.scales - units >= grid.ENTER_UNITS))
             places.append(Place(group, start, stop))
             start = stop
         return RangeRows(places, np.concatenate([group.scales[: stop - start] for group, start, stop in places]))
@@ -299,13 +283,13 @@ class TideModel:
             self.weight *= np.exp2(self._octaves).astype(np.float32)
         if not np.isfinite(self.mean).all() or not np.isfinite(self.weight).all() or float(self.weight.min()) <= 0:
             raise CorruptPayload("the profile's means and weights must be finite, weights above zero")
-        self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (TOPS, 4)), dtype=np.int8)
-        self.tables: RansTables = RansTables.parse(arrays["tables"].tobytes(), TABLES)
+        self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (grid.TOPS, 4)), dtype=np.int8)
+        self.tables: RansTables = RansTables.parse(arrays["tables"].tobytes(), grid.TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
         _points(self.curve)
         self.trellis: Trellis | None = None
         if "trellis_tables" in arrays:
-            frequencies = RansTables.parse(arrays["trellis_tables"].tobytes(), TRELLIS_TABLES).rows
+            frequencies = RansTables.parse(arrays["trellis_tables"].tobytes(), grid.TRELLIS_TABLES).rows
             self.trellis = make_trellis(frequencies, arrays["trellis_curve"].astype(np.float32))
         self.own_loss = _own_loss(arrays)
         self._excess = _excess_by_step(arrays)
@@ -372,7 +356,7 @@ class TideModel:
         """Return the KL that was measured at a step of which so many refinements are missing."""
         # A path's levels, cut to thirds, lose no more than rounded ones at that step.
         curve = self._curve(steps.is_trellis and missing == 0)
-        return quality_of_units(curve, steps.final_units + THIRD * missing)
+        return quality_of_units(curve, steps.final_units + grid.THIRD * missing)
 
     def _curve(self, is_trellis: bool) -> NDArray[np.float32]:
         return self.trellis.curve if is_trellis and self.trellis is not None else self.curve
@@ -501,24 +485,24 @@ def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32] = _
 
 def first_trellis() -> Trellis:
     """Return a trellis for Laplace-distributed values of each class' scale, to begin a fit with."""
-    scales = np.exp2((TOP_UNITS_MIN + CLASS_UNITS * (np.arange(TOPS) + 0.5)) / UNITS)
-    counts = np.ones((TRELLIS_TABLES, SYMBOLS))
-    levels = np.arange(TOP_CENTRE + 1)
+    scales = np.exp2((grid.TOP_UNITS_MIN + grid.CLASS_UNITS * (np.arange(grid.TOPS) + 0.5)) / grid.UNITS)
+    counts = np.ones((grid.TRELLIS_TABLES, SYMBOLS))
+    levels = np.arange(grid.TOP_CENTRE + 1)
     for quantiser in (0, 1):
         upper = np.maximum(levels + 0.5 * (1 - quantiser), 0.25 + 0.25 * (1 - quantiser))
         below = np.exp(-np.sqrt(2) * upper / scales[:, None])
         shares = np.concatenate([1 - below[:, :1], -np.diff(below, axis=1) / 2], axis=1)
-        here = counts[STATE_TOPS + quantiser * TOPS_TWIN :][:TOPS]
-        here[:, TOP_CENTRE - levels] = here[:, TOP_CENTRE + levels] = 1 + 1e6 * shares
+        here = counts[grid.STATE_TOPS + quantiser * grid.TOPS_TWIN :][: grid.TOPS]
+        here[:, grid.TOP_CENTRE - levels] = here[:, grid.TOP_CENTRE + levels] = 1 + 1e6 * shares
     return make_trellis(RansTables.build(counts.astype(np.uint64)).rows)
 
 
 def _rates(frequencies: NDArray[np.uint16]) -> NDArray[np.int16]:
-    tops = frequencies[STATE_TOPS:STATE_DIGITS].astype(np.float64)
+    tops = frequencies[grid.STATE_TOPS : grid.STATE_DIGITS].astype(np.float64)
     levels = np.arange(1, _PRICED_LEVELS)
-    either = np.maximum(tops[:, TOP_CENTRE + levels] + tops[:, TOP_CENTRE - levels], 0.5) / 2
-    zero = np.maximum(tops[:, TOP_CENTRE, None], 0.5)
+    either = np.maximum(tops[:, grid.TOP_CENTRE + levels] + tops[:, grid.TOP_CENTRE - levels], 0.5) / 2
+    zero = np.maximum(tops[:, grid.TOP_CENTRE, None], 0.5)
     bits = np.log2(_TOTAL) - np.log2(np.concatenate([zero, either], axis=1))
     bits[:, -1] = np.minimum(bits[:, -1], _ESCAPE_BITS - np.log2(np.maximum(tops[:, -1], 0.5) / _TOTAL))
     whole = np.clip(np.rint(_PRICE * bits), 0, _RATE_MAX).astype(np.int16)
-    return np.ascontiguousarray(np.concatenate([whole[:TOPS_TWIN], whole[TOPS_TWIN:]], axis=1))
+    return np.ascontiguousarray(np.concatenate([whole[: grid.TOPS_TWIN], whole[grid.TOPS_TWIN :]], axis=1))

@@ -55,8 +55,7 @@ class WholeJudge:
         with torch.inference_mode():
             past = self._contexts.restored(self.context, blocks)
             output = self._contexts.model(torch.tensor([self._behind[:-1]]), past_key_values=past, use_cache=True)
-        said: torch.Tensor = output.logits[0].float().log_softmax(-1)
-        return said
+        return output.logits[0].float().log_softmax(-1)
 
 
 def coded_prefixes(codecs: Sequence[Codec], context: Context) -> Iterator[CodedGroups]:

@@ -178,8 +178,7 @@ class _Trial:
                 [cells] if page.ndim == 1 else [half.swapaxes(-3, -2) for half in np.split(cells, layer.halves, -1)]
             )
             found += [np.ascontiguousarray(half).reshape(-1).view(np.uint8) for half in halves]
-        bits: BlockBits = np.concatenate(found).view(self._pool.layout.bits_dtype).reshape(self._pool.layout.shape)
-        return bits
+        return np.concatenate(found).view(self._pool.layout.bits_dtype).reshape(self._pool.layout.shape)
 
 
 def _coded(codec: Codec, bits: BlockBits, layout: BlockLayout) -> BlockBits:
