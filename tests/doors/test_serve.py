@@ -54,7 +54,7 @@ def test_advice_of_an_engine_reaches_the_server(tiny_model: Any, tmp_path: Path)
     ):
         for hint in hints:
             cached.generate(PROMPT, max_new_tokens=1, kvtide_hint=hint)
-        assert cached.flush(20)
+        assert cached.flush(60)
         wait_until(lambda: metric(server, "kvtide_hints_total") == 2, "the advice to come")
         assert (cached.cache.stats().hints_heard, cached.cache.stats().hints_ignored) == (2, 0)
 

@@ -35,7 +35,7 @@ def answer(model: Any, store: Path | str, prompt: Any, **options: Any) -> Answer
     """Answer with a cache of its own, as a new process would, and wait until all is stored."""
     with attach(model, str(store), block_tokens=BLOCK, **options) as cached:
         output = cached.generate(prompt, max_new_tokens=4, do_sample=False)
-        assert cached.flush(20)
+        assert cached.flush(60)
         return Answer(output, cached.last.hit_tokens, cached.last.stored_bytes_read, cached.cache.stats())
 
 

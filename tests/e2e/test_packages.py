@@ -99,7 +99,7 @@ with attach(model, sys.argv[3], block_tokens=16) as cached:
     sys.stdin.readline()
     for prompt in prompts:
         answers.append(cached.generate(prompt[None], max_new_tokens=8, do_sample=False)[0].tolist())
-    cached.cache.flush(30)
+    cached.cache.flush(60)
     print(json.dumps({"answers": answers, "misses": cached.cache.stats().misses}), flush=True)
 """
 

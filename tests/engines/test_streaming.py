@@ -205,7 +205,7 @@ def stored_elsewhere(stored: Stored, folder: Path) -> MadeSource:
     """Store the prompt's blocks by a cache of its own, as another machine does."""
     with attach(stored.model, str(folder), block_tokens=16, fingerprint=b"tiny") as cached:
         cached.generate(torch.tensor([stored.ids]), max_new_tokens=1, do_sample=False)
-        assert cached.cache.flush(10)
+        assert cached.cache.flush(60)
         objects = {}
         for info in cached.cache.tiers.objects():
             buffer = bytearray(info.size)
@@ -224,8 +224,8 @@ def test_generate_streams_what_is_not_here_which_is_here_for_the_next_call(
         # Slow as computing is here, what is stored elsewhere comes over the link.
         assert cached.last is not None and cached.last.streamed is not None and cached.last.hit_tokens == 96
         assert cached.last.streamed.fetch is not None and cached.last.streamed.stored_tokens > 0
-        assert cached.cache.access.backfill.flush(10)
-        assert cached.cache.flush(10)
+        assert cached.cache.access.backfill.flush(60)
+        assert cached.cache.flush(60)
         source.objects.clear()
         second = cached.generate(torch.tensor([stored.ids]), **GREEDY)
         decided = parse_decisions(cached.cache.stats().decisions)
@@ -259,7 +259,7 @@ def test_cache_that_is_opened_again_keeps_what_came_late(
         pass
     with cached:
         cached.generate(torch.tensor([stored.ids]), **GREEDY)
-        assert cached.cache.access.backfill.flush(10)
+        assert cached.cache.access.backfill.flush(60)
         assert cached.cache.is_near([meta.id for meta in cached.prefixes.metas(stored.ids[:96])[0]])
 
 

@@ -28,7 +28,7 @@ def answer(model: Any, store: Path | str, prompt: torch.Tensor, **arguments: Any
     """Answer in a cache of its own, as a new process would."""
     with attach(model, str(store), block_tokens=16) as cached:
         output = cached.generate(prompt, **{**GREEDY, **arguments})
-        assert cached.cache.flush(10)
+        assert cached.cache.flush(60)
     return output, cached
 
 
@@ -158,7 +158,7 @@ def said(model: Any, store: Path, batch: dict[str, torch.Tensor], **arguments: A
     wanted = {**SHORT, "return_dict_in_generate": True, "output_logits": True, **arguments}
     with attach(model, store, block_tokens=BLOCK) as cached:
         output, plain = cached.generate(**batch, **wanted), model.generate(**batch, **wanted)
-        assert cached.flush(10)
+        assert cached.flush(60)
         cached.cache.check()
     assert torch.equal(output.sequences, plain.sequences)
     torch.testing.assert_close(torch.stack(output.logits), torch.stack(plain.logits), rtol=0, atol=1e-4)
@@ -188,7 +188,7 @@ def test_batch_and_single_calls_share_their_blocks(tiny_model: Any, tmp_path: Pa
             assert cached.hit_tokens(row[None]) == blocks * BLOCK
             output = cached.generate(row[None], **SHORT)
             assert torch.equal(output, tiny_model.generate(row[None], **SHORT))
-        assert cached.flush(10)
+        assert cached.flush(60)
     assert hit(said(tiny_model, tmp_path, rows_of(ROWS[0], ROWS[2]))) == 64 + 44
 
 
@@ -279,7 +279,7 @@ def test_a_static_cache_has_room_for_what_nobody_bounds(tiny_model: Any, tmp_pat
 def restored(cached: CachedModel, prompt: torch.Tensor, **arguments: Any) -> int:
     """Answer a prompt; return how much of it was restored, the answer's blocks stored."""
     cached.generate(prompt, max_new_tokens=1, do_sample=False, **arguments)
-    assert cached.cache.flush(10)
+    assert cached.cache.flush(60)
     return hit(cached)
 
 
@@ -319,7 +319,7 @@ def test_server_says_which_tokens_its_engines_restored(tiny_model: Any, prompt: 
         for tokens in (33, 65, 97):
             with attach(tiny_model, server.url, block_tokens=16) as cached:
                 cached.generate(prompt[:, :tokens], max_new_tokens=1, do_sample=False)
-                assert cached.cache.flush(10)
+                assert cached.cache.flush(60)
     space = cached.identity.namespace.hex()[:12]
     metric, labels = "kvtide_prompt_tokens_total", {"namespace": space, "tenant": "(open)"}
     assert counted(server, metric, decision="load", reason="in_time", **labels) == 96

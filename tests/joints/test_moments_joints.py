@@ -244,7 +244,7 @@ def test_a_block_that_waits_is_not_queued_again(
     blocks = [PendingBlock(meta, capture) for meta in metas_of(layout, 2)]
     assert cache.store(blocks) == cache.store(blocks) == 2
     gate.set()
-    assert cache.flush(10) and (len(captured), cache.stats().blocks_stored) == (2, 2)
+    assert cache.flush(60) and (len(captured), cache.stats().blocks_stored) == (2, 2)
     cache.check()
 
 
@@ -252,7 +252,7 @@ def test_what_was_queued_and_not_stored_is_a_miss(tiny_model: Any, prompt: torch
     with attached(tiny_model, tmp_path) as cached:
         cached.cache.tiers.put_from = lambda *rest: False  # type: ignore[method-assign]
         cached.generate(prompt, max_new_tokens=2)
-        assert cached.flush(10) and cached.hit_tokens(prompt) == 0
+        assert cached.flush(60) and cached.hit_tokens(prompt) == 0
 
 
 def test_connectors_find_what_their_workers_have_queued(
@@ -272,7 +272,7 @@ def test_importance_stores_what_is_new(tiny_model: Any, prompt: torch.Tensor, tm
     with in_part(tiny_model, tmp_path) as cached:
         for tokens in (40, 70, 100, 100):
             cached.generate(prompt[:, :tokens], max_new_tokens=2)
-            assert cached.flush(10) and cached.last is not None
+            assert cached.flush(60) and cached.last is not None
             hits.append(cached.last.hit_tokens)
     assert hits == [0, 32, 64, 96]
 
@@ -284,7 +284,7 @@ def test_importance_loads_whole_what_is_faster_whole(tiny_model: Any, prompt: to
                 for is_near in (False, True):
                     cached._importance.ways.note(is_part, is_near, 1000, seconds, cached._clock.monotonic_s())
             cached.generate(prompt, max_new_tokens=2)
-            assert cached.flush(10) and cached.last is not None
+            assert cached.flush(60) and cached.last is not None
             return cached.last.selected is not None
 
     assert not selects((1.0, 2.0))  # Nothing is stored yet.
@@ -322,7 +322,7 @@ def test_two_models_with_importance_do_not_touch_each_other(
             # What is learnt would change what is selected.
             cached._importance.learner.note = lambda *arguments: False  # type: ignore[method-assign]
             cached.generate(prompt, **SHORT)
-            assert cached.flush(10)
+            assert cached.flush(60)
             found = []
             for _ in range(8):
                 cached._importance.ways = Ways()
@@ -398,7 +398,7 @@ def test_a_changed_model_is_another_model_until_it_is_changed_back(
     ids = prompt % model.config.vocab_size
     with attached(model, tmp_path) as cached:
         plain = cached.generate(ids, **GREEDY)
-        assert cached.flush(10)
+        assert cached.flush(60)
         with CHANGES[kind](model):
             answer = cached.generate(ids, **GREEDY)
             assert cached.last is not None and cached.last.hit_tokens == 0
@@ -415,7 +415,7 @@ def test_a_fingerprint_of_the_users_own_names_the_model_until_it_changes(
     model = copy.deepcopy(tiny_model)
     with attached(model, tmp_path, fingerprint=b"release 7") as cached:
         cached.generate(prompt, **GREEDY)
-        assert cached.flush(10) and cached.hit_tokens(prompt) == 96
+        assert cached.flush(60) and cached.hit_tokens(prompt) == 96
         model.model.layers[1].self_attn.k_proj.weight.data.mul_(1.5)
         cached.generate(prompt, **GREEDY)
         assert cached.last is not None and cached.last.hit_tokens == 0
@@ -437,7 +437,7 @@ def test_padding_that_transformers_hides_is_hidden(tiny_model: Any, tmp_path: Pa
             assert torch.equal(cached.generate(padded, **GREEDY), tiny_model.generate(padded, **GREEDY))
             assert cached.last is not None and cached.last.bypass is None
             hits.append(cached.last.hit_tokens)
-            assert cached.flush(10)
+            assert cached.flush(60)
         # Its tokens alone have names: the padding before them is nobody's.
         assert hits == [0, 48]
         assert cached.hit_tokens(padded[:, 8:]) == 48

@@ -27,7 +27,7 @@ ANSWER: dict[str, Any] = {
     "output_logits": True,
     "max_new_tokens": 6,
 }
-FLUSH_S_MAX = 30.0
+FLUSH_S_MAX = 120.0
 
 
 class Seat(NamedTuple):

@@ -37,7 +37,7 @@ def test_calls_of_users_say_what_they_say_without_a_cache(opened: Any, tmp_path:
     for _ in range(2):
         with opened() as llm, attach(llm, tmp_path) as cached:
             assert calls(llm) == plain
-            assert cached.last is not None and cached.flush(10)
+            assert cached.last is not None and cached.flush(60)
             assert cached.hit_tokens(llm.tokenize(SEA.encode())) > 0
 
 
@@ -51,7 +51,7 @@ def test_set_cache_attaches_the_model_that_asks(
         with opened() as llm, caplog.at_level(logging.INFO, "kvtide.engines.llamacpp"):
             llm.set_cache(cache)
             assert calls(llm) == plain
-            assert cache.attached is not None and cache.attached.flush(10)
+            assert cache.attached is not None and cache.attached.flush(60)
             assert cache.cache_size > 0
             # Its owner may go on without it.
             llm.set_cache(None)

@@ -49,7 +49,7 @@ def test_restored_answers_are_those_of_a_fresh_model(
                 stored = (length - 1) // cached.served.step * cached.served.step
                 assert not is_second or cached.hit_tokens(tokens[:length]) == stored
                 assert ask(llm, tokens[:length]).is_same(plain[length]), (length, cached.last)
-            assert cached.flush(10)
+            assert cached.flush(60)
 
 
 def real_cases() -> list[tuple[int, list[int], dict[str, Any]]]:
@@ -117,7 +117,7 @@ def test_chat_goes_on_after_a_restart_with_what_its_context_had(opened: Any, tok
         with opened() as llm, attach(llm, tmp_path, codec="raw") as cached:
             restored.append(cached.hit_tokens(history))
             history = history + ask(llm, history, 100).ids
-            assert cached.flush(10)
+            assert cached.flush(60)
         history = history + tokens[400 + 20 * turn : 420 + 20 * turn]
     # Turns leave 399, 519 and 639 tokens, since nobody has computed the last of an answer: 3 and 4 blocks of 128.
     assert restored == [0, 384, 512, 512]
@@ -127,7 +127,7 @@ def test_prompts_do_not_take_rows_that_a_conversation_left(opened: Any, tokens: 
     with opened() as llm, attach(llm, tmp_path) as cached:
         ask(llm, tokens[:50])
         ask(llm, tokens[:50] + tokens[500:900], 2)
-        assert cached.flush(10)
+        assert cached.flush(60)
         # It began behind 50 tokens of the context: batches end elsewhere.
         assert cached.hit_tokens(tokens[:50] + tokens[500:900]) == 0
     plain = ask_fresh(opened, tokens[:50] + tokens[500:900])
@@ -142,7 +142,7 @@ def test_prompt_that_shares_its_first_tokens_with_the_context_is_stored(
     with opened() as llm, attach(llm, tmp_path) as cached:
         ask(llm, tokens[:50])
         said = ask(llm, prompt, 2)
-        assert cached.flush(10) and cached.hit_tokens(prompt) == 384
+        assert cached.flush(60) and cached.hit_tokens(prompt) == 384
     assert ask_fresh(opened, prompt, 2).is_same(said)
 
 
@@ -153,7 +153,7 @@ def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens:
         # Computed, and then restored.
         with opened(**options) as llm, attach(llm, tmp_path) as cached:
             ask(llm, tokens[:800])
-            assert cached.flush(10)
+            assert cached.flush(60)
             assert ask(llm, tokens[:200] + tokens[900:950]).is_same(plain)
 
 
@@ -164,7 +164,7 @@ def test_state_of_a_restored_context_is_no_beginning_of_another(opened: Any, tok
     plain = ask_fresh(opened, other, **options)
     with opened(**options) as llm, attach(llm, tmp_path) as cached:
         ask(llm, tokens[:257])
-        assert cached.flush(10)
+        assert cached.flush(60)
     with opened(**options) as llm, attach(llm, tmp_path) as cached:
         ask(llm, tokens[:257], 1)
         assert cached.last is not None and cached.last.hit_tokens == 256
@@ -182,7 +182,7 @@ def test_full_and_forgetting_windows_share_nothing(opened: Any, tokens: list[int
         for _ in range(2):
             with opened(**options) as llm, attach(llm, tmp_path) as cached:
                 assert ask(llm, tokens[:820]).is_same(plain)
-                assert cached.flush(10)
+                assert cached.flush(60)
 
 
 def test_answer_that_was_given_up_looks_at_no_context_that_is_another_s_or_gone(

@@ -70,7 +70,7 @@ def test_damaged_stores_change_no_answer(
     with opened() as llm, attach(llm, tmp_path / "good") as cached:
         for length in LENGTHS:
             ask(llm, tokens[:length])
-        assert cached.flush(10)
+        assert cached.flush(60)
     with opened() as llm:
         for turn in range(40 * fault_factor):
             shutil.rmtree(tmp_path / "bad", ignore_errors=True)
@@ -96,7 +96,7 @@ def test_llama_cpp_that_gives_or_takes_no_state_is_served(
             if has_fault:
                 patch.setattr(llama_cpp, *FAULTS[fault])
             assert ask(llm, tokens[:500]).is_same(plain[500])
-            assert cached.flush(10) and cached.hit_tokens(tokens[:500]) in ((0, 384) if has_fault else (384,))
+            assert cached.flush(60) and cached.hit_tokens(tokens[:500]) in ((0, 384) if has_fault else (384,))
 
 
 def test_store_without_room_and_a_full_queue_change_no_answer(
@@ -107,7 +107,7 @@ def test_store_without_room_and_a_full_queue_change_no_answer(
         for _ in range(3):
             with opened() as llm, attach(llm, tmp_path / name, codec="raw", limits=limits) as cached:
                 assert ask(llm, tokens[:900]).is_same(plain[900])
-                assert cached.flush(10)
+                assert cached.flush(60)
 
 
 def test_processes_on_one_store_and_killed_ones_change_no_answer(

@@ -23,7 +23,7 @@ def hits(
     with opened(model, **options) as llm, attach(llm, store, tenant_salt=salt) as cached:
         found = int(cached.hit_tokens(prompt))
         ask(llm, prompt, 1)
-        assert cached.flush(10)
+        assert cached.flush(60)
     return found
 
 

@@ -57,7 +57,7 @@ def pending(meta: BlockMeta, bits: BlockBits) -> PendingBlock:
 def fill(cache: Cache, metas: list[BlockMeta]) -> list[BlockBits]:
     contents = [smooth_bits(meta.layout, seed) for seed, meta in enumerate(metas)]
     assert cache.store(list(map(pending, metas, contents))) == len(metas)
-    assert cache.flush(10)
+    assert cache.flush(60)
     return contents
 
 
@@ -243,7 +243,7 @@ def test_queue_bound_drops_the_tail_and_flush_says_when_it_was_too_early(
     assert cache.store([PendingBlock(meta, lambda: slow_bits) for meta in metas]) == 2
     assert not cache.flush(0.05)
     release.set()
-    assert cache.flush(10)
+    assert cache.flush(60)
     assert (cache.stats().blocks_stored, cache.stats().blocks_dropped) == (2, 2)
 
 
@@ -256,7 +256,7 @@ def test_failing_source_is_counted_and_the_next_block_stored(
         raise RuntimeError("device lost")
 
     cache.store([PendingBlock(metas[0], lambda: broken), pending(metas[1], smooth_bits(layout, 1))])
-    assert cache.flush(10)
+    assert cache.flush(60)
     assert cache.stats().blocks_stored == 1
     assert [record.message for record in caplog.records] == ["can't store, served as a miss: device lost"]
 
@@ -293,7 +293,7 @@ def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
     bits = smooth_bits(layout, 1)
     bits[1, 0, 3, 1, 2] = 0x7F800000  # infinity
     cache.store([pending(meta, bits)])
-    assert cache.flush(10)
+    assert cache.flush(60)
     assert cache.load([meta], Whole(sink)).blocks == 1
     assert np.array_equal(sink.blocks[0], bits)
     assert cache.stats().blocks_unencodable == 1
@@ -308,7 +308,7 @@ def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
         assert stored.encode() in stored_records(tmp_path / name)[0].body()[:256]
     cache = open_cache(tmp_path / "none", "cachegen", encode_scratch_bytes_max=1)
     cache.store([pending(metas_of(layout, 1)[0], smooth_bits(layout, 1))])
-    assert cache.flush(10)
+    assert cache.flush(60)
     assert stored_records(tmp_path / "none") == []
     assert cache.stats().blocks_dropped == 1
 

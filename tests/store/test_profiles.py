@@ -401,7 +401,7 @@ def test_state_that_is_exact_beside_lossy_blocks_is_outside_of_no_promise(tmp_pa
         fill(cache, rows)
         bits = smooth_bits(states[0].layout, 1)
         assert cache.store([PendingBlock(each, lambda: lambda: bits, is_exact=True) for each in states]) == 2
-        assert cache.flush(10)
+        assert cache.flush(60)
     (said,) = doctor_on_profiles(tmp_path)
     assert said["detail"] == "all 2 blocks of test keep their profile's promise"
 

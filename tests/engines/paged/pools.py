@@ -121,7 +121,7 @@ class ToyEngine:
         self.worker.start(orders)
         self.worker.wait_loads()
         self.worker.store(orders)
-        assert self.worker.cache.flush(5)
+        assert self.worker.cache.flush(60)
         return self.worker.cache.stats().blocks_stored
 
     def ask(
@@ -144,7 +144,7 @@ class ToyEngine:
         pages = self.pages(len(tokens))
         self.fill(tokens, pages)
         self.step(ScheduledRequest(request, tokens, len(tokens), lambda: pages))
-        assert self.worker.cache.flush(10)
+        assert self.worker.cache.flush(60)
         self.finish(request)
         return pages
 

@@ -35,7 +35,7 @@ def engine_at(stack: ExitStack) -> Iterator[Callable[[float], ToyEngine]]:
     with running_server(tiers=("memory://",)) as server:
         with tide_cache(server.url) as cache:
             assert cache.store(pending(LAYOUT, PROMPT, [smooth_bits(LAYOUT, seed) for seed in range(BLOCKS)])) == BLOCKS
-            assert cache.flush(20)
+            assert cache.flush(60)
         with ShapedProxy((server.address.host, server.address.port), lambda seconds: 1e9) as proxy:
 
             def opened(url: str, **limits: float) -> Cache:
@@ -115,7 +115,7 @@ def test_loads_are_counted_once_and_stored_blocks_by_the_cache(engine_at: Callab
     pages, failed = load(engine, "a", 20.0)
     assert failed == set()
     assert engine.worker.take_counts()["loads"] == 1
-    assert computed(engine, "a", pages) == 2 and engine.worker.cache.flush(30)
+    assert computed(engine, "a", pages) == 2 and engine.worker.cache.flush(60)
     stats = engine.worker.cache.stats()
     assert stats.blocks_checked + stats.blocks_unencodable > 0
     assert engine.worker.take_counts() == {}

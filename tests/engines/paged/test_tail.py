@@ -233,7 +233,7 @@ class StateEngine(ToyEngine):
         for end in ends:
             self.states[pages[-(-end // PAGE_TOKENS) - 1], :STATE_BYTES] = list(state_of(tokens[:end]))
             self.step(ScheduledRequest(request, tokens, end, lambda: pages))
-        assert self.worker.cache.flush(10)
+        assert self.worker.cache.flush(60)
         self.finish(request)
         return hit
 

@@ -100,7 +100,7 @@ def test_missing_page_ends_the_run_and_leaves_the_pool_alone(backends: Callable[
     backend = backends()
     pages = _filled(backend)
     backend.batch_set_v1(["a"], _indices(0))
-    assert backend.store.cache.flush(10)
+    assert backend.store.cache.flush(60)
     assert backend.batch_get_v1(["x", "a"], _indices(3, 4)) == [False, False]
     assert torch.equal(backend.mem_pool_host.pages, pages)
 
@@ -109,7 +109,7 @@ def test_single_pages_by_tensor(backends: Callable[..., Any]) -> None:
     backend = backends()
     page = torch.arange(2 * 3 * PAGE_TOKENS * 2 * 8, dtype=torch.float32).to(torch.bfloat16)
     assert backend.set("a", page)
-    assert backend.store.cache.flush(10)
+    assert backend.store.cache.flush(60)
     target = torch.zeros_like(page)
     assert backend.get("a", target) is target
     assert torch.equal(target, page)

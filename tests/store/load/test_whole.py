@@ -237,7 +237,7 @@ def test_refinements_that_came_late_are_kept_and_no_byte_comes_twice(stack: Exit
     source = MadeSource(THREE, cut_bytes=cut_bytes)
     keeper, kept = keeper_of(stack, source)
     assert keeper.offer(left_of(THREE, (1, 2)))
-    assert keeper.flush(10)
+    assert keeper.flush(60)
     assert kept == dict(list(THREE.items())[1:])
     assert source.served_bytes == 2 * 7000
 
@@ -249,7 +249,7 @@ def test_dead_source_is_replaced_and_what_nobody_has_is_dropped(stack: ExitStack
     del spare.objects[absent]
     keeper, kept = keeper_of(stack, dying, spare)
     assert keeper.offer(left_of(THREE))
-    assert keeper.flush(10)
+    assert keeper.flush(60)
     assert set(kept) == set(THREE) - {absent}
 
 
@@ -258,7 +258,7 @@ def test_damaged_object_is_not_kept(stack: ExitStack) -> None:
     damaged = {**THREE, object_id: data[:-1] + bytes([data[-1] ^ 1])}
     keeper, kept = keeper_of(stack, MadeSource(damaged))
     assert keeper.offer(left_of(THREE))
-    assert keeper.flush(10)
+    assert keeper.flush(60)
     assert set(kept) == set(THREE) - {object_id}
 
 
@@ -269,7 +269,7 @@ def test_load_has_the_link_alone(stack: ExitStack) -> None:
         assert keeper.offer(left_of(THREE))
         assert not keeper.flush(0.1)
         assert source.served_bytes == 0
-    assert keeper.flush(10)
+    assert keeper.flush(60)
     assert kept == THREE
 
 
@@ -279,7 +279,7 @@ def test_what_waits_is_bounded(stack: ExitStack, monkeypatch: pytest.MonkeyPatch
     with keeper.paused():
         assert keeper.offer(left_of(THREE))
         assert not keeper.offer(left_of(THREE))
-    assert keeper.flush(10)
+    assert keeper.flush(60)
     assert len(kept) == 3
 
 
