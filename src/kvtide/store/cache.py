@@ -317,7 +317,6 @@ class Cache:
         if self._storer is not None:
             self._storer.check()
         self.access.workers.check()
-        self.access.backfill.check()
         self.index.check()
         self.tiers.check()
 

@@ -227,7 +227,7 @@ def keeper_of(stack: ExitStack, *sources: MadeSource) -> tuple[Backfill, dict[Ob
     """Return a keeper and what it has put into a store."""
     kept: dict[ObjectId, bytes] = {}
     keeper = Backfill(AnyOf(*sources), lambda name, data: kept.update({name: data}) is None, SystemClock())
-    stack.callback(keeper.check)
+    stack.callback(keeper._worker.check)
     stack.callback(keeper.close)
     return keeper, kept
 

@@ -116,7 +116,3 @@ class Backfill:
             # Who was stopped for a load is asked again.
             has_moved = position > before or bool(self._loads)
         return position == stop
-
-    def check(self) -> None:
-        """AssertionError if the accounting is off. Call it while nothing waits."""
-        self._worker.check()
