@@ -294,7 +294,7 @@ def shaped(server: RunningServer, bytes_per_s: float, bytes_max: float = math.in
 
 
 def test_reading_ends_when_no_more_is_wanted(server: RunningServer) -> None:
-    with shaped(server, 1e6, 100_000) as proxy, opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source:
+    with shaped(server, 1e5, 100_000) as proxy, opened(http_tier(f"http://127.0.0.1:{proxy.port}", CLOCK)) as source:
         calls: list[int] = []
 
         def take(part: memoryview) -> bool:
