@@ -317,6 +317,7 @@ class Cache:
         if self._storer is not None:
             self._storer.check()
         self.access.workers.check()
+        self.access.backfill.check()
         self.index.check()
         self.tiers.check()
 

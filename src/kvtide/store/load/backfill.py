@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.tier import Background
 from kvtide.tier.breaker import until
 from kvtide.tier.source import RangeSource
 from kvtide.types import ObjectId
@@ -39,24 +38,36 @@ class PartialLoad(NamedTuple):
     receivers: Sequence[Receiver]
     blocks: Sequence[int]
 
+    @property
+    def object_bytes(self) -> int:
+        """Return what the objects take once they are whole."""
+        return sum(receiver.stored.object_bytes for receiver in self.receivers)
+
 
 class Backfill:
-    """Works in a thread until `close`. Safe to use from several threads."""
+    """Owns a thread from the first offer until `close`. Safe to use from several threads."""
 
     def __init__(self, source: RangeSource, put: Put, clock: Clock) -> None:
         self._source = source
         self._put = put
         self._clock = clock
         self._changed = threading.Condition()
-        self._worker = Background(1, "kvtide-keep", BYTES_MAX)
-        self._worker.open()
+        self._waiting: deque[PartialLoad] = deque()
         self._loads = 0
         self._is_closing = False
+        self._thread: threading.Thread | None = None
 
     def offer(self, left: PartialLoad) -> bool:
         """Complete a load's objects later; the receivers are the keeper's from now on. False if there is no room."""
-        size = sum(receiver.stored.object_bytes for receiver in left.receivers)
-        return self._worker.reserve(size) and self._worker.submit(partial(self._keep_all, left), size)
+        with self._changed:
+            if self._is_closing or sum(each.object_bytes for each in [*self._waiting, left]) > BYTES_MAX:
+                return False
+            self._waiting.append(left)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep_until_closed, name="kvtide-keep", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -72,23 +83,36 @@ class Backfill:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing waits to be completed. False if that took longer than `timeout_s`."""
-        return self._worker.wait(timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     def close(self) -> None:
         """Stop, for at most CLOSE_S_MAX; what waits is dropped. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._worker.close()
-        self._worker.wait(CLOSE_S_MAX)
+        if self._thread is not None:
+            self._thread.join(CLOSE_S_MAX)
 
-    def _keep_all(self, left: PartialLoad) -> None:
-        for receiver in [left.receivers[block] for block in left.blocks]:
-            if all(self._bring(receiver, *missing) for missing in receiver.missing_ranges()):
-                if (data := receiver.whole()) is not None:
-                    self._put(receiver.stored.meta.id, data)
-                else:
-                    _log.debug("%s came damaged and is not kept", receiver.stored.meta.id)
+    def _keep_until_closed(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if self._is_closing:
+                    return
+                left = self._waiting[0]
+            for block in left.blocks:
+                self._keep(left.receivers[block])
+            with self._changed:
+                self._waiting.popleft()
+                self._changed.notify_all()
+
+    def _keep(self, receiver: Receiver) -> None:
+        if all(self._bring(receiver, *missing) for missing in receiver.missing_ranges()):
+            if (data := receiver.whole()) is not None:
+                self._put(receiver.stored.meta.id, data)
+            else:
+                _log.debug("%s came damaged and is not kept", receiver.stored.meta.id)
 
     def _bring(self, receiver: Receiver, start: int, stop: int) -> bool:
         """Fetch a range, from where it stopped as long as a read brings anything."""
@@ -116,3 +140,8 @@ class Backfill:
             # Who was stopped for a load is asked again.
             has_moved = position > before or bool(self._loads)
         return position == stop
+
+    def check(self) -> None:
+        """AssertionError if more waits than may."""
+        with self._changed:
+            assert sum(left.object_bytes for left in self._waiting) <= BYTES_MAX
