@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,8 +28,6 @@ START_S_MAX = 2.0
 LOOK_S_MAX = 20.0
 # Profiles that are kept.
 FOUND_MAX = 16
-# Profiles that are known to be gone.
-LOST_MAX = 64
 # Decoding takes less than encoding, so that this costs the storing thread some two percent.
 CHECK_EVERY = 32
 
@@ -61,8 +58,8 @@ class ProfileFollower:
         # Those that were found, and their sizes. Using them keeps them in the store as long as their blocks.
         self._found: dict[bytes, tuple[Profile, int]] = {}
         self._next_unknown_s = 0.0
-        # Digests that blocks named, and the store did not have: somebody removed the profile.
-        self.lost: deque[bytes] = deque(maxlen=LOST_MAX)
+        # Digests that blocks named, and the latest look for these did not find: somebody removed the profile.
+        self.lost: set[bytes] = set()
         if self._awaiting is not None:
             self._use(self._awaiting, self._awaiting.first)
 
@@ -185,9 +182,7 @@ class ProfileFollower:
         return []
 
     def _look_for_unknown(self, store: ProfileStore) -> None:
-        for digest in list(self._access.registry.unknown):
-            if self._read(store, digest) is None and digest not in self.lost:
-                self.lost.append(digest)
+        self.lost = {each for each in list(self._access.registry.unknown) if self._read(store, each) is None}
         # The next object that names one brings it back.
         self._access.registry.unknown.clear()
 
