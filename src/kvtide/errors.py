@@ -32,10 +32,7 @@ class DeviceFault(KvtideError):
 
 
 class RequestRefused(KvtideError):
-    """A request that gets this status as its answer, or bytes that are no HTTP head.
-
-    The caller may come back after `retry_after_s`, if given.
-    """
+    """A request, or no HTTP head, that gets this status; the caller may come back after `retry_after_s`, if given."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

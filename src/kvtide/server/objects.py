@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvtide import wire
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
 from kvtide.server.http import BodyBuffers, Exchange, Resources, Sender, SendOrder, Shares, lent_pieces, receive
@@ -30,23 +31,13 @@ from kvtide.tier.base import LentObject
 from kvtide.tier.breaker import until
 from kvtide.tier.pool import Member
 from kvtide.types import NamedId, ObjectId
-from kvtide.wire import (
-    HEADER_BYTES,
-    StoredObject,
-    header_and_table_bytes,
-    object_bytes,
-    object_quality,
-    parse_header,
-    parse_object,
-    protocol,
-    version_tag,
-)
+from kvtide.wire import protocol
 from kvtide.wire.http import Headers
 from kvtide.wire.ranges import ByteRange, multipart, parse_ranges
 from kvtide.wire.receiver import Receiver, is_frame, parse_frame_header
 
 _Result = TypeVar("_Result")
-_IsWanted = Callable[[StoredObject], bool]
+_IsWanted = Callable[[wire.StoredObject], bool]
 _REASON_CHARACTERS_MAX = 16
 
 
@@ -133,17 +124,17 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_
     """Lend an object, else a copy in a buffer; None without it, or if it is too large. CorruptPayload if damaged."""
     if (lent := tier.lend(stored)) is not None:
         return lent
-    head = bytearray(HEADER_BYTES)
+    head = bytearray(wire.HEADER_BYTES)
     came = tier.get_into(stored, memoryview(head))
     if came is None:
         return None
-    size = object_bytes(head[:came])
-    if size < HEADER_BYTES:
+    size = wire.object_bytes(head[:came])
+    if size < wire.HEADER_BYTES:
         raise CorruptPayload(f"{stored}: {came} bytes of a head say that the object has {size}")
     if size > size_max:
         # The centre, or this server before, takes larger ones: a miss here, and good there unless its head is damaged.
-        table = memoryview(bytearray(header_and_table_bytes(head)))
-        parse_header(table[: tier.get_into(stored, table) or 0])
+        table = memoryview(bytearray(wire.header_and_table_bytes(head)))
+        wire.parse_header(table[: tier.get_into(stored, table) or 0])
         return None
     buffer = buffers.take(size, tenant)
     with ExitStack() as held:
@@ -151,7 +142,7 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_
         read = tier.get_into(stored, buffer[:size])
         if read is None:
             return None
-        parse_header(buffer[:read])
+        wire.parse_header(buffer[:read])
         if read != size:
             raise CorruptPayload(f"{stored}: {read} bytes came of an object of {size}")
         return LentObject(size, bytes(head), (buffer[:size],), None, held.pop_all().close)
@@ -263,7 +254,7 @@ class ObjectRequests:
         return reason
 
     async def _send(self, exchange: Exchange, lent: LentObject) -> None:
-        headers, tag = exchange.head.headers, protocol.etag(version_tag(lent.head))
+        headers, tag = exchange.head.headers, protocol.etag(wire.version_tag(lent.head))
         common = [("ETag", tag), ("Accept-Ranges", "bytes"), *self._as_of()]
         if protocol.is_tag_matched(headers.get("if-none-match", ""), tag):
             await exchange.reply(304, headers=common)
@@ -344,9 +335,9 @@ class ObjectRequests:
     def _store(self, claimed: ObjectId, stored: NamedId, body: memoryview) -> bool:
         """Verify and store a body. False if one as good was here. CorruptPayload, RequestRefused (507)."""
         is_here = self._local.contains(stored)
-        if is_here and object_quality(body) >= stored_quality(self._local, stored):
+        if is_here and wire.object_quality(body) >= stored_quality(self._local, stored):
             return False
-        parse_object(body, claimed).sections()
+        wire.parse_object(body, claimed).sections()
         put = self._tier.replace if is_here and self._tier.can_replace else self._tier.put_from
         try:
             if not put(stored, body):
@@ -360,7 +351,7 @@ class ObjectRequests:
         stored = await self._stored(exchange, object_id, 409)
         body, give_back = await receive(exchange, self._shared, size)
 
-        def is_wanted(announced: StoredObject) -> bool:
+        def is_wanted(announced: wire.StoredObject) -> bool:
             if self._local.contains(stored) and announced.quality >= stored_quality(self._local, stored):
                 return False
             self._check_size(tenant, announced.object_bytes)
@@ -405,7 +396,7 @@ class ObjectRequests:
 class Upload:
     """An object of which some sections are here. Thread-safe."""
 
-    def __init__(self, object_id: ObjectId, owner: str, stored: StoredObject, now_s: float) -> None:
+    def __init__(self, object_id: ObjectId, owner: str, stored: wire.StoredObject, now_s: float) -> None:
         """CorruptPayload for a table out of bounds."""
         self.name = (object_id, stored.version_tag)
         self.owner = owner
@@ -456,9 +447,9 @@ class Uploads:
 
         CorruptPayload for other bytes. RequestRefused: 404 for frames of what was not announced, 413, 503 without room.
         """
-        head_bytes, new = 0 if is_frame(body) else header_and_table_bytes(body), None
+        head_bytes, new = 0 if is_frame(body) else wire.header_and_table_bytes(body), None
         if head_bytes:
-            announced = parse_header(bytes(body[:head_bytes]), claimed)
+            announced = wire.parse_header(bytes(body[:head_bytes]), claimed)
             if not is_wanted(announced):
                 return None
             self.drop_idle()
@@ -520,7 +511,7 @@ class Uploads:
         upload.users += 1
         upload.used_s = self._monotonic_s()
         memory, release = upload.memory, partial(self._release, upload)
-        return LentObject(len(memory), bytes(memory[:HEADER_BYTES]), [memory], None, release)
+        return LentObject(len(memory), bytes(memory[: wire.HEADER_BYTES]), [memory], None, release)
 
     def _release(self, upload: Upload) -> None:
         with self._lock:

@@ -16,20 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.codec import Profile
-from kvtide.codec.tide import (
-    COSTS,
-    EXCESS_MAX,
-    THIRD,
-    Moments,
-    Steps,
-    TideCodec,
-    TideCounts,
-    draft_profiles,
-    finished_profile,
-    is_staged,
-    joined_draft,
-)
+from kvtide.codec import Profile, tide
 from kvtide.engines.calibrate.judge import (
     SHARE_TOKENS,
     SHARE_UNITS,
@@ -56,7 +43,7 @@ JUDGED_TOKENS = 128
 _CURVE_UNITS = (-64, -55)
 _CURVE_REFINEMENTS = 4
 # Steps of those prefixes, object by object.
-_PREFIX_UNITS = [u + THIRD * (_CURVE_REFINEMENTS - r) for u in _CURVE_UNITS for r in range(_CURVE_REFINEMENTS + 1)]
+_PREFIX_UNITS = [u + tide.THIRD * (_CURVE_REFINEMENTS - r) for u in _CURVE_UNITS for r in range(_CURVE_REFINEMENTS + 1)]
 # Steps of the objects whose levels lie on a trellis.
 _TRELLIS_UNITS = range(-60, 21, 13)
 # Steps at which texts' gains are measured: between them they change little by little.
@@ -119,8 +106,8 @@ class TideCalibration:
         ValueError if none is left, or for an unknown cost. UnsupportedModel as in `ModelContexts`, and for keys that
         can't be turned back.
         """
-        if cost not in COSTS:
-            raise ValueError(f"costs are {', '.join(COSTS)}, got {cost!r}")
+        if cost not in tide.COSTS:
+            raise ValueError(f"costs are {', '.join(tide.COSTS)}, got {cost!r}")
         least = block_tokens + JUDGED_TOKENS + 1
         self._texts = TextSplit(*([ids for ids in part if len(ids) >= least] for part in texts))
         if not self._texts.fitted:
@@ -137,9 +124,9 @@ class TideCalibration:
         """Fit, judge, and return a profile for each group of rows, and one of all rows if they have one shape."""
         done = self._read()
         moments = self._moments(done, progress)
-        drafts, cost = self._drafts(moments), COSTS[self._cost]
+        drafts, cost = self._drafts(moments), tide.COSTS[self._cost]
         # Transforms in two stages take minutes to fit once more, and nobody has judged what it brings them.
-        if not any(is_staged(cost, shape.layout) for shape in self._shapes):
+        if not any(tide.is_staged(cost, shape.layout) for shape in self._shapes):
             finer = finer_weights(self._shares(drafts, done, progress))
             drafts = self._drafts([state | {"finer": each} for state, each in zip(moments, finer, strict=True)])
         counts = self._counts(drafts, done, progress)
@@ -161,7 +148,7 @@ class TideCalibration:
 
     def _drafts(self, moments: Sequence[State]) -> list[Profile]:
         groups = [(shape.layout, state) for shape, state in zip(self._shapes, moments, strict=True)]
-        drafts = draft_profiles(self._name, self._cost, groups, self._rotaries, self._all_rows)
+        drafts = tide.draft_profiles(self._name, self._cost, groups, self._rotaries, self._all_rows)
         return [
             draft.with_arrays({"group": np.frombuffer(shape.group.encode(), dtype=np.uint8)}) if shape.group else draft
             for shape, draft in zip(self._shapes, drafts, strict=True)
@@ -169,19 +156,19 @@ class TideCalibration:
 
     def _finished(self, drafts: Sequence[Profile], counts: Sequence[State], curves: _Curves) -> list[Profile]:
         layouts = [shape.layout for shape in self._shapes]
-        return [finished_profile(*each, *curves) for each in zip(drafts, layouts, counts, strict=True)]
+        return [tide.finished_profile(*each, *curves) for each in zip(drafts, layouts, counts, strict=True)]
 
     def _joined(self, drafts: Sequence[Profile], counts: Sequence[State], curves: _Curves) -> list[Profile]:
         """Return the profile of all rows, for engines that keep them together; none where there can't be one."""
-        draft = joined_draft(self._all_rows, drafts) if self._all_rows is not None else None
+        draft = tide.joined_draft(self._all_rows, drafts) if self._all_rows is not None else None
         if draft is None or self._all_rows is None:
             return []
         summed = {name: np.sum([each[name] for each in counts], axis=0) for name in counts[0]}
-        return [finished_profile(draft, self._all_rows.layout, summed, *curves)]
+        return [tide.finished_profile(draft, self._all_rows.layout, summed, *curves)]
 
     def _moments(self, done: State, progress: Progress) -> list[State]:
         fitted = self._texts.fitted
-        moments = [Moments(shape.layout, COSTS[self._cost]) for shape in self._shapes]
+        moments = [tide.Moments(shape.layout, tide.COSTS[self._cost]) for shape in self._shapes]
         state = _joined([each.state for each in moments])
         sensed = set(_spread(range(len(fitted)), SENSED_TEXTS))
         for position, ids in self._each("moments", fitted, state, done, progress):
@@ -215,7 +202,7 @@ class TideCalibration:
         """Measure what heads' errors are to the model, with blocks that drafts encode, on texts far apart."""
         shares = [LossShares(*np.zeros((2, each.layout.layers, 2, each.layout.kv_heads))) for each in self._shapes]
         state = _joined([each._asdict() for each in shares])
-        codecs = [TideCodec(draft).with_steps(Steps(SHARE_UNITS, 0)) for draft in drafts]
+        codecs = [tide.TideCodec(draft).with_steps(tide.Steps(SHARE_UNITS, 0)) for draft in drafts]
         weights = [codec.model.weight for codec in codecs if codec.model is not None]
         for _, ids in self._each("shares", _spread(self._texts.fitted, SHARED_TEXTS), state, done, progress):
             tokens = self._context(ids, SHARE_TOKENS)
@@ -228,7 +215,7 @@ class TideCalibration:
         return shares
 
     def _counts(self, drafts: Sequence[Profile], done: State, progress: Progress) -> list[State]:
-        counts = [TideCounts(draft) for draft in drafts]
+        counts = [tide.TideCounts(draft) for draft in drafts]
         state = _joined([each.state for each in counts])
         for position, ids in self._each("counts", _spread(self._texts.fitted, COUNTED_TEXTS), state, done, progress):
             context = self._contexts.capture(ids[: self._context(ids)])
@@ -246,7 +233,7 @@ class TideCalibration:
         Own losses, and errors over those of the scales, are arrays of profiles: each group's, then that of all rows.
         """
         fitted, held_out = self._texts
-        judged, codecs = held_out or fitted, [TideCodec(profile) for profile in profiles]
+        judged, codecs = held_out or fitted, [tide.TideCodec(profile) for profile in profiles]
         all_units = [*_PREFIX_UNITS, *(_TRELLIS_UNITS if codecs[0].steps.is_trellis else ())]
         state: State = {
             "rows": np.zeros((len(judged), len(all_units), 3)),
@@ -264,7 +251,7 @@ class TideCalibration:
         gains = [*np.moveaxis(state["gains"], 2, 0), np.average(state["gains"], axis=2, weights=layers)]
         own, kls = own_losses(gains, _GAIN_UNITS, all_kls)
         # What is promised is the KL that these texts had, so that blocks may have the errors that theirs had.
-        most = state["excess"].max(axis=0).clip(1.0, EXCESS_MAX)
+        most = state["excess"].max(axis=0).clip(1.0, tide.EXCESS_MAX)
         for arrays, excess in zip(own, [*most.T, most.max(axis=1)], strict=True):
             arrays["excess"] = np.stack([_GAIN_UNITS, excess], axis=1).astype(np.float32)
         promised = (self._unlike * kls).tolist()
@@ -276,32 +263,32 @@ class TideCalibration:
         ratio = float(coarsest.bits_per_element / (fitted_bits / fitted_blocks)) if held_out else None
         return by_levels, own, ratio
 
-    def _judged(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> tuple[NDArray[np.float64], ...]:
+    def _judged(self, codecs: Sequence[tide.TideCodec], ids: Sequence[int]) -> tuple[NDArray[np.float64], ...]:
         """Return a row for each point, bits an element times blocks, KL, blocks; and of (steps, groups) gains, means of
         blocks, and errors over those of the scales, the largest of blocks.
         """
         tokens = self._context(ids)
         judge, rows = WholeJudge(self._contexts, ids[: tokens + JUDGED_TOKENS + 1], tokens), []
         blocks = tokens // self._block_tokens
-        all_steps = [Steps(units, _CURVE_REFINEMENTS) for units in _CURVE_UNITS]
+        all_steps = [tide.Steps(units, _CURVE_REFINEMENTS) for units in _CURVE_UNITS]
         if has_trellis := codecs[0].steps.is_trellis:
-            all_steps += [Steps(units, 0, is_trellis=True) for units in _TRELLIS_UNITS]
+            all_steps += [tide.Steps(units, 0, is_trellis=True) for units in _TRELLIS_UNITS]
         for steps in all_steps:
             for coded in coded_prefixes([codec.with_steps(steps) for codec in codecs], judge.context):
                 rows.append((coded.bits_per_element * blocks, judge.kl(coded.decoded), blocks))
         gains, excess = np.zeros((2, len(_GAIN_UNITS), len(codecs)))
         for at, units in enumerate(_GAIN_UNITS):
             for group, codec in enumerate(codecs):
-                at_step = codec.with_steps(Steps(units, 0, has_trellis))
+                at_step = codec.with_steps(tide.Steps(units, 0, has_trellis))
                 pairs = zip(judge.context.metas[group], judge.context.blocks[group], strict=True)
                 found = np.array([at_step.gain_and_excess(*pair) for pair in pairs])
                 gains[at, group], excess[at, group] = found[:, 0].mean(), found[:, 1].max()
         return np.array(rows, dtype=np.float64), gains, excess
 
-    def _coarsest(self, codecs: Sequence[TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
+    def _coarsest(self, codecs: Sequence[tide.TideCodec], ids: Sequence[int]) -> NDArray[np.float64]:
         """Return the bits an element that a text takes at the coarsest step of the curve, times blocks; and blocks."""
         tokens = self._context(ids)
-        at_step = [codec.with_steps(Steps(max(_PREFIX_UNITS), 0)) for codec in codecs]
+        at_step = [codec.with_steps(tide.Steps(max(_PREFIX_UNITS), 0)) for codec in codecs]
         (coded,) = coded_prefixes(at_step, self._contexts.capture(ids[:tokens]))
         blocks = tokens // self._block_tokens
         return np.array([coded.bits_per_element * blocks, blocks])
