@@ -249,7 +249,7 @@ def test_transforms_in_two_stages_are_fitted_once(
     tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = list[str]()
-    monkeypatch.setattr(module.tide, "is_staged", lambda cost, layout: True)
+    monkeypatch.setattr("kvtide.codec.tide.is_staged", lambda cost, layout: True)
     calibration(tiny_model, tmp_path / "p", count=1).run(lambda stage, done, total: stages.append(stage))
     assert list(dict.fromkeys(stages)) == ["moments", "counts", "curve"]
 
