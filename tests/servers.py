@@ -102,7 +102,9 @@ class ServerProcess:
         with log.open("wb") if log else nullcontext() as errors:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         line = self.process.stdout.readline()
-        assert " on " in line, f"the server said {line!r}"
+        if " on " not in line:
+            self.kill()
+            raise AssertionError(f"the server said {line!r} and ended with {self.process.returncode}")
         self.port = int(line.rsplit(":", 1)[1])
 
     @property

@@ -11,8 +11,9 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from random import SystemRandom
 from socket import create_connection, socket
 from typing import Any, NamedTuple
 
@@ -120,12 +121,15 @@ def grant_words(tenant: str, token: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now."""
+    """Return ports that nobody listens on now, of those that the system gives to no client meanwhile."""
+    found: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+        while len(found) < count:
+            with suppress(OSError):
+                each = stack.enter_context(socket())
+                each.bind(("127.0.0.1", SystemRandom().randrange(20_000, 32_000)))
+                found.append(int(each.getsockname()[1]))
+    return found
 
 
 @contextmanager
