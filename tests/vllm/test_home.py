@@ -23,7 +23,7 @@ from kvtide_lab.bench.services import free_ports
 from kvtide_lab.config import engine_environment
 from wheel import install_wheel
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(2700)
 
 FULL_PAGES = (PROMPT_TOKENS - 1) // PAGE_TOKENS
 START_S_MAX = 600.0
@@ -48,7 +48,7 @@ class Server:
         sent = json.dumps({**body, "return_token_ids": True, **fields}).encode()
         headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
         request = urllib.request.Request(f"{self._base}/v1/completions", sent, headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
     def answer(self, ids: list[int], tokens: int = ANSWER_TOKENS, rank: int = 0) -> list[int]:
