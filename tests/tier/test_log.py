@@ -182,13 +182,24 @@ def test_removing_everything_frees_the_disk(tmp_path: Path) -> None:
     assert disk_bytes(tmp_path) < 100_000
 
 
-def test_segment_that_somebody_appends_to_is_not_evicted(tmp_path: Path) -> None:
-    other, tier = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES)
-    other.put_from(object_id(1000), object_bytes(1000))
-    put_all(tier, range(60), 50_000)
+@pytest.mark.parametrize("is_open", [True, False])
+def test_segment_that_somebody_appends_to_is_not_evicted_nor_anything_used_for_it(
+    tmp_path: Path, is_open: bool
+) -> None:
+    order_of = partial(order_named, "lru", bytes_max=TIER_BYTES)
+    other, tier = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES, order_of=order_of)
+    other.put_from(object_id(1000), object_bytes(1000, 50_000))
+    # As a child has it that was forked meanwhile.
+    child = os.dup(other._log._writer.cached)
+    if not is_open:
+        other.close()
+    for number in range(60):
+        put_all(tier, [number], 50_000)
+        assert read_all(tier, number % 5) is not None
     assert tier.stats().evictions > 0
-    assert read_all(other, 1000) == object_bytes(1000)
+    assert read_all(tier, 1000) == (object_bytes(1000, 50_000) if is_open else None)
     other.close()
+    os.close(child)
 
 
 def test_hot_object_moves_when_its_segment_is_evicted(tmp_path: Path) -> None:

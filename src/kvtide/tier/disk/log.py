@@ -238,14 +238,15 @@ class SegmentLog:
         writer: SegmentWriter | None = None,
         room: int = 0,
         is_forced: bool = False,
+        kept: frozenset[int] = frozenset(),
     ) -> bool:
         """Remove the oldest segment that may go; what is pinned or hot in it moves to `writer` if there is room.
 
         The ancestors of what is being stored count as pinned. A segment that is mostly hot is passed over once and
-        counts as cold from then on, unless `is_forced`. One with pinned records that can't move stays. False if none
-        could go.
+        counts as cold from then on, unless `is_forced`. One with pinned records that can't move stays, and so do those
+        that others have `kept`. False if none could go.
         """
-        for number in self._candidates(ancestors):
+        for number in self._candidates(ancestors, kept):
             segment = self._directory.segments.get(number)
             if segment is None or segment.is_mine:
                 continue
@@ -264,15 +265,19 @@ class SegmentLog:
             keep = [entry for entry, size in zip(wanted, taken, strict=True) if size <= room]
             if self._remove_segment(number, writer, keep):
                 return True
+            if self.given_up is not None:
+                # However much of it was given up, others have to go.
+                return self._evict_one(ancestors, writer, room, is_forced, kept | {number})
         return False
 
-    def _candidates(self, ancestors: frozenset[BlockKey]) -> list[int]:
+    def _candidates(self, ancestors: frozenset[BlockKey], kept: frozenset[int]) -> list[int]:
         """Return the segments in the order in which they go: oldest first, or those with most that was given up."""
         # A copy, made in one step: others' segments are learnt of meanwhile.
-        known = self._directory.segments.copy()
+        known = {number: found for number, found in self._directory.segments.copy().items() if number not in kept}
         if self.given_up is None:
             return sorted(known)
-        sizes = {number: found.size for number, found in known.items() if not found.is_mine}
+        # No share of what somebody has emptied and not removed.
+        sizes = {number: found.size for number, found in known.items() if found.size and not found.is_mine}
         self.given_up.catch_up(self.catalog.newest)
         ranked = self.given_up.segments(sizes, self.catalog.find, lambda each: not self._is_held(ancestors, each))
         return [*dict.fromkeys([*ranked, *sorted(known)])]

@@ -281,6 +281,8 @@ class SegmentWriter:
             return self.tail
         finally:
             self.files.close(self.direct)
+            # Children that were forked meanwhile have the file open too.
+            self.files.unlock(self.cached)
             self.files.close(self.cached)
 
 
