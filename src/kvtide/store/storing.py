@@ -18,6 +18,7 @@ from kvtide.config import Limits, step_back
 from kvtide.index import TIERS_MAX
 from kvtide.store.load import BlockSource, LoadAccess, level_meta
 from kvtide.store.profile_follower import ProfileFollower
+from kvtide.tier.background import started
 from kvtide.tier.base import Buffer
 from kvtide.tier.buffers import recycled_buffer
 from kvtide.types import ObjectId
@@ -86,14 +87,8 @@ class Storer:
             self._has_thread()
 
     def _has_thread(self) -> bool:
-        if self.thread is None:
-            thread = threading.Thread(target=self._store_until_closed, name="kvtide-store", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the process may have no more
-                return False
-            self.thread = thread
-        return True
+        self.thread = self.thread or started(self._store_until_closed, "kvtide-store")
+        return self.thread is not None
 
     def close(self, timeout_s: float) -> list[BlockMeta]:
         """Store what is queued, for at most `timeout_s`; drop and return the rest. Waits END_S_MAX for the thread."""
@@ -118,7 +113,7 @@ class Storer:
             if meta.id in self._waiting:
                 return True
             has_room = self._queued_bytes + meta.layout.raw_bytes <= self._bytes_max
-            if self._is_closing or not has_room or not (self.thread or self._has_thread()):
+            if self._is_closing or not has_room or not self._has_thread():
                 return False
             self._waiting[meta.id] = None
             self._queued_bytes += meta.layout.raw_bytes

@@ -19,6 +19,16 @@ _ERROR_WAIT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
+def started(target: Callable[[], object], name: str) -> threading.Thread | None:
+    """Start a daemon thread and return it; None where the process may have no more."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
+
+
 class Background:
     """A pool of threads between `open` and `close`. Work may hold bytes, `bytes_max` in sum, reserved before."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -260,6 +261,19 @@ def test_damaged_object_is_not_kept(stack: ExitStack) -> None:
     assert keeper.offer(left_of(THREE))
     assert keeper.flush(60)
     assert set(kept) == set(THREE) - {object_id}
+
+
+def test_thread_that_can_not_be_had_and_memory_that_is_short_cost_what_they_hit_alone(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, _ = keeper_of(stack, MadeSource(THREE))
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        assert not keeper.offer(left_of(THREE))
+        keeper.check()
+    monkeypatch.setattr(keeper, "_put", Mock(side_effect=[MemoryError, True, True]))
+    assert keeper.offer(left_of(THREE))
+    assert keeper.flush(60)
 
 
 def test_load_has_the_link_alone(stack: ExitStack) -> None:

@@ -10,11 +10,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.errors import CorruptPayload, TierUnavailable
+from kvtide.tier.background import started
 from kvtide.tier.breaker import until
+from kvtide.tier.faults import FaultGuard
 from kvtide.tier.source import RangeSource
 from kvtide.types import ObjectId
 
@@ -51,6 +54,7 @@ class Backfill:
         self._source = source
         self._put = put
         self._clock = clock
+        self._guarded = FaultGuard()
         self._changed = threading.Condition()
         self._waiting: deque[PartialLoad] = deque()
         self._loads = 0
@@ -58,14 +62,14 @@ class Backfill:
         self._thread: threading.Thread | None = None
 
     def offer(self, left: PartialLoad) -> bool:
-        """Complete a load's objects later; the receivers are the keeper's from now on. False if there is no room."""
+        """Complete a load's objects later; the receivers are the keeper's then. False without room, or a thread."""
         with self._changed:
             if self._is_closing or sum(each.object_bytes for each in [*self._waiting, left]) > BYTES_MAX:
                 return False
-            self._waiting.append(left)
+            self._thread = self._thread or started(self._keep_until_closed, "kvtide-keep")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._keep_until_closed, name="kvtide-keep", daemon=True)
-                self._thread.start()
+                return False
+            self._waiting.append(left)
             self._changed.notify_all()
         return True
 
@@ -102,7 +106,7 @@ class Backfill:
                     return
                 left = self._waiting[0]
             for block in left.blocks:
-                self._keep(left.receivers[block])
+                self._guarded("keep", partial(self._keep, left.receivers[block]), None)
             with self._changed:
                 self._waiting.popleft()
                 self._changed.notify_all()
