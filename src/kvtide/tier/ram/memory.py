@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -334,9 +333,6 @@ class FramedTier(OwnTier, ABC, Generic[FramesT]):
             if self._frames is not None:
                 assert self._in_frames.issuperset(self._residents.values())
                 self._frames.check([run for each in self._in_frames for run in each.runs])
-
-
-_log = logging.getLogger(__name__)
 
 
 class MemoryTier(FramedTier[Arena]):
