@@ -1,6 +1,7 @@
 """What servers declare invalid leaves an engine's own memory and disk, also if it was away."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -219,8 +220,14 @@ def test_bytes_land_beside_each_other_but_not_while_an_invalidation_begins(tmp_p
     shared = SharedInvalidations(tmp_path, CLOCK)
     with shared.landing(ONE) as may_land, shared.landing(ONE) as may_land_too:
         assert may_land and may_land_too
+        # As a child has them that was forked meanwhile.
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        children = [os.dup(int(link.name)) for link in links if link.readlink().parent == tmp_path]
+    assert children
     with shared._alone(SPACE.hex()[0]), shared.landing(ONE) as may_land:
         assert not may_land
+    for child in children:
+        os.close(child)
 
 
 class Held(WrappedTier):

@@ -84,6 +84,8 @@ class SharedInvalidations:
                 descriptor = stack.enter_context(self._opened(namespace[0]))
                 may_land = False
                 if Files().try_lock(descriptor, is_shared=True):
+                    # Not by closing: a child that was forked meanwhile has it open too.
+                    stack.callback(Files().unlock, descriptor)
                     begun = self.begun().get(namespace, 0)
                     may_land = not isinstance(object_id, NamedId) or begun <= object_id.name.generation
             yield may_land
