@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -48,10 +49,11 @@ def wait_passively() -> None:
 
 
 def step_back(niceness: int) -> None:
-    """Let this thread give way to others by so much, where a thread has a niceness of its own."""
+    """Let this thread give way to others by so much, where a thread has a niceness of its own and may change it."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))
 
 
 def cache_home() -> Path:

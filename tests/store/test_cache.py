@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -278,6 +279,13 @@ def test_leak_fails_the_check(tmp_path: Path, open_cache: OpenCache) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own here")
+def test_storing_thread_stores_where_it_may_not_give_way(
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "setpriority", Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    fill(open_cache(tmp_path), metas_of(layout, 1))
+
+
 def test_storing_thread_gives_way_to_the_engine(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
     cache = open_cache(tmp_path)
     fill(cache, metas_of(layout, 1))
