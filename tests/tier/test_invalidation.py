@@ -21,6 +21,7 @@ from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.store import PendingBlock
 from kvtide.store.cache import cache_for
+from kvtide.store.load import level_meta
 from kvtide.tier import background, stack_of
 from kvtide.tier.base import Buffer, WrappedTier
 from kvtide.tier.disk.tier import DiskTier
@@ -31,7 +32,7 @@ from kvtide.tier.pool.placement import PoolMap
 from kvtide.tier.pool.tier import PoolTier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations, SharedInvalidations
-from kvtide.types import BlockKey, Namespace, ObjectId
+from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
 from kvtide_lab.bench.services import wait_until
 from kvtide_lab.wrapped import Counting
 
@@ -366,6 +367,14 @@ def test_a_block_from_before_is_not_stored_as_one_from_after(server: RunningServ
     engine.stack.put_from(ONE, OLD)
     engine.invalidations.refresh()
     assert engine.read() is None
+
+
+def test_a_coarser_level_is_of_the_generation_of_its_block() -> None:
+    named = NamedId.of(ONE, Name("", SPACE, 3), is_latest=True)
+    meta = BlockMeta(named, BlockKey(SPACE), 0, BlockLayout(1, 1, 1, 1, KVDtype.FLOAT16), "made up")
+    level = level_meta(meta, 1).id
+    assert isinstance(level, NamedId) and level != named
+    assert (level.name, level.is_latest) == (named.name, True)
 
 
 def test_another_form_of_an_invalidated_block_does_not_replace_a_new_one(

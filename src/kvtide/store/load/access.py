@@ -30,7 +30,7 @@ from kvtide.store.load.backfill import Backfill
 from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.faults import Counts, FaultGuard
 from kvtide.tier.stack import TierStack
-from kvtide.types import BlockKey, ObjectId, Section
+from kvtide.types import BlockKey, NamedId, ObjectId, Section
 from kvtide.wire import StoredObject, object_bytes_max
 
 _log = logging.getLogger(__name__)
@@ -65,9 +65,12 @@ class MissReason(Enum):
 
 
 def level_meta(meta: BlockMeta, level: int) -> BlockMeta:
-    """Identity of a block stored `level` levels coarser."""
+    """Identity of a block stored `level` levels coarser, under the name that the block has."""
     key = BlockKey(hashlib.sha256(meta.id.key + b"level" + level.to_bytes(1)).digest())
-    return replace(meta, id=ObjectId(meta.id.namespace, key))
+    object_id = ObjectId(meta.id.namespace, key)
+    if isinstance(meta.id, NamedId):
+        object_id = NamedId.of(object_id, meta.id.name, meta.id.is_latest)
+    return replace(meta, id=object_id)
 
 
 def ahead(action: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
