@@ -286,6 +286,11 @@ def test_storing_thread_stores_where_it_may_not_give_way(
     fill(open_cache(tmp_path), metas_of(layout, 1))
 
 
+def test_more_tiers_than_the_index_tells_apart_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="7 tiers at most, got memory, disk-1"):
+        cache_for(" ".join(f"disk://{tmp_path}/{number}" for number in range(7)), LosslessCodec())
+
+
 def test_storing_thread_gives_way_to_the_engine(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
     cache = open_cache(tmp_path)
     fill(cache, metas_of(layout, 1))

@@ -84,6 +84,8 @@ class Cache:
         limits: Limits,
         quality: float | None = None,
     ) -> None:
+        if len(tiers.tier_names) > QUEUE_TIER:
+            raise ValueError(f"a cache has {QUEUE_TIER} tiers at most, got {', '.join(tiers.tier_names)}")
         self.tiers = tiers
         self.index = index
         self.quality = quality = codec.quality if quality is None else quality
@@ -106,7 +108,6 @@ class Cache:
 
     def open(self) -> None:
         """Open the tiers, make what they hold known, start the threads."""
-        assert len(self.tiers.tier_names) <= QUEUE_TIER
         self.tiers.observe(
             lambda object_id, tier, size: self.index.place(object_id.key, tier),
             lambda object_id, tier: self.access.gone.extend(self.index.remove(object_id.key, tier)),
