@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -477,6 +478,12 @@ TWO_STAGES: list[dict[str, Any]] = [
 def test_forged_profile_is_refused(profile: Profile | None, changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptPayload):
         TideCodec(forged(profile, **changes))
+
+
+def test_layers_are_counted_by_arrays_before_anything_is_made_of_each() -> None:
+    # No range can be made of a float.
+    with pytest.raises(CorruptPayload, match="'mean' has shape"):
+        TideModel(msgspec.structs.replace(fitted(LAYOUT), layers=15e18))
 
 
 def test_losses_are_those_of_the_curve_a_third_of_the_step_at_a_time() -> None:

@@ -266,8 +266,6 @@ class TideModel:
         if not is_nested or layers % section_layers:
             raise CorruptPayload(f"spans of {group_layers} and {section_layers} of {layers} layers")
         self.section_layers = section_layers
-        # Layers that share sections, [start, stop).
-        self.ranges = [(start, start + section_layers) for start in range(0, layers, section_layers)]
         rotary = arrays["rotary"].tobytes()
         self.rotary = Rotary.parse(rotary) if rotary else None
         turn = self.rotary
@@ -283,6 +281,8 @@ class TideModel:
             self.weight *= np.exp2(self._octaves).astype(np.float32)
         if not np.isfinite(self.mean).all() or not np.isfinite(self.weight).all() or float(self.weight.min()) <= 0:
             raise CorruptPayload("the profile's means and weights must be finite, weights above zero")
+        # Layers that share sections, [start, stop). The profile has as many as it says.
+        self.ranges = [(start, start + section_layers) for start in range(0, layers, section_layers)]
         self.pulls = np.ascontiguousarray(_shaped(arrays, "pulls", (grid.TOPS, 4)), dtype=np.int8)
         self.tables: RansTables = RansTables.parse(arrays["tables"].tobytes(), grid.TABLES)
         self.curve: NDArray[np.float32] = arrays["curve"].astype(np.float32)
