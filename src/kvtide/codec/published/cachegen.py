@@ -390,13 +390,13 @@ class CachegenCodec(ProfiledCodec):
     def quality_of(self, sections: Sequence[Section]) -> float:
         """Return what the leading positions whose deltas all layers have make. CorruptPayload without anchors."""
         layers: Counter[int] = Counter()
-        for section in sections:
-            layers[section.id.refinement] += section.id.layer_stop - section.id.layer_start
-        if not layers[0]:
-            raise CorruptPayload("expected anchors, got none")
-        positions = range(1, GROUP_TOKENS)
-        lacking = next((position for position in positions if layers[position] != layers[0]), GROUP_TOKENS)
-        return self.quality_without(self.quality, GROUP_TOKENS - lacking)
+        for id_, _ in sections:
+            layers[id_.refinement] += id_.layer_stop - id_.layer_start
+        levels = {self.levels.get(int.from_bytes(data[:1])) for id_, data in sections if not id_.refinement}
+        if len(levels) != 1 or (quality := levels.pop()) is None:
+            raise CorruptPayload("expected anchors of one level, got others or none")
+        lacking = next((each for each in range(1, GROUP_TOKENS) if layers[each] != layers[0]), GROUP_TOKENS)
+        return self.quality_without(quality, GROUP_TOKENS - lacking)
 
     def quality_without(self, quality: float, refinements: int) -> float:
         """Return the quality without the deltas of so many positions."""
