@@ -1,6 +1,7 @@
 """The published codecs: native quantisers against their twins, profiles, integers, sections of cachegen."""
 
 import hashlib
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.suites.codec_suite import decoded_by
 from kvtide import _native
 from kvtide.block import BlockBits, BlockLayout, KVDtype, values_of
 from kvtide.codec import CodecRegistry, Profile
-from kvtide.codec.published import CachegenCodec, ChunkwiseCodec
+from kvtide.codec.published import CachegenCodec, ChunkwiseCodec, SnippetCodec
 from kvtide.codec.published.cachegen import GROUP_TOKENS, ProfileFitter, delta_layers
 from kvtide.codec.published.integers import (
     CodedIntegers,
@@ -418,6 +419,16 @@ def test_anchors_come_first_and_each_position_has_its_refinement() -> None:
     assert [section.kind for section in ids[:3]] == [SectionKind.ANCHOR] * 3
     assert [section.refinement for section in ids[3:]] == list(range(1, GROUP_TOKENS))
     assert {(id_.kind, id_.layer_start, id_.layer_stop) for id_ in ids[3:]} == {(SectionKind.DELTA, 0, 3)}
+
+
+@pytest.mark.parametrize("codec", [CachegenCodec(4), CachegenCodec(1, 1), ChunkwiseCodec(), SnippetCodec()])
+def test_encoding_takes_no_more_than_it_says_and_reading_tells_the_level(codec: Any) -> None:
+    tracemalloc.start()
+    sections = codec.encode(ODD_META, ODD_BITS)
+    assert tracemalloc.get_traced_memory()[1] < codec.scratch_bytes(ODD_LAYOUT) + ODD_LAYOUT.raw_bytes
+    tracemalloc.stop()
+    if isinstance(codec, CachegenCodec):
+        assert CODECS[0].quality_of(sections) == codec.quality < CODECS[0].quality_of(sections[:-1]) - 0.03
 
 
 @pytest.mark.parametrize(

@@ -156,9 +156,11 @@ class ProfiledCodec(ABC):
         return 1.0
 
     def scratch_bytes(self, layout: BlockLayout) -> int:
-        """Return a bound: what one layer takes, and the deltas of all layers that share sections, twice."""
-        layers = [len(part.layers) for parts in self.parts(layout) for part in parts if part.position]
-        return (16 + 4 * max(layers, default=0)) * layout.layer_bytes // layout.dtype.item_bytes
+        """Return a bound: what one layer takes, and deltas and tables of all layers that share sections, twice."""
+        layers = max((len(part.layers) for parts in self.parts(layout) for part in parts if part.position), default=0)
+        values = (16 + 4 * layers) * layout.layer_bytes // layout.dtype.item_bytes
+        each = 0 if self._profile else _COUNTS_BYTES + 2 * max(layers, 1) * _TABLE_BYTES[self.coder]
+        return values + 2 * layout.kv_heads * layout.head_dim * each
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
         """Return the anchors' sections, then the deltas'. UnencodableBlock for values that are not finite."""
@@ -169,7 +171,8 @@ class ProfiledCodec(ABC):
         anchors: list[Section] = []
         deltas: list[Section] = []
         for parts in self.parts(meta.layout):
-            own: list[Distribution] = []
+            # Nothing is kept of the layers before.
+            own, joined = list[Distribution](), None
             firsts = [part for part in parts if not part.position]
             layers = [self._encode_layer(meta.layout, part, views[part.layers.start], own) for part in firsts]
             anchors += [section for section, _ in layers]
@@ -292,8 +295,7 @@ def _stored(profile: Profile, name: str, wanted: range) -> list[Distribution]:
         raise CorruptPayload(f"the profile has no distributions {name!r} of {layers} layers of {runs} channels")
     reader = ByteReader(memoryview(tables.tobytes()))
     by_layer = [reader.take(size) for size in sizes.tolist()]
-    parts = [shifts[layer].tobytes() + by_layer[layer] for layer in wanted]
-    return [Distribution.parse(0, memoryview(part), runs) for part in parts]
+    return [Distribution.parse(0, memoryview(shifts[i].tobytes() + by_layer[i]), runs) for i in wanted]
 
 
 def read_scales(data: memoryview) -> NDArray[np.uint16]:
@@ -321,6 +323,8 @@ STEP_MIN = 1e-30
 # bytes) is then below half a percent. And a coder takes this many tables at most.
 SECTION_NUMBERS = 1 << 17
 SECTION_TABLES_MAX = 1 << 16
+# What a channel's counts take, and a table of each coder, with what is needed to make them.
+_COUNTS_BYTES, _TABLE_BYTES = 10 << 10, (5 << 9, 9 << 10)
 
 # level, coder of the deltas' distributions, zero, steps of K and V, bytes of these distributions
 _PREFIX = struct.Struct("<BBHffI")
@@ -388,7 +392,7 @@ class CachegenCodec(ProfiledCodec):
         return found
 
     def quality_of(self, sections: Sequence[Section]) -> float:
-        """Return what the leading positions whose deltas all layers have make. CorruptPayload without anchors."""
+        """Return what the level and the leading positions whose deltas all layers have make. CorruptPayload if cut."""
         layers: Counter[int] = Counter()
         for id_, _ in sections:
             layers[id_.refinement] += id_.layer_stop - id_.layer_start

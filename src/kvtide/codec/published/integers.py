@@ -120,7 +120,7 @@ def value_counts(values: Integers) -> NDArray[np.uint64]:
     flat = np.clip(values, -VALUE_MAX, VALUE_MAX).astype(np.int64) + VALUE_MAX
     flat += np.arange(len(values), dtype=np.int64)[:, None] * width
     counts = np.bincount(flat.reshape(-1), minlength=len(values) * width)
-    return counts.reshape(len(values), width).astype(np.uint64)
+    return counts.reshape(len(values), width).view(np.uint64)
 
 
 def fit_distribution(counts: NDArray[np.uint64], coder: int, is_open: bool) -> Distribution:
