@@ -337,6 +337,13 @@ def test_profile_of_another_shape_is_not_taken(tmp_path: Path, clock: ManualCloc
 
 
 def test_awaiting_codec_takes_its_kind_alone() -> None:
+def test_profile_that_this_version_can_t_use_hides_no_older_one(tmp_path: Path, clock: ManualClock) -> None:
+    with knowing(tmp_path, clock) as cache:
+        put(cache, FIRST.with_arrays({"excess": np.zeros(1)}))
+        cache.profiles.seek(b"a model", b"", "")
+        assert cache.profiles.codec.profile == FIRST.digest
+
+
     codec = CodecRegistry().make_by_group("tide-deep:1e-3", [ProfileShape(LAYOUT)])
     assert isinstance(codec, AwaitingCodec)
     assert (codec.quality, codec.is_lossless, codec.takes([FIRST])) == (1e-3, False, False)

@@ -169,14 +169,15 @@ class ProfileFollower:
     def _newest(
         self, store: ProfileStore, awaiting: AwaitingCodec, groups: Sequence[Sequence[ProfileVersion]]
     ) -> list[Profile]:
-        """Return the newest profiles of one calibration, one for each group's versions, nothing if there are none."""
+        """Return the newest profiles of one calibration that can be used, one for each group's versions, or nothing."""
         from kvtide.store.profiles import newest_of
 
         first, *others = [list(newest_of(versions)) for versions in groups]
         for version in first:
             same = (next((each for each in more if each.calibration == version.calibration), None) for more in others)
             read = [self._read(store, bytes.fromhex(each.digest)) for each in (version, *same) if each is not None]
-            profiles = [each for each in read if each is not None]
+        registry, codec_id = self._access.registry, awaiting.make(None).codec_id
+            profiles = [each for each in read if each is not None and registry.get(codec_id, each.digest) is not None]
             if awaiting.takes(profiles):
                 return profiles
         return []
