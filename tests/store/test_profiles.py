@@ -58,7 +58,8 @@ def test_profile_comes_back_as_it_was_put(
     found = shelf.read(FIRST.digest)
     assert found is not None and found.to_bytes() == FIRST.to_bytes()
     assert shelf.read(SECOND.digest) is None
-    assert shelf.use(FIRST.digest, len(FIRST.to_bytes())) and not shelf.use(SECOND.digest, 1)
+    # A record may say any number of bytes.
+    assert shelf.use(FIRST.digest, len(FIRST.to_bytes())) and not any(shelf.use(SECOND.digest, n) for n in (1, 1 << 60))
 
 
 def test_last_put_is_the_newest_whatever_its_clock_says(shelf: ProfileStore) -> None:
@@ -336,7 +337,6 @@ def test_profile_of_another_shape_is_not_taken(tmp_path: Path, clock: ManualCloc
         assert codec_ids(cache) == [("lossless-2", None)]
 
 
-def test_awaiting_codec_takes_its_kind_alone() -> None:
 def test_profile_that_this_version_can_t_use_hides_no_older_one(tmp_path: Path, clock: ManualClock) -> None:
     with knowing(tmp_path, clock) as cache:
         put(cache, FIRST.with_arrays({"excess": np.zeros(1)}))
@@ -344,6 +344,7 @@ def test_profile_that_this_version_can_t_use_hides_no_older_one(tmp_path: Path, 
         assert cache.profiles.codec.profile == FIRST.digest
 
 
+def test_awaiting_codec_takes_its_kind_alone() -> None:
     codec = CodecRegistry().make_by_group("tide-deep:1e-3", [ProfileShape(LAYOUT)])
     assert isinstance(codec, AwaitingCodec)
     assert (codec.quality, codec.is_lossless, codec.takes([FIRST])) == (1e-3, False, False)

@@ -202,4 +202,4 @@ def _piece_id(digest: bytes, number: int) -> ObjectId:
 
 
 def _piece_ids(digest: bytes, total: int) -> list[ObjectId]:
-    return [_piece_id(digest, number) for number in range(-(-total // PIECE_BYTES))]
+    return [_piece_id(digest, number) for number in range(-(-min(total, STORED_PROFILE_BYTES_MAX) // PIECE_BYTES))]
