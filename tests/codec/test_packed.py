@@ -90,14 +90,6 @@ def test_what_can_not_be_packed_is_refused() -> None:
         PackedCodec(fitted(LAYOUT), 1e-2, 0)
 
 
-def test_more_chunks_than_an_object_has_sections_are_left_to_another_codec() -> None:
-    layout = BlockLayout(layers=9, tokens=1024, kv_heads=2, head_dim=128, dtype=KVDtype.BFLOAT16)
-    meta, bits = block_meta(layout), smooth_bits(layout, 1)
-    assert pack_object(meta, "impress-1", ImpressCodec(1, 2).encode(meta, bits))
-    with pytest.raises(UnencodableBlock, match="9225 chunks"):
-        ImpressCodec(1, 1).encode(meta, bits)
-
-
 def test_the_registry_makes_it_and_reads_whole_blocks_without_a_profile() -> None:
     registry = CodecRegistry([])
     codec: Any = registry.get("packed-1", None)

@@ -17,7 +17,7 @@ from tests.codec.tide_profiles import LAYOUT, fitted
 from tests.stores import stored_records
 from tests.suites import namespace, smooth_bits
 
-from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.clock import ManualClock
 from kvtide.codec import CodecRegistry, LosslessCodec
 from kvtide.codec.tide import TideCodec
@@ -312,12 +312,28 @@ def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
     assert cache.stats().blocks_unencodable == 1
 
 
+# More sections than an object may have, not quite so many, and tables that are larger than what they code.
+@pytest.mark.parametrize(
+    ("spec", "extent", "unfit"),
+    [("impress:1:1", (9, 1024, 2), 1), ("impress:1:2", (9, 1024, 2), 0), ("cachegen:3-4", (2, 4, 8), 2)],
+)
+def test_block_whose_object_would_be_too_large_is_stored_losslessly(
+    tmp_path: Path, spec: str, extent: tuple[int, int, int], unfit: int, open_cache: OpenCache
+) -> None:
+    layout = BlockLayout(*extent, 128, KVDtype.BFLOAT16)
+    cache, metas = open_cache(tmp_path, spec), metas_of(layout, 1)
+    fill(cache, metas)
+    assert cache.load(metas, Whole(Collector())).blocks == 1
+    assert (cache.stats().blocks_unencodable, len(list(cache.tiers.objects()))) == (unfit, 1)
+
+
 def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
     tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
 ) -> None:
     for name, bound, stored in (("lossy", 1 << 20, "cachegen-2"), ("less", 13 * layout.layer_bytes // 4, "lossless-2")):
-        cache = open_cache(tmp_path / name, "cachegen", encode_scratch_bytes_max=bound)
+        cache = open_cache(tmp_path / name, "cachegen:3-4", encode_scratch_bytes_max=bound)
         fill(cache, metas_of(layout, 1))
+        assert len(stored_records(tmp_path / name)) == (2 if name == "lossy" else 1)
         assert stored.encode() in stored_records(tmp_path / name)[0].body()[:256]
     cache = open_cache(tmp_path / "none", "cachegen", encode_scratch_bytes_max=1)
     cache.store([pending(metas_of(layout, 1)[0], smooth_bits(layout, 1))])

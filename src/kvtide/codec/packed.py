@@ -23,7 +23,6 @@ from kvtide.errors import CorruptPayload, UnencodableBlock
 from kvtide.importance import CHUNK_TOKENS, Orders, is_order
 from kvtide.plan.base import cut
 from kvtide.types import Section, SectionId, SectionKind
-from kvtide.wire import ENTRY_BYTES, HEADER_BYTES, SECTIONS_MAX, object_bytes_max
 
 # KL that the base alone is to have: about 1.3 bits a value, enough for choosing and a good stand-in for the rest.
 BASE_QUALITY = 2e-2
@@ -89,10 +88,7 @@ class PackedCodec(OrderingCodec):
         return self._base.scratch_bytes(layout) + layout.raw_bytes
 
     def encode(self, meta: BlockMeta, bits: BlockBits) -> list[Section]:
-        """Return base and chunks, tokens as they come unless `ordered` said otherwise.
-
-        UnencodableBlock as of tide, or if base and chunks are more than an object may have.
-        """
+        """Return base and chunks, tokens as they come unless `ordered` said otherwise. UnencodableBlock as of tide."""
         check_bits(bits, meta.layout)
         bases = self._base.encode(meta, bits)
         layers, tokens = meta.layout.layers, meta.layout.tokens
@@ -100,11 +96,7 @@ class PackedCodec(OrderingCodec):
         orders = np.tile(np.arange(tokens, dtype=np.uint16), (layers, 1)) if self._orders is None else self._orders
         assert orders.shape == (layers, tokens)
         probe = bits[:, 0, :, : self._base.kv_heads] if isinstance(self._base, ProbeKeys) else None
-        sections = _joined(bases, PackedBase(self._chunk_tokens, 0, orders, probe), bits)
-        size = HEADER_BYTES + sum(ENTRY_BYTES + len(section.data) for section in sections)
-        if size > object_bytes_max(meta.layout) or len(sections) > SECTIONS_MAX:
-            raise UnencodableBlock(f"base and {len(sections)} chunks take more than an object may")
-        return sections
+        return _joined(bases, PackedBase(self._chunk_tokens, 0, orders, probe), bits)
 
     def repack(self, meta: BlockMeta, sections: Sequence[Section], orders: Orders) -> list[Section]:
         """Return a whole block's sections with its tokens in other orders; the base stays.

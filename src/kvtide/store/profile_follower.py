@@ -14,6 +14,7 @@ from kvtide.errors import UnencodableBlock
 from kvtide.store.load import LoadAccess
 from kvtide.tier.breaker import until
 from kvtide.types import Section
+from kvtide.wire import SECTIONS_MAX, head_bytes, object_bytes_max
 
 if TYPE_CHECKING:
     from kvtide.store.profiles import ProfileStore, ProfileVersion
@@ -91,6 +92,9 @@ class ProfileFollower:
         """
         try:
             sections = codec.encode(meta, bits)
+            size = head_bytes(len(sections)) + sum(len(each.data) for each in sections)
+            if size > object_bytes_max(meta.layout) or len(sections) > SECTIONS_MAX:
+                raise UnencodableBlock(f"{len(sections)} sections take more than an object may")
             if isinstance(codec, PromisingCodec):
                 self._unchecked[group] = self._unchecked.get(group, CHECK_EVERY) + 1
                 if self._unchecked[group] >= CHECK_EVERY:
@@ -172,11 +176,11 @@ class ProfileFollower:
         """Return the newest profiles of one calibration that can be used, one for each group's versions, or nothing."""
         from kvtide.store.profiles import newest_of
 
+        registry, codec_id = self._access.registry, awaiting.make(None).codec_id
         first, *others = [list(newest_of(versions)) for versions in groups]
         for version in first:
             same = (next((each for each in more if each.calibration == version.calibration), None) for more in others)
             read = [self._read(store, bytes.fromhex(each.digest)) for each in (version, *same) if each is not None]
-        registry, codec_id = self._access.registry, awaiting.make(None).codec_id
             profiles = [each for each in read if each is not None and registry.get(codec_id, each.digest) is not None]
             if awaiting.takes(profiles):
                 return profiles

@@ -191,7 +191,9 @@ class Placer:
         codec = self._profiles.newest_codec(block.group)
         if block.orders is not None and isinstance(codec, OrderingCodec):
             codec = codec.ordered(block.orders)
-        guarded("store", partial(self.place, block.meta, partial(self._packed, block, codec)), False)
+        # A block computed on top of blocks of this quality is no better, however it is encoded.
+        pack = partial(self._packed, block, self._access.quality, codec, LosslessCodec())
+        guarded("store", partial(self.place, block.meta, pack), False)
         if isinstance(codec, LevelledCodec) and codec.coarser and not block.is_exact:
             guarded("store levels", partial(self._place_levels, block, codec), None)
         self._access.gone.extend(self._index.remove(block.meta.id.key, QUEUE_TIER))
@@ -202,19 +204,17 @@ class Placer:
         tell = partial(self._access.decisions.tell, self._tiers.note_decisions)
         self._access.guarded("tell decisions", tell, None)
 
-    def _packed(self, block: QueuedBlock, chosen: Codec) -> Buffer | None:
-        """Return the object; by the lossless codec where ours can't, or may not take the memory; else None."""
+    def _packed(self, block: QueuedBlock, quality: float, *codecs: Codec) -> Buffer | None:
+        """Return the object, by the first of the codecs that can keep it and may take the memory; None without one."""
         meta, bits = block.meta, block.source()
-        for codec in (chosen, LosslessCodec()):
+        for codec in codecs:
             is_large = codec.scratch_bytes(meta.layout) > self._limits.encode_scratch_bytes_max
             if is_large or (block.is_exact and not codec.is_lossless):
                 continue
             sections = self._profiles.encode(codec, meta, bits, block.group, block.is_exact)
             if sections is not None:
-                # A block computed on top of blocks of this quality is no better, however it is encoded.
-                rest = (sections, codec.profile, self._access.quality)
                 # Whole pages go to the disk as they are, and recycled ones need not be cleared.
-                return pack_object(meta, codec.codec_id, *rest, room_of=recycled_buffer)
+                return pack_object(meta, codec.codec_id, sections, codec.profile, quality, room_of=recycled_buffer)
         return None
 
     def _place_levels(self, block: QueuedBlock, codec: LevelledCodec) -> None:
@@ -222,16 +222,16 @@ class Placer:
         for number, level in enumerate(codec.coarser, 1):
             meta = level_meta(block.meta, number)
             if not self._tiers.contains(meta.id):
-                sections = level.encode(meta, block.source())
-                self._tiers.put_from(meta.id, pack_object(meta, level.codec_id, sections, level.profile, level.quality))
+                packed = self._packed(block._replace(meta=meta), level.quality, level)
+                if packed is not None:
+                    self._tiers.put_from(meta.id, packed)
 
     def place(self, meta: BlockMeta, pack: Callable[[], Buffer | None]) -> bool:
         """Store an object unless one as good is here; put it in the place of a coarser one."""
         here = self._stored_quality(meta.id) if self._tiers.contains(meta.id) else None
         if here is None or here > self._access.quality_max:
             packed, put = pack(), self._tiers.put_from if here is None else self._tiers.replace
-            is_stored = packed is not None and put(meta.id, packed)
-            if packed is None or not is_stored:
+            if packed is None or not put(meta.id, packed):
                 self._counts.add("dropped")
                 return False
             self._counts.add("stored")
