@@ -326,6 +326,9 @@ def test_unreadable_text_of_the_user_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_no_piece_of_the_shipped_profiles_is_of_an_evaluation_text() -> None:
+    # A long one is cut between two characters.
+    (tmp_path / "long").write_text("文" * (corpus.TEXT_BYTES_MAX + 1))
+    assert len(corpus.read_texts([tmp_path / "long"])[0].content) == corpus.TEXT_BYTES_MAX
     folder = importlib.resources.files("kvtide_lab.profiles")
     fitted = list(csv.DictReader(folder.joinpath("texts.csv").read_text().splitlines()))
     assert len(fitted) > 300

@@ -199,11 +199,12 @@ def _translations(data: bytes) -> bytes:
 
 
 def read_texts(paths: list[Path]) -> list[Text]:
-    """Return the user's texts. ValueError for a file that can't be read as UTF-8."""
+    """Return the user's texts, at most TEXT_BYTES_MAX characters. ValueError for a file that can't be read as UTF-8."""
     texts = []
     for path in paths:
         try:
-            texts.append(Text(str(path), "user's", path.read_bytes()[:TEXT_BYTES_MAX].decode("utf-8", errors="strict")))
+            with path.open(encoding="utf-8", newline="") as file:
+                texts.append(Text(str(path), "user's", file.read(TEXT_BYTES_MAX)))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"can't read text {path}: {error}") from error
     return texts
