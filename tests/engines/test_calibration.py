@@ -166,17 +166,20 @@ def test_stopped_calibration_goes_on_to_the_same_profile(
     (profile,), _ = calibration(tiny_model, partial).run(again)
     assert stop_at in again.seen
     assert ("moments", 0) not in again.seen
-    assert not partial.exists()
     assert profile.digest == fitted[0][0].digest
 
 
-def test_state_of_another_calibration_is_not_used(tiny_model: Any, tmp_path: Path) -> None:
-    partial = tmp_path / "p.partial"
+@pytest.mark.parametrize("change", ["texts", "weights", "cut", "empty"])
+def test_state_of_another_calibration_or_damaged_is_not_used(tiny_model: Any, tmp_path: Path, change: str) -> None:
+    partial, model, watch = tmp_path / "p.partial", deepcopy(tiny_model), Watch(("moments", 1))
     with pytest.raises(KeyboardInterrupt):
-        calibration(tiny_model, partial, count=3).run(Watch(("moments", 2)))
-    watch = Watch(("moments", 1))
+        calibration(model, partial, count=3).run(Watch(("moments", 2)))
+    if change == "weights":
+        next(model.parameters()).data += 1e-3
+    if change in ("cut", "empty"):
+        partial.write_bytes(partial.read_bytes()[: 1000 if change == "cut" else 0])
     with pytest.raises(KeyboardInterrupt):
-        calibration(tiny_model, partial, count=4).run(watch)
+        calibration(model, partial, count=4 if change == "texts" else 3).run(watch)
     assert watch.seen[0] == ("moments", 0)
 
 
@@ -323,12 +326,12 @@ def test_unreadable_text_of_the_user_is_one_clear_error(tmp_path: Path) -> None:
     for path in (tmp_path / "latin", tmp_path / "absent", tmp_path):
         with pytest.raises(ValueError, match="can't read text"):
             corpus.read_texts([path])
-
-
-def test_no_piece_of_the_shipped_profiles_is_of_an_evaluation_text() -> None:
     # A long one is cut between two characters.
     (tmp_path / "long").write_text("文" * (corpus.TEXT_BYTES_MAX + 1))
     assert len(corpus.read_texts([tmp_path / "long"])[0].content) == corpus.TEXT_BYTES_MAX
+
+
+def test_no_piece_of_the_shipped_profiles_is_of_an_evaluation_text() -> None:
     folder = importlib.resources.files("kvtide_lab.profiles")
     fitted = list(csv.DictReader(folder.joinpath("texts.csv").read_text().splitlines()))
     assert len(fitted) > 300

@@ -264,13 +264,13 @@ def calibrate(
             pass
     subject = _Subject(folder, tokens)
     names = _names_of(Path(model) if model else folder, fingerprint, tenant_salt, subject.model) if url else []
+    partial = _partial(output, folder, codec) if codec in _TIDE_KINDS else None
     with progress_bars() as bars:
         show = _telling(bars, seconds)
-        if codec in _TIDE_KINDS:
-            cost, partial = codec.removeprefix("tide-"), _partial(output, folder, codec)
-            profiles, report = _tide(subject, own, cost, partial, show)
+        if partial is not None:
+            profiles, report = _tide(subject, own, codec.removeprefix("tide-"), partial, show)
             if model and model.endswith(_GGUF):
-                # What is left takes minutes, and all would be lost if it were stopped.
+                # What is left takes minutes, and would begin anew if it were stopped.
                 profiles, report = _judged(Path(model), subject, profiles, report, _telling(bars, math.inf))
         else:
             profiles, report = [_published(subject, own, codec, show)], {}
@@ -280,6 +280,8 @@ def calibrate(
             path.write_bytes(each.to_bytes())
     if url:
         _put(url, profiles, names)
+    if partial is not None:  # a store that went away meanwhile costs no second fitting
+        partial.unlink(missing_ok=True)
     _say(output, url, codec, profiles, report, as_json)
 
 
@@ -336,12 +338,11 @@ class _Subject:
 
     def ids(self, contents: Sequence[str]) -> list[list[int]]:
         """Return the first tokens of each text; without a tokenizer its bytes, and as many texts of random tokens."""
-        tokens = self._tokens
         if self._tokenizer is not None:
-            return [self._tokenizer(content[: 8 * tokens]).input_ids[:tokens] for content in contents]
+            return [self._tokenizer(each[: 8 * self._tokens]).input_ids[: self._tokens] for each in contents]
         size = self.model.config.get_text_config(decoder=True).vocab_size
         rng = np.random.default_rng([_SEED, len(contents)])
-        found = [[byte % size for byte in content.encode()[:tokens]] for content in contents]
+        found = [[byte % size for byte in content.encode()[: self._tokens]] for content in contents]
         return [*found, *(rng.integers(0, size, len(ids)).tolist() for ids in found)]
 
 

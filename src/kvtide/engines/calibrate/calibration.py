@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
@@ -30,7 +32,7 @@ from kvtide.engines.calibrate.judge import (
     own_losses,
 )
 from kvtide.engines.calibrate.texts import TextSplit
-from kvtide.engines.transformers import ModelContexts
+from kvtide.engines.transformers import ModelContexts, model_fingerprint
 
 # Texts whose gradients are taken, and whose blocks are counted, at most, spread over all: moments want many more.
 SENSED_TEXTS, COUNTED_TEXTS = 64, 64
@@ -87,7 +89,7 @@ _Curves = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 class TideCalibration:
-    """One calibration of a model, kept in `partial` until it is done. Its promises are for all groups at one step."""
+    """One calibration of a model, kept in `partial` to go on. Its promises are for all groups at one step."""
 
     def __init__(
         self,
@@ -119,6 +121,8 @@ class TideCalibration:
         self._all_rows = self._contexts.all_rows()
         self._partial = partial
         self._unlike = unlike
+        parts = [_STATE_VERSION, name, model_fingerprint(model).hex(), cost, str(self._shapes), self._texts]
+        self._identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def run(self, progress: Progress) -> tuple[list[Profile], CalibrationReport]:
         """Fit, judge, and return a profile for each group of rows, and one of all rows if they have one shape."""
@@ -140,7 +144,6 @@ class TideCalibration:
         if profiles[0].group:
             together = hashlib.sha256(b"".join(each.digest for each in profiles)).digest()
             profiles = [each.with_arrays({"calibration": np.frombuffer(together, dtype=np.uint8)}) for each in profiles]
-        self._partial.unlink(missing_ok=True)
         is_overfitted = ratio is not None and ratio > OVERFIT_RATIO
         # What a fit knows of its own texts alone shrinks with their number.
         wanted = len(self._texts.fitted) if ratio is not None and ratio > WORTH_MORE_TEXTS else 0
@@ -297,17 +300,12 @@ class TideCalibration:
         """Return the whole blocks of a text that leave tokens to predict behind them, one at least, in tokens."""
         return max(1, (len(ids) - behind - 1) // self._block_tokens) * self._block_tokens
 
-    @property
-    def _identity(self) -> str:
-        parts = [_STATE_VERSION, self._name, self._cost, str(self._shapes), self._texts]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
     def _read(self) -> State:
-        if not self._partial.exists():
-            return {}
-        with np.load(self._partial, allow_pickle=False) as stored:
+        # A file that was cut, as by a machine that went down, is none.
+        with suppress(OSError, EOFError, ValueError, BadZipFile), np.load(self._partial, allow_pickle=False) as stored:
             state = dict(stored)
-        return state if str(state.get("identity")) == self._identity else {}
+            return state if str(state.get("identity")) == self._identity else {}
+        return {}
 
     def _write(self, done: State, stage: str, state: State, texts: int, last: int) -> None:
         done |= {f"{stage}.{name}": array for name, array in state.items()}
