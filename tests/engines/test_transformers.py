@@ -262,6 +262,10 @@ def test_a_configuration_of_the_model_counts_where_a_given_one_is_silent(tiny_mo
         model.generation_config.num_beams, model.generation_config.cache_implementation = 1, "static"
         output = cached.generate(PROMPT, given, return_dict_in_generate=True)
         assert isinstance(output.past_key_values, cache_utils.StaticCache)
+        # As configurations on the hub have it, of models with windows: transformers makes the usual cache.
+        model.generation_config.cache_implementation = "hybrid"
+        assert torch.equal(cached.generate(PROMPT, given), model.generate(PROMPT, given))
+        assert cached.last.bypass is None
 
 
 def test_a_static_cache_has_room_for_what_nobody_bounds(tiny_model: Any, tmp_path: Path) -> None:

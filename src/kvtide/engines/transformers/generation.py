@@ -90,7 +90,7 @@ class CallSettings(NamedTuple):
 
     input_ids: (rows, tokens). settings: the model's with the call's own. others: names of the arguments that are none
     of them. mask: as input_ids, 1 for tokens. is_single: of one sequence without padding. ends: the tokens that end an
-    answer. special_cache: the kind of cache it wants, where that is not the usual one.
+    answer. special_cache: the kind of cache it wants, where that is not the usual one (which "hybrid" came to mean).
     """
 
     input_ids: torch.Tensor
@@ -116,8 +116,8 @@ class CallSettings(NamedTuple):
         if mask is None:
             mask = (input_ids != pad) if is_padded else torch.ones_like(input_ids)
         is_single = len(input_ids) == 1 and bool(mask.all())
-        how = settings.cache_implementation
-        return cls(input_ids, settings, others, mask.long(), is_single, ends, None if how == "dynamic" else how)
+        how = None if settings.cache_implementation in ("dynamic", "hybrid") else settings.cache_implementation
+        return cls(input_ids, settings, others, mask.long(), is_single, ends, how)
 
 
 def bypass_reason(model: Any, call: CallSettings) -> str | None:
