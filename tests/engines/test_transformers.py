@@ -1,6 +1,7 @@
 """Answers of an attached model: the plain model's, whatever was restored, of one sequence or several."""
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,6 +243,16 @@ def test_static_cache_is_filled_as_it_is_made(tiny_model: Any, tmp_path: Path) -
         assert hit(cached) == expected
     # What a static cache has left is a prefix for any other.
     assert hit(said(tiny_model, tmp_path, rows_of(ROWS[0]))) == 64
+
+
+@pytest.mark.parametrize("made", [tuple, torch.tensor])
+def test_ends_of_an_answer_come_in_any_form(made: Callable[..., Any], tiny_model: Any, tmp_path: Path) -> None:
+    ends, batch = made([PAD, 3]), torch.cat([torch.tensor([PAD, PAD]), ROWS[0]])[None]
+    with attach(tiny_model, tmp_path, block_tokens=BLOCK) as cached:
+        output = cached.generate(batch, eos_token_id=ends, **SHORT)
+        # Nothing is taken for padding.
+        assert cached.hit_tokens(batch) == 80
+    assert torch.equal(output, tiny_model.generate(batch, eos_token_id=ends, **SHORT))
 
 
 def test_a_model_of_several_groups_makes_its_special_cache_itself(tmp_path: Path) -> None:

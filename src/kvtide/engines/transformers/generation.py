@@ -111,7 +111,7 @@ class CallSettings(NamedTuple):
         # None overrides a configuration, and says nothing where it is no field of one.
         others = frozenset(name for name in settings.update(**arguments) if arguments[name] is not None)
         eos, pad, mask = settings.eos_token_id, settings.pad_token_id, arguments.get("attention_mask")
-        ends = eos if isinstance(eos, list) else [eos]
+        ends = [None] if eos is None else torch.as_tensor(eos).reshape(-1).tolist()
         is_padded = mask is None and pad is not None and pad not in ends
         if mask is None:
             mask = (input_ids != pad) if is_padded else torch.ones_like(input_ids)
