@@ -143,7 +143,7 @@ def bypass_reason(model: Any, call: CallSettings) -> str | None:
         if getattr(settings, name):
             return f"{name} wants every token of the prompt to run"
     # Left padding: once a row has begun, it goes on.
-    is_left = mask.shape == input_ids.shape and bool(mask[:, -1].all()) and bool((mask[:, 1:] >= mask[:, :-1]).all())
+    is_left = mask.shape == input_ids.shape and bool((mask[:, -1] == 1).all() and (mask.diff() >= 0).all())
     return None if is_left else "the attention mask hides tokens"
 
 
