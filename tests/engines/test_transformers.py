@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from tests.doors.user import PROMPT
 from tests.families import model_of_family
 from tests.server.worlds import invalidate, region_processes
@@ -120,6 +121,8 @@ def test_streamer_and_stopping_criteria_of_the_caller_are_kept(tiny_model: Any, 
 def test_unsupported_model_or_bad_settings_are_refused_before_any_work(tiny_model: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="eval"):
         attach(copy.deepcopy(tiny_model).train(), str(tmp_path))
+    with pytest.raises(UnsupportedModel, match="meta"):
+        attach(cpu_offload(copy.deepcopy(tiny_model), "cpu"), str(tmp_path))
     with pytest.raises(ValueError, match="unknown codec"):
         attach(tiny_model, str(tmp_path), codec="zip")
     with pytest.raises(ValueError, match="tokens"):

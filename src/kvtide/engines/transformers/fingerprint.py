@@ -139,7 +139,7 @@ def _tensors_digest(model: Any, dtype: torch.dtype | None = None) -> bytes:
     for name, own in sorted(_named_tensors(model), key=lambda item: item[0]):
         tensor = own if dtype is None or not isinstance(own, torch.nn.Parameter) else own.detach().to(dtype)
         if tensor.device.type == "meta":
-            raise UnsupportedModel(f"the weight {name} is not in memory (offloaded); give the cache a fingerprint=")
+            raise UnsupportedModel(f"the weight {name} is not in memory (offloaded)")
         data = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_128_hexdigest(data)}\n".encode())
     for name, value in model.state_dict().items():

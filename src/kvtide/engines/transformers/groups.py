@@ -132,7 +132,7 @@ def _probe(model: Any, tokens: list[int]) -> Any:
     try:
         with torch.inference_mode():
             model(torch.tensor([tokens], device=model.device), **given)
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, NotImplementedError) as error:
         raise UnsupportedModel(f"the model takes no usual cache: {error}") from error
     return cache
 
