@@ -128,11 +128,13 @@ def test_importance_out_of_range_is_refused(tiny_model: Any, tmp_path: Path, imp
         attached(tiny_model, tmp_path, importance)
 
 
-def test_importance_waits_for_a_profile(tiny_model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [None, 40])
+def test_importance_waits_for_a_profile(chunk: int | None, tiny_model: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**GREEDY, "prefill_chunk_size": chunk}
     for hit_tokens in (0, 96):
         with attach(tiny_model, str(tmp_path), importance=0.25, block_tokens=16) as cached:
-            output = cached.generate(PROMPT, **GREEDY)
-            assert torch.equal(output, tiny_model.generate(PROMPT, **GREEDY))
+            output = cached.generate(PROMPT, **options)
+            assert torch.equal(output, tiny_model.generate(PROMPT, **options))
             assert cached.last.hit_tokens == hit_tokens and cached.flush(60)
             assert cached.cache.stats().blocks_without_profile == (0 if hit_tokens else 6)
 

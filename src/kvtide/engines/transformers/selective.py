@@ -80,9 +80,9 @@ class ObservedPrefix:
     def attend(
         self, module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **arguments: Any
     ) -> Any:
-        """Attend as usual; the first time of each layer note what the last tokens attend to."""
+        """Attend as usual; the first time that a layer has all tokens note what the last ones attend to."""
         layer = int(module.layer_idx)
-        if layer not in self.importance:
+        if layer not in self.importance and key.shape[2] >= self.tokens:
             asked, heads = query[0, :, -PROBE_TOKENS:].float(), list(range(query.shape[1]))
             mass = attention_mass(asked, key[0].float(), heads, self.tokens, float(arguments["scaling"]))
             self.importance[layer] = mass.mean(axis=0)
