@@ -99,6 +99,14 @@ def test_llama_cpp_that_gives_or_takes_no_state_is_served(
             assert cached.flush(60) and cached.hit_tokens(tokens[:500]) in ((0, 384) if has_fault else (384,))
 
 
+def test_answer_may_end_after_its_model(opened: Any, tokens: list[int], tmp_path: Path) -> None:
+    with opened() as llm, attach(llm, tmp_path):
+        answer = llm.generate(tokens[:300], temp=0.0)
+        next(answer)
+        llm.close()
+        answer.close()
+
+
 def test_store_without_room_and_a_full_queue_change_no_answer(
     opened: Any, plain: dict[int, Answer], tokens: list[int], tmp_path: Path
 ) -> None:

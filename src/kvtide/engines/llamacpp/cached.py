@@ -152,7 +152,7 @@ class CachedLlama:
             with self._lock:
                 if mine is self._answer:
                     self._store()
-                    self._answer_from = int(self.llm.n_ctx())
+                    self._answer_from = self.llm._n_ctx  # a model may be closed, and has no `n_ctx` then
 
     def _begin(self, prompt: Tokens) -> LlamaReport:
         """Restore what is stored of a prompt beyond what the context has of it."""
