@@ -1,11 +1,12 @@
 """kvtide below vLLM's own tiering, in the real engine."""
 
+import mmap
 import os
 import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def _tier(
         canonical_layout=is_canonical,
         kv_cache_layout="LBHNC",
     )
-    view = memoryview(cast(Any, np.zeros((2, CHUNK_BYTES), dtype=np.uint8)))
+    view = memoryview(mmap.mmap(-1, 2 * CHUNK_BYTES)).cast("B", (2, CHUNK_BYTES))
     return KVTideTier(SimpleNamespace(config=made), view, "KVTideTier", store=str(store), fingerprint=fingerprint)
 
 
@@ -90,6 +91,10 @@ def _store(tier: Any) -> bool:
     found = tier.lookup(b"key", None) is LookupResult.HIT
     tier.submit_store(TransferJob(1, [b"key"], np.array([0]), False, None))
     tier.shutdown()
+    # As vLLM does with its memory then.
+    memory = tier._primary_kv_view.obj
+    tier._primary_kv_view.release()
+    memory.close()
     return found
 
 

@@ -108,6 +108,7 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         self.drain_jobs()
         self._workers.shutdown()
         self._store.cache.close()
+        self._chunks = np.empty((0, 0), np.uint8)  # vLLM unmaps the memory next
 
 
 def _layout(config: Any, chunk_bytes: int) -> BlockLayout:
