@@ -374,6 +374,13 @@ def test_answer_that_is_off_is_a_fault_and_a_miss_upstairs(answer: bytes) -> Non
             tier.check()
 
 
+def test_answer_behind_an_announcement_is_the_answer() -> None:
+    announced = b"".join(b"HTTP/1.1 %d Wait\r\n\r\n" % status for status in (100, 102, 103))
+    with answering(announced + PART % (b"0-4/5", 5, b"hello")) as url, opened(http_tier(url, SystemClock())) as tier:
+        buffer = memoryview(bytearray(5))
+        assert (tier.get_into(object_id(1), buffer), bytes(buffer)) == (5, b"hello")
+
+
 def test_answer_without_a_bottom_hides_no_other_tier() -> None:
     body = b'{"x": ' + 100_000 * b"["
     with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)) as url:

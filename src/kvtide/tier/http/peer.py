@@ -134,7 +134,7 @@ class HttpConnection:
             while rest:
                 rest = rest[self._when_ready(patience, lambda sock, part: sock.send(part), rest) :]
         answer = parse_response_head(self._read_head(patience))
-        while answer.status == 100:
+        while answer.status < 200:
             answer = parse_response_head(self._read_head(patience))
         length = 0 if head.startswith(b"HEAD ") else answer.content_length
         if into is not None and answer.status in {200, 206}:
