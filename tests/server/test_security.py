@@ -23,7 +23,7 @@ from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
 
 from kvtide.clock import ManualClock, SystemClock
-from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.errors import RequestRefused, TierFull, TierUnavailable
 from kvtide.server import Service, backing_for
 from kvtide.server.auth import Gate, Grant, Scope, new_token, stored_namespace, token_digest
 from kvtide.server.logs import ACCESS_LOGGER, write_log
@@ -173,6 +173,16 @@ def test_objects_travel_over_tls(certificates: Path, tmp_path: Path, local_url: 
         stranger = http_tier(place, SystemClock())
         with opened(stranger), pytest.raises(TierUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
             stranger.contains(object_id(1))
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_large_object_that_is_refused_is_no_fault_of_its_server(certificates: Path, scheme: str) -> None:
+    tls = TlsSettings(cert_file=certificates / "server.pem", key_file=certificates / "server.key")
+    limits = ServerLimits(object_bytes_max=1 << 20)
+    with running_server(tls=tls if scheme == "https" else None, limits=limits) as server:
+        url = f"{scheme}://{server.address}?ca_file={certificates / 'ca.pem'}"
+        with opened(http_tier(url, SystemClock())) as tier, pytest.raises(TierFull):
+            tier.put_from(object_id(1), object_bytes(1, 32 << 20))
 
 
 def test_plain_request_to_a_tls_port_ends_quietly(certificates: Path) -> None:

@@ -12,6 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -129,10 +130,12 @@ class HttpConnection:
         start: where a range begins that is asked for. `received` counts its bytes alone, or those of a whole body.
         """
         self.has_answer, self.received, self.tag = False, 0, ""
-        for part in (memoryview(head), memoryview(body)):
-            rest = part
-            while rest:
-                rest = rest[self._when_ready(patience, lambda sock, part: sock.send(part), rest) :]
+        # Who refuses a body answers before it has all of it, and closes.
+        with suppress(ConnectionError, ssl.SSLEOFError):
+            for part in (memoryview(head), memoryview(body)):
+                rest = part
+                while rest:
+                    rest = rest[self._when_ready(patience, lambda sock, part: sock.send(part), rest) :]
         answer = parse_response_head(self._read_head(patience))
         while answer.status < 200:
             answer = parse_response_head(self._read_head(patience))
@@ -159,7 +162,7 @@ class HttpConnection:
             if len(self._pending) > HEAD_BYTES_MAX:
                 raise RequestRefused(502, f"the answer's head has more than {HEAD_BYTES_MAX} bytes")
             scratch = bytearray(HEAD_BYTES_MAX)
-            came = self._when_ready(patience, _receive_some, memoryview(scratch))
+            came = self._when_ready(patience, lambda sock, part: sock.recv_into(part), memoryview(scratch))
             if not came:
                 raise ConnectionResetError("the server closed before its answer")
             self.has_answer = True
@@ -173,7 +176,7 @@ class HttpConnection:
         view[:done], self._pending = self._pending[:done], self._pending[done:]
         while done < len(view):
             self.received = done if is_counted else 0
-            came = self._when_ready(patience, _receive_some, view[done:])
+            came = self._when_ready(patience, lambda sock, part: sock.recv_into(part), view[done:])
             if not came:
                 raise ConnectionResetError(f"the server closed after {done} of {len(view)} bytes")
             done += came
@@ -193,10 +196,6 @@ class HttpConnection:
                 continue
             patience.note_progress()
             return moved
-
-
-def _receive_some(sock: socket.socket, part: memoryview) -> int:
-    return sock.recv_into(part)
 
 
 @dataclass(slots=True, eq=False)
