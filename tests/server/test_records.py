@@ -58,6 +58,10 @@ def test_generation_never_sinks(tmp_path: Path) -> None:
         assert records.generation("", SPACE) == 5
         records.adopt([Record("", *NAME, "6", 1)])
         assert records.generation("", SPACE) == 6
+        # A centre that had lost it, and tells it again, is news of it.
+        records.begin_anew()
+        records.adopt([Record("", *NAME, "6", 1)])
+        assert [each.version for each in records.changes(lambda tenant: True, 0).records] == [1]
 
 
 def test_older_news_of_a_record_are_ignored() -> None:

@@ -232,7 +232,7 @@ class Records:
     def _is_old(self, record: Record) -> bool:
         found = self._records.get(_place(record))
         if found is not None and record.kind is RecordKind.GENERATION:
-            return int(record.value) <= int(found.value)
+            return (int(record.value), record.version) <= (int(found.value), found.version)
         return found is not None and record.version <= found.version
 
     def _keep(self, record: Record) -> None:
