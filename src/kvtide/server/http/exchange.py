@@ -185,7 +185,7 @@ class Reception:
         except RequestRefused as error:
             # Who has a token may guess others no faster.
             if not guest.is_known or error.status == HTTPStatus.UNAUTHORIZED:
-                wait_s = self._stranger_rates.take(account, exchange.arrived_s, self._live.limits.head_s_max)
+                wait_s = self._stranger_rates.take(account, exchange.stream.now_s(), self._live.limits.head_s_max)
                 await asyncio.sleep(wait_s)
             await self._turns.take(STRANGERS)
             raise
@@ -196,7 +196,7 @@ class Reception:
             exchange.is_kept_alive = False
             raise
         await self._turns.take(exchange.owner)
-        self._rates.take(exchange.owner, exchange.arrived_s)
+        self._rates.take(exchange.owner, exchange.stream.now_s())
 
     async def go_on(self, exchange: Exchange) -> None:
         """Wait for the turn of the next part of a request that is as much work as several."""
