@@ -27,6 +27,10 @@ class WrongServer(TierUnavailable):
     """A server of a pool sends us to another one, by its newer map."""
 
 
+class NotAllowed(TierUnavailable):
+    """A server will not do what we ask for, however often we ask."""
+
+
 class DeviceFault(KvtideError):
     """A GPU, its driver or its compiler refuses the kernels."""
 

@@ -293,6 +293,8 @@ def test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name(tenants: W
     one, two = tenants.regions
     put(one, 1, **bearer("b"))
     assert ask(one, "GET", 1, **bearer("b"))[1] == object_bytes(1), "it stays in its region"
+    put(one, 2, **bearer("a"))
+    wait_until(lambda: ask(tenants.centre, "HEAD", 2, **bearer("a"))[0].status == 200, "what is allowed to be sent")
     answer, _ = ask(two, "GET", 1, Force_Latest="1", **bearer("b"))
     assert answer.status == 503, "nobody may say that it is not there"
     answer, content = ask(one, "PUT", GENERATION, b"1", **bearer("b"))

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from kvtide.clock import Clock
 from kvtide.config import Limits
-from kvtide.errors import RequestRefused, TierUnavailable
+from kvtide.errors import NotAllowed, RequestRefused, TierUnavailable
 from kvtide.evict import Hint
 from kvtide.server.names import Names
 from kvtide.server.records import CentralRecords, Records
@@ -317,23 +317,21 @@ class Synchroniser:
         object_id = self.manifest.next()
         if object_id is None:
             return None
-        found, central = None, self._central
-        is_lacking = self._names.is_current(object_id.name) and (
-            not central.contains(object_id)
-            or stored_quality(self._local, object_id) < stored_quality(central, object_id)
-        )
-        if is_lacking:
-            found = read_whole(self._local, object_id, self._object_bytes_max, self._take)
-        if found is not None:
-            self._tries[object_id] += 1
-            try:
-                self.sent_objects += central.put_from(object_id, found)
-            except TierUnavailable as error:
-                # The centre answers, but does not take this one: after some tries it is given up.
-                if self._tries[object_id] < TRIES_MAX:
-                    raise
-                self.given_up += 1
-                _log.warning("the centre does not take %s, it stays here: %s", object_id, error)
+        found: memoryview | None = None
+        try:
+            is_lacking = self._names.is_current(object_id.name) and (
+                not self._central.contains(object_id)
+                or stored_quality(self._local, object_id) < stored_quality(self._central, object_id)
+            )
+            if is_lacking and (found := read_whole(self._local, object_id, self._object_bytes_max, self._take)):
+                self._tries[object_id] += 1
+                self.sent_objects += self._central.put_from(object_id, found)
+        except TierUnavailable as error:
+            # The centre answers, but does not take this one, now or ever: after some tries it is given up.
+            if not isinstance(error, NotAllowed) and self._tries[object_id] < TRIES_MAX:
+                raise
+            self.given_up += 1
+            _log.debug("the centre does not take %s, it stays here: %s", object_id, error)
         del self._tries[object_id]
         self.manifest.done(object_id)
         return 0 if found is None else len(found)

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from kvtide.clock import Clock
-from kvtide.errors import CorruptPayload, RequestRefused, TierFull, TierUnavailable, WrongServer
+from kvtide.errors import CorruptPayload, NotAllowed, RequestRefused, TierFull, TierUnavailable, WrongServer
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided, decisions_text
 from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take
@@ -71,6 +71,8 @@ TRIES_MAX = 6
 _RETRY_S = 0.05
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+# Statuses that say more than that a server can't serve now.
+_REFUSALS = {307: WrongServer, 400: NotAllowed, 403: NotAllowed, 413: TierFull, 507: TierFull}
 
 
 class HttpTier(CountingTier):
@@ -200,8 +202,6 @@ class HttpTier(CountingTier):
                     answer = put_in_pieces(ask, buffer, self._clock, self._operation_s_max, time.sleep)
                 else:
                     answer = self._send(peer, "PUT", target, headers, buffer)
-                if answer.status in {413, 507}:
-                    raise TierFull(f"{peer.endpoint} has no room for {object_id}")
                 # Of 409 its generation is over: nobody wants the object.
                 if answer.status not in {200, 201, 409}:
                     raise _refusal("PUT", answer)
@@ -354,9 +354,8 @@ def _ranges_in(answer: HttpAnswer, body: memoryview, asked: Sequence[ByteRange])
 
 
 def _refusal(method: str, answer: HttpAnswer) -> TierUnavailable:
-    if answer.status == 307:
-        return WrongServer(f"{method} was sent on to {answer.headers.get('location', 'nowhere')!r}")
-    return TierUnavailable(f"{method} was answered with status {answer.status}: {answer.reason}")
+    kind = _REFUSALS.get(answer.status, TierUnavailable)
+    return kind(f"{method} was answered with status {answer.status}: {answer.reason}")
 
 
 def _decoded(answer: HttpAnswer, kind: type[_Result]) -> _Result:
