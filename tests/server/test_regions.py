@@ -124,8 +124,13 @@ def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
             assert each.name == named(0).name
             second.done(each)
         assert order == [object_id(number) for number in (3, 1, 2, 4)]
-    with manifest_in(tmp_path) as third:
-        assert (len(third), third.next()) == (0, None)
+    with manifest_in(tmp_path, 5) as third:
+        assert (len(third), third.next()) == (1, named(5))
+    # Damage to a name costs what is stored under it.
+    path = tmp_path / "manifest"
+    path.write_bytes(path.read_bytes().replace(b"a" + bytes(63), b"\xff" + bytes(63)))
+    with manifest_in(tmp_path) as fourth:
+        assert (len(fourth), fourth.next()) == (0, None)
 
 
 def test_manifest_drops_the_oldest_over_its_bound_though_it_was_read(

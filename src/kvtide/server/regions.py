@@ -31,7 +31,7 @@ from kvtide.tier.files import Files
 from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.http.records import RecordsClient, backed_up, records_clients
 from kvtide.tier.stack import TierStack
-from kvtide.types import BlockKey, Name, NamedId, Namespace, ObjectId
+from kvtide.types import DIGEST_BYTES, BlockKey, Name, NamedId, Namespace, ObjectId
 from kvtide.wire import HEADER_BYTES, object_bytes, object_quality
 from kvtide.wire.protocol import Header
 
@@ -43,7 +43,6 @@ RECORDS_MAX = 4 * PENDING_MAX
 # Sequence number, stored namespace, key, kind. A name takes two: generation, stored and own namespace; then the tenant.
 _RECORD = struct.Struct("<Q32s32sB")
 _ADDED, _DONE, _NAME, _TENANT = range(4)
-_TENANT_BYTES = 64
 _FILE_BYTES_MAX = 2 * RECORDS_MAX * _RECORD.size
 RETRY_S = 0.5
 # The synchroniser's wait when there is nothing to send, or nobody to send it to.
@@ -88,8 +87,9 @@ class Manifest:
                 if kind == _NAME:
                     named = (number, Namespace(first), Namespace(second))
                 elif kind == _TENANT and named is not None:
-                    tenant = (first + second).rstrip(b"\0").decode("ascii", errors="replace")
-                    self._names[named[1]] = Name(tenant, named[2], named[0])
+                    tenant = (first + second).rstrip(b"\0").decode("latin-1")
+                    if tenant.isascii() and tenant.isprintable():
+                        self._names[named[1]] = Name(tenant, named[2], named[0])
                 elif kind in {_ADDED, _DONE}:
                     object_id = ObjectId(Namespace(first), BlockKey(second))
                     self._sequence = max(self._sequence, number)
@@ -177,10 +177,9 @@ class Manifest:
 
 
 def _packed_name(stored: Namespace, name: Name) -> bytes:
-    tenant = name.tenant.encode("ascii").ljust(_TENANT_BYTES, b"\0")
-    half = _TENANT_BYTES // 2
+    tenant = name.tenant.encode("ascii")
     first = _RECORD.pack(name.generation, stored, name.namespace, _NAME)
-    return first + _RECORD.pack(0, tenant[:half], tenant[half:], _TENANT)
+    return first + _RECORD.pack(0, tenant[:DIGEST_BYTES], tenant[DIGEST_BYTES:], _TENANT)
 
 
 class Recovery:
