@@ -1,6 +1,7 @@
 """Bodies that don't come, readers that don't read, slow tiers, odd requests, strangers: others are served."""
 
 import errno
+import gc
 import json
 import socket
 import threading
@@ -263,11 +264,14 @@ def test_slow_reads_of_one_tenant_leave_threads_to_others(limits: ServerLimits) 
         ("GET", OBJECT, None, "get"),
         ("HEAD", OBJECT, None, "get"),
         ("PUT", OBJECT, object_bytes(1), "put"),
+        ("PUT", OBJECT, object_bytes(2), "contains"),
         ("DELETE", OBJECT, None, "delete"),
         ("POST", f"{SPACE}/exists", json.dumps({"keys": [object_id(1).key.hex()]}).encode(), "contains"),
     ],
 )
-def test_deadline_holds_while_a_tier_hangs(method: str, path: str, body: bytes | None, verb: str) -> None:
+def test_deadline_holds_while_a_tier_hangs(
+    method: str, path: str, body: bytes | None, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with running_server(limits=ServerLimits(io_threads=1)) as server, blocked(server, verb) as tier:
         for _ in range(3):
             started_s = time.monotonic()
@@ -280,6 +284,8 @@ def test_deadline_holds_while_a_tier_hangs(method: str, path: str, body: bytes |
         wait_until(lambda: not tier.waiting, "the call to come back")
         tier.verbs.clear()
         assert ask(server, "GET", "/v1", "")[0].status == 200
+        gc.collect()
+        assert "never retrieved" not in caplog.text, "a fault that nobody waits for"
 
 
 def test_deadline_counts_from_the_first_byte_and_ends_an_upload() -> None:

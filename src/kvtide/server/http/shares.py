@@ -280,7 +280,7 @@ class Workers:
         self._executor.shutdown()
 
     async def read(
-        self, owner: str, action: Callable[[], _Result], undo: Callable[[_Result], None] | None = None
+        self, owner: str, action: Callable[[], _Result], undo: Callable[[_Result], None] = lambda result: None
     ) -> _Result:
         """Run what may wait for a tier. If we are cancelled meanwhile, its result goes to `undo`."""
         await self._reading.take(owner)
@@ -288,8 +288,7 @@ class Workers:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            if undo is not None:
-                future.add_done_callback(partial(_undo, undo))
+            future.add_done_callback(partial(_undo, undo))
             raise
 
     async def write(self, owner: str, action: Callable[[], _Result], drop: Callable[[], None] | None = None) -> _Result:
@@ -304,8 +303,9 @@ class Workers:
 
     def _begun(self, shares: Shares, owner: str, action: Callable[[], _Result]) -> asyncio.Future[_Result]:
         future = asyncio.get_running_loop().run_in_executor(self._executor, action)
-        # The thread is the owner's until it is done, also if nobody waits for it any more.
+        # The thread is the owner's until it is done, also if nobody waits for it any more, or would hear of its fault.
         future.add_done_callback(lambda _: shares.give_back(owner))
+        future.add_done_callback(asyncio.Future.exception)
         return future
 
 
