@@ -177,13 +177,14 @@ class EtcdMembership(Membership):
     def read(self) -> PoolMap:
         """Return the map of what is registered now. The era is the cluster's id, and how often its revision fell."""
         found = self._call("/v3/kv/range", {**self._range, "limit": SERVERS_MAX}, _Range)
-        members, era, revision = self._members(found.kvs), self.era, found.header.revision
+        members, revision = self._members(found.kvs), found.header.revision
         self._losses += revision < self._revision
-        self._revision = revision
-        self.era = f"{found.header.cluster_id}-{self._losses}"
+        self._revision, era = revision, f"{found.header.cluster_id}-{self._losses}"
         if self._known is None or self._known.servers != members or self.era != era:
             # Everything that changes the members changes the revision, the end of a lease too.
             self._known = PoolMap(revision, members, self._replicas, kind=self._kind)
+        # Not before there is a map of it: with no server left there is none.
+        self.era = era
         return self._known
 
     def _members(self, entries: Sequence[_EtcdEntry]) -> tuple[PoolServer, ...]:
