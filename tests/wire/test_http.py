@@ -32,12 +32,13 @@ def test_request_head_round_trips(name: str, headers: dict[str, str], length: in
     assert {key: value for key, value in head.headers.items() if key.startswith("x-")} == headers
 
 
-@pytest.mark.parametrize("length", [0, 5])
+# What a body would have had that is not sent counts for nothing.
+@pytest.mark.parametrize(("status", "length", "body_bytes"), [(206, 0, 0), (206, 5, 5), (304, 5, 0)])
 @pytest.mark.parametrize("is_kept_alive", [True, False])
-def test_response_head_round_trips(length: int, is_kept_alive: bool) -> None:
+def test_response_head_round_trips(status: int, length: int, body_bytes: int, is_kept_alive: bool) -> None:
     connection = [] if is_kept_alive else [("Connection", "close")]
-    head = http.parse_response_head(http.pack_response_head(206, [("Content-Length", length), *connection]))
-    assert (head.status, head.content_length, head.is_kept_alive) == (206, length, is_kept_alive)
+    head = http.parse_response_head(http.pack_response_head(status, [("Content-Length", length), *connection]))
+    assert (head.status, head.content_length, head.is_kept_alive) == (status, body_bytes, is_kept_alive)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def parse_response_head(data: bytes) -> ResponseHead:
     status = parser.get_status_code()
     if "transfer-encoding" in found.headers or (length is None and status >= 200 and status not in NO_BODY):
         raise RequestRefused(502, "the answer does not say how long it is")
-    return ResponseHead(status, found.headers, length or 0, found.is_kept_alive)
+    return ResponseHead(status, found.headers, 0 if status in NO_BODY else length or 0, found.is_kept_alive)
 
 
 def pack_request_head(method: str, target: str, headers: Headers) -> bytes:
