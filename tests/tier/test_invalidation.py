@@ -173,6 +173,18 @@ def test_one_server_of_two_is_enough(server: RunningServer) -> None:
     invalidations.close()
 
 
+def test_servers_that_took_the_place_of_all_others_are_asked(server: RunningServer) -> None:
+    tier, urls = open_memory(), iter(["http://127.0.0.1:9", server.url])
+    tier.put_from(object_id(1), object_bytes(1))
+    invalidate(server)
+    invalidations = Invalidations(lambda: records_clients(next(urls), CLOCK), [tier], None, CLOCK)
+    invalidations.open([tier])
+    assert tier.contains(object_id(1))
+    invalidations.refresh()
+    assert not tier.contains(object_id(1))
+    invalidations.close()
+
+
 def test_a_stack_without_servers_asks_nobody(tmp_path: Path) -> None:
     assert stack_of(f"disk://{tmp_path}/own", Limits(), CLOCK, nothing_pinned)._invalidations is None
 

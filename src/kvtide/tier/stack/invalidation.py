@@ -166,8 +166,11 @@ class Invalidations:
             except (TierUnavailable, RequestRefused) as error:
                 fault = fault or error
         self._forget({name: value for name, value in raised.items() if value > self._known.get(name, 0)})
-        self._clients = asked
+        self._clients = asked if fault is None else []
         if fault is not None:
+            # A pool may have other servers by now: they are looked for again, and asked for everything.
+            for client, _ in asked:
+                client.close()
             raise fault
 
     def _changed(self, client: RecordsClient, after: int, raised: _Generations) -> int:
