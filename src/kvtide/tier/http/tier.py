@@ -54,7 +54,6 @@ from kvtide.wire.receiver import FRAME_HEADER_BYTES, frame_header
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-_Sleep = Callable[[float], None]
 
 # One operation, its retries included.
 OPERATION_S_MAX = 10.0
@@ -373,7 +372,7 @@ def _digest(digits: str) -> bytes:
 
 
 def put_in_pieces(
-    ask: Callable[[Buffer], HttpAnswer], buffer: Buffer, clock: Clock, patience_s: float, sleep: _Sleep
+    ask: Callable[[Buffer], HttpAnswer], buffer: Buffer, clock: Clock, patience_s: float, sleep: Callable[[float], None]
 ) -> HttpAnswer:
     """Send an object by requests with bodies of at most REQUEST_BYTES_MAX; return the answer that ends it.
 

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from itertools import cycle
 from mmap import PAGESIZE
 from typing import NamedTuple
@@ -71,11 +72,8 @@ class SealedTier(WrappedTier, CountingTier):
         self._unopened: Recent[ObjectId, bytes] = Recent(UNOPENED_MAX)
         self._is_told = False
         self._scratches: list[memoryview] = []
+        self._workers = partial(ThreadPoolExecutor, AHEAD_MAX, thread_name_prefix="kvtide-unseal")
         self._ahead = self._workers()
-
-    @staticmethod
-    def _workers() -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(AHEAD_MAX, thread_name_prefix="kvtide-unseal")
 
     def close(self) -> None:
         ahead, self._ahead = self._ahead, self._workers()
