@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 from kvtide.block import BlockLayout
 from kvtide.cli.app import app
 from kvtide.cli.store import pays_from
+from kvtide.config import Limits
 from kvtide_lab.bench.services import s3_command, s3_server, valkey_command, valkey_server
 
 BLOCKS = 3
@@ -109,7 +111,9 @@ def test_rm_removes_from_it(store: str, layout: BlockLayout) -> None:
     assert kvtide("stats", "--store", store)["objects"] == 0
 
 
-def test_profiles_come_and_go(store: str, tmp_path: Path) -> None:
+def test_profiles_come_and_go(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An engine gave its disk more than the usual room, and it is full beyond that: nothing is evicted.
+    monkeypatch.setattr("kvtide.cli.store.Limits", partial(Limits, disk_bytes_max=1 << 16))
     profile, file, back = fitted(LAYOUT), tmp_path / "mine.kvprofile", tmp_path / "back.kvprofile"
     file.write_bytes(profile.to_bytes())
     digest, whose = profile.digest.hex(), ("--fingerprint", "a model")
