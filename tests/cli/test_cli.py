@@ -32,6 +32,7 @@ from kvtide.importance import UseRecord, record_id
 from kvtide.plan import JudgeRecord
 from kvtide.server.settings import read_settings
 from kvtide.store.notes import USES_CODEC, write_judge, write_note
+from kvtide.tier.disk import DiskTier
 from kvtide.tier.http.tier import http_tier
 from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object
@@ -113,6 +114,11 @@ def test_explain_shows_a_models_name_as_it_is(store: Path, layout: BlockLayout, 
 def test_rm_without_a_clear_choice_removes_nothing(words: list[str], store: Path) -> None:
     refused("rm", *words, "--store", store)
     assert len(stored_records(store)) == 3
+
+
+def test_rm_that_may_not_remove_says_so(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskTier, "delete", lambda *given: False)
+    assert "3 objects could not be removed, 0 were" in refused("rm", "--all", "--yes", "--store", store)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1, 'a']", '["a"]', "\xff"])

@@ -254,12 +254,11 @@ def rm(
         if everything and not is_sure and not _agreed(len(infos), sum(info.size for info in infos), url, as_json):
             CONSOLE.print("nothing removed")
             return
-        removed = []
-        for info in infos:
-            names = (info.id.key.hex(), info.id.namespace.hex())
-            matches = everything or any(name.startswith(prefix) for name in names for prefix in chosen)
-            if matches and tier.delete(info.id, "removed"):
-                removed.append(info.size)
+        named = [info for info in infos if any(each.hex().startswith(tuple(chosen or [""])) for each in info.id)]
+        gone = {info: tier.delete(info.id, "removed") for info in named}
+        removed = [info.size for info, is_gone in gone.items() if is_gone]
+        if kept := sum(tier.contains(info.id) for info, is_gone in gone.items() if not is_gone):
+            raise ValueError(f"{kept} objects could not be removed, {len(removed)} were: a token needs the scope write")
     line = f"removed {len(removed)} objects, {format_bytes(sum(removed))}"
     say({"store": url, "removed": len(removed), "removed_bytes": sum(removed)}, as_json, line)
 
