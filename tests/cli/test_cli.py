@@ -263,6 +263,7 @@ explain --tokens FILE --store STORE        | kvtide explain --text FILE
 explain --tokens TOKENS --store STORE      | --namespace; kvtide stats
 rm --store STORE                           | kvtide ls
 rm abc --store STORE                       | at least 4 hex digits; kvtide ls
+rm --all --store STORE                     | nobody can be asked: add --yes
 serve --listen 0.0.0.0:7421                | kvtide token; 127.0.0.1; --open-to-all
 serve --listen 203.0.113.1:7421 --open-to-all | can't serve; kvtide doctor --store URL
 serve --listen nowhere                     | host:port or unix:/path; see kvtide serve --help
@@ -285,6 +286,7 @@ def test_mistake_is_answered_by_one_line_that_names_the_next_command(
 ) -> None:
     words, _, expected = row.partition("|")
     monkeypatch.setattr("kvtide.cli.store.DEFAULT_STORE", str(tmp_path / "DEFAULT"))
+    monkeypatch.setattr(sys, "stdin", None)
     for name, content in (("FILE", "once upon a time"), ("TOKENS", "[1, 2, 3]"), ("CONFIG", CONFIG)):
         (tmp_path / name).write_text(content)
     for name in ("FOLDER", "STORE/segments"):

@@ -265,7 +265,7 @@ def rm(
 
 def _agreed(objects: int, size: int, url: str, as_json: bool) -> bool:
     """Ask whether all is to go. ValueError where nobody can be asked."""
-    if as_json or not sys.stdin.isatty():
+    if as_json or sys.stdin is None or not sys.stdin.isatty():
         raise ValueError(f"--all would remove {objects} objects and nobody can be asked: add --yes")
     return typer.confirm(f"Remove all {objects} objects, {format_bytes(size)}, of {url}?")
 
