@@ -46,7 +46,9 @@ def test_size_is_what_the_models_cache_takes(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"num_hidden_layers": "x"}', json.dumps({**GQA, "dtype": "int4"})]
+    "content",
+    ["", "[]", "{}", '{"num_hidden_layers": "x"}', json.dumps({**GQA, "dtype": "int4"}), '{"x": ' + "[" * 100_000]
+    + [json.dumps({**GQA, name: -8}) for name in ("num_hidden_layers", "head_dim", "kv_lora_rank")],
 )
 def test_config_that_does_not_say_is_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -95,6 +97,7 @@ def test_folder_of_texts_is_read_in_order_of_time(tmp_path: Path) -> None:
     first, longer = "a" * 1024, "a" * 1024 + "b" * 600
     _write(tmp_path, [{"timestamp": 2, "input": longer, "output": "more"}], "a.jsonl.gz")
     _write(tmp_path, [{"timestamp": 1, "input": first}], "b.jsonl")
+    (tmp_path / "logs" / "b.jsonl.md5").write_text("neither of both kinds")
     said = json.loads(_sized(tmp_path, "--json").stdout)
     assert said["trace"] == {"block_tokens": 128, "prompts": 2, "blocks": 5, "different_blocks": 3}
     assert said["hits"][-1]["hit_rates"]["raw"] == pytest.approx(2 / 5)
@@ -111,6 +114,7 @@ def test_folder_of_texts_is_read_in_order_of_time(tmp_path: Path) -> None:
         (b'{"hash_ids": [1], "input": "x"}', "must have hash_ids, or a text"),
         (b'{"hash_ids": [1]}\n{"input": "' + b"x" * 600 + b'"}', "has [128, 512]"),
         (b"[" * 100_000, "line 1 is no request"),
+        (b'{"x": ' + b"[" * 100_000, "line 1 is no request"),
         (b'{"input": "' + b"x" * 4096 + b'"}', "line 1 is no request (cut off, or too long?)"),
         (b'{"hash_ids": [1, 2, 3, 4, 5]}\n' * 2, "line 2 is beyond 9 blocks"),
         (b'{"hash_ids": []}\n' * 5, "has no full block"),

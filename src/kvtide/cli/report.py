@@ -26,6 +26,7 @@ import kvtide
 CONSOLE = Console()
 # What columns beside a model's name take at most.
 _OTHERS_WIDTH = 63
+_JSON_BYTES_MAX = 256 << 20
 _Value = TypeVar("_Value")
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
@@ -96,10 +97,11 @@ def say(result: Any, as_json: bool, *shown: Any) -> None:
 
 
 def read_json(path: Path, kind: type[_Value], mistake: str) -> _Value:
-    """The value of this type that a user's file holds. ValueError, which begins with `mistake`, if it holds none."""
+    """The value in a user's file, which may be one without an end. ValueError, which begins with `mistake`, if none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(_JSON_BYTES_MAX), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{mistake} {error}") from error
 
 

@@ -14,13 +14,12 @@ import msgspec
 import typer
 from rich.table import Table
 
-from kvtide.cli.report import JsonOption, format_bytes, narrow_table, say
+from kvtide.cli.report import JsonOption, format_bytes, narrow_table, read_json, say
 from kvtide.clock import ManualClock
 from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
 
-CONFIG_BYTES_MAX = 4 << 20
 _DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 # What `lossless` leaves of a block, measured on SmolLM2-135M (docs/codec.md, "Measured"): 1 / 1.197, 1.165, 1.490.
 _LOSSLESS_SHARE = {"float32": 0.835, "float16": 0.858, "bfloat16": 0.671}
@@ -114,13 +113,7 @@ def size(
 def read_config(model: Path) -> Config:
     """Read a model's config. ValueError if there is none to be read."""
     path = model / "config.json" if model.is_dir() else model
-    try:
-        with path.open("rb") as file:
-            config = msgspec.json.decode(file.read(CONFIG_BYTES_MAX), type=Config)
-    except OSError as error:
-        raise ValueError(f"expected a folder or a config.json, as in kvtide size --model FOLDER: {error}") from error
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is no model's config: {error}") from error
+    config = read_json(path, Config, f"no model's config at {path}, as in kvtide size --model FOLDER:")
     return config.text_config or config
 
 
@@ -136,7 +129,7 @@ def cache_shape(config: Config, dtype: str = "") -> CacheShape:
     if config.kv_lora_rank:
         # Latent attention keeps one vector a token for keys and values of all heads, and the part with positions.
         elements = config.kv_lora_rank + config.qk_rope_head_dim
-    if not layers or not elements:
+    if min(layers, elements) <= 0:
         raise ValueError("the config does not say how many layers, heads and dimensions the cache has")
     kinds = config.layer_types or ["full_attention"] * layers
     full = sum(kind == "full_attention" for kind in kinds)
@@ -200,7 +193,7 @@ def read_prompts(path: Path, block_tokens: int) -> AskedPrompts:
     block_tokens: of what has an id. ValueError, with file and line, for anything else.
     """
     found, units, blocks = list[tuple[float, list[BlockKey]]](), set[int](), 0
-    for file in sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]:
+    for file in sorted([*path.rglob("*.jsonl"), *path.rglob("*.jsonl.gz")]) if path.is_dir() else [path]:
         for where, row in _rows(file):
             if (row.hash_ids is None) == (row.input is None):
                 raise ValueError(f"{where} must have hash_ids, or a text as input")
@@ -233,7 +226,7 @@ def _rows(path: Path) -> Iterator[tuple[str, _Line]]:
             for number, line in enumerate(iter(partial(file.readline, LINE_BYTES_MAX), b""), 1):
                 if line.strip():
                     yield f"{path}: line {number}", msgspec.json.decode(line, type=_Line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: line {number} is no request (cut off, or too long?): {error}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"can't read {path}, which should be a request a line: {error}") from error
