@@ -252,6 +252,7 @@ ls --store htp://host                      | expected one of disk://; see kvtide
 ls --limit many                            | '--limit'; see kvtide ls --help
 ping http://127.0.0.1:1                    | said with --store; see kvtide ping --help
 ping --store http://127.0.0.1:1            | refused; kvtide doctor --store URL
+ping --store STORE --prefill-tokens-s inf  | positive and finite; see kvtide ping --help
 size                                       | '--model'; see kvtide size --help and docs/sizing.md
 size --model CONFIG --disk-gb inf          | '--disk-gb'; see kvtide size --help
 size --model FOLDER                        | kvtide size --model
@@ -261,6 +262,8 @@ size --model CONFIG --trace FILE --policy x | 'x'; see kvtide size --help
 explain --store FOLDER                     | kvtide explain --text FILE --model FOLDER
 explain --tokens FILE --store STORE        | kvtide explain --text FILE
 explain --tokens TOKENS --store STORE      | --namespace; kvtide stats
+explain --tokens TOKENS --quality -1       | '--quality'; see kvtide explain --help
+explain --tokens /dev/zero --store STORE   | no JSON list; malformed
 rm --store STORE                           | kvtide ls
 rm abc --store STORE                       | at least 4 hex digits; kvtide ls
 rm --all --store STORE                     | nobody can be asked: add --yes

@@ -79,7 +79,7 @@ def explain(
     block_tokens: Annotated[int, typer.Option(min=1)] = 256,
     profile: Annotated[list[Path] | None, typer.Option(help="Profiles beside those that ship.")] = None,
     quality: Annotated[
-        float | None, typer.Option(help="KL divergence that the engine asks for: 5e-3 for tide:5e-3.")
+        float | None, typer.Option(min=0, help="KL divergence that the engine asks for: 5e-3 for tide:5e-3.")
     ] = None,
     prefill: Annotated[
         float, typer.Option("--prefill-tokens-s", min=0, help="Speed of your engine: says what the hit gains.")

@@ -279,8 +279,8 @@ def ping(
     as_json: JsonOption = False,
 ) -> None:
     """Measure round trip and rate of a store, and say from which prefix length on loading pays. Stores nothing."""
-    if any(not each > 0 for each in prefill or ()):
-        raise ValueError("an engine's speed is positive")
+    if any(not 0 < each < math.inf for each in prefill or ()):
+        raise ValueError("an engine's speed is positive and finite")
     clock = SystemClock()
     with looking_at(url) as tier:
         # The first one connects.
