@@ -127,11 +127,13 @@ def test_explain_refuses_a_bad_token_file(content: str, store: Path, tokens: Pat
     refused("explain", "--tokens", tokens, "--store", store)
 
 
-def test_doctor_names_a_store_that_is_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("target", "said"), [("file", "not a directory"), ("no", "nowhere"), ("store", "nowhere")])
+def test_doctor_names_a_store_that_is_a_file_or_a_link_to_none(target: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(app, ["doctor", "--store", str(tmp_path / "file")])
+    (tmp_path / "store").symlink_to(target)
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["doctor", "--store", str(tmp_path / "store")])
     assert result.exit_code == 1
-    assert "not a directory" in result.stdout
+    assert said in result.stdout
 
 
 def test_chart_says_which_waits_were_not_measured() -> None:

@@ -61,9 +61,9 @@ OPTIONAL = {
 def store_findings(url: str) -> list[DoctorFinding]:
     """Look at a store of any URL. ValueError for a URL that is none, or a folder that is no store."""
     path = disk_path(url)
-    findings = list(_disk(path) if path is not None else map(_server, _each_server(url)))
-    is_there = path is None or (path / "segments").is_dir()
-    if is_there and any(finding.status != "bad" for finding in findings):
+    findings = list(_disk(url, path) if path is not None else map(_server, _each_server(url)))
+    is_good = any(finding.status != "bad" for finding in findings)
+    if is_good and (path is None or (path / "segments").is_dir()):
         findings += [*_seals(url), *_promises(url)]
     return findings
 
@@ -86,11 +86,13 @@ def _promises(url: str) -> Iterator[DoctorFinding]:
         yield DoctorFinding("profile", "off", said, f"kvtide profile ls --store {shlex.quote(url)}")
 
 
-def _disk(path: Path) -> Iterator[DoctorFinding]:
-    existing = next(folder for folder in (path, *path.resolve().parents) if folder.exists())
-    if not existing.is_dir():
-        yield DoctorFinding("store", "bad", f"{existing} is not a directory")
+def _disk(url: str, path: Path) -> Iterator[DoctorFinding]:
+    try:
+        open_tier(url, Limits(), SystemClock(), lambda key: False)
+    except ValueError as error:
+        yield DoctorFinding("store", "bad", str(error))
         return
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     yield _room(path, existing)
     if not os.access(existing, os.W_OK):
         yield DoctorFinding("store", "bad", f"{existing} can't be written: blocks are read but never stored")
@@ -220,12 +222,9 @@ def _show(findings: Sequence[DoctorFinding]) -> None:
         state = f"[{colours[finding.status]}]{finding.status}[/]"
         table.add_row(escape(finding.subject), state, escape(finding.detail))
     CONSOLE.print(table)
-    hints = [finding for finding in findings if finding.hint]
-    if hints:
-        CONSOLE.print("What changes it, to be copied:")
-    for finding in hints:
-        # On a line of its own, as it is: a table would wrap it.
-        CONSOLE.print(finding.hint, markup=False, highlight=False, soft_wrap=True)
+    if hints := [finding.hint for finding in findings if finding.hint]:
+        # Each on a line of its own, as it is: a table would wrap it.
+        CONSOLE.print("What changes it, to be copied:", *hints, sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def _python() -> DoctorFinding:
