@@ -222,6 +222,7 @@ def test_records_are_backed_up_removed_and_restored(servers: list[RunningServer]
         "record profile absent",
         "record --restore {tmp}/none",
         "record --backup {tmp}/a --restore {tmp}/a",
+        "record --backup {tmp}",
         "record alias chat --backup {tmp}/a",
         "record alias",
         "record",

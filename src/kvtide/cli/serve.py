@@ -172,8 +172,10 @@ def record(
             raise ValueError("give a record's kind and name, or --backup FILE, or --restore FILE")
         with _clients(server) as clients:
             if backup is not None:
+                if not backup.is_file() and (backup.exists() or backup.is_symlink()):
+                    raise ValueError(f"{backup} is no file that may be replaced")
                 kept, what = backed_up(clients), "backed up"
-                Files().save(backup, msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
+                Files().save(backup.resolve(), msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
             elif restored is not None:
                 kept, what = read_json(restored, list[Record], f"{restored} holds no records:"), "restored"
                 restore(clients, kept)
