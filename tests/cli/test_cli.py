@@ -193,12 +193,14 @@ def test_invalidation_reaches_every_server_of_a_pool(servers: list[RunningServer
 def test_records_are_backed_up_removed_and_restored(servers: list[RunningServer], tmp_path: Path) -> None:
     one, two = servers
     file = str(tmp_path / "backup.json")
+    (tmp_path / "backup.part").write_text("somebody's")
     said("record", "alias", "chat", SPACE, "--server", one.url)
     said("record", "profile", "p", "some text", "--server", one.url)
     assert "generation 1" in said("invalidate", "chat", "--server", one.url)
     for _ in range(2):
         said("invalidate", SPACE, "--server", one.url)
     assert "3 records backed up" in said("record", "--backup", file, "--server", one.url)
+    assert (tmp_path / "backup.part").read_text() == "somebody's"
     assert "removed" in said("record", "alias", "chat", "--remove", "--server", one.url)
     with pytest.raises(ValueError, match="there is no alias"):
         said("record", "alias", "chat", "--server", one.url)

@@ -100,7 +100,7 @@ class Files:
 
     def save(self, path: Path, data: bytes) -> None:
         """Give a file this content in one step, whatever it had before."""
-        aside = path.with_suffix(".part")
+        aside = path.with_name(f"{path.name}.part")
         with self.opened(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
             try:
                 self.write_full(descriptor, [data], 0)
