@@ -1,6 +1,7 @@
 """Mistakes are errors at the start, a tier that can't be had is left out, and commands that look only look."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -113,7 +114,7 @@ def test_path_that_says_where_it_is_names_a_store_and_makes_nothing(
 def test_folder_as_a_path_is_a_disk_store_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for folder in (tmp_path / "of 100%25?#ä", Path("word"), Path("~/home")):
+    for folder in (tmp_path / "of 100%25?#ä", tmp_path / os.fsdecode(b"\xff"), Path("word"), Path("~/home")):
         with cache_for(folder, RawCodec()) as cache:
             assert cache.tiers.tier_names == ["memory", "disk"]
         assert (tmp_path / folder.name / "segments").is_dir()

@@ -16,7 +16,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
 
 from kvtide.clock import Clock
 from kvtide.config import Limits
@@ -111,7 +111,7 @@ def disk_path(url: str) -> Path | None:
         raise ValueError(
             f"a disk store takes ?policy=NAME and nothing else; write ? as %3F and # as %23 in its path, got {url!r}"
         )
-    if "\0" in (path := unquote(parts.path)):
+    if "\0" in (path := os.fsdecode(unquote_to_bytes(parts.path))):
         raise ValueError(f"a disk store's path has no zero byte, got {url!r}")
     return Path(path)
 
