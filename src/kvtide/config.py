@@ -57,8 +57,9 @@ def step_back(niceness: int) -> None:
 
 
 def cache_home() -> Path:
-    """Return kvtide's directory in the user's cache directory; nothing is created."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtide"
+    """Return kvtide's directory in the user's cache directory; nothing is created. A user without a home has none."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - knows of no home
+    return Path("/dev/null" if folder.startswith("~") else folder) / "kvtide"
 
 
 def environment_variable(name: str) -> str | None:

@@ -193,8 +193,14 @@ def test_note_that_a_crash_cut_is_no_fingerprint(folder: Path, tmp_path: Path, l
     assert identity.file_digest(folder / "a.safetensors") == first == note.read_text()
 
 
-def test_full_or_read_only_home_keeps_no_engine_from_starting(folder: Path, tmp_path: Path) -> None:
+def test_no_home_or_one_that_is_full_or_read_only_keeps_no_engine_from_starting(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cache").write_text("no folder")
+    assert identity.files_fingerprint(folder, {})
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000_000)
     assert identity.files_fingerprint(folder, {})
 
 
