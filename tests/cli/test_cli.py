@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.suites.tier_suite import object_bytes, object_id
 from typer.testing import CliRunner
 
 from kvtide.block import BlockLayout
+from kvtide.cli import demo_run
 from kvtide.cli.app import app, run
 from kvtide.cli.demo import DemoRequest, shown
 from kvtide.clock import SystemClock
@@ -145,6 +147,14 @@ def test_chart_says_which_waits_were_not_measured() -> None:
     assert max(map(len, lines)) <= 80
     assert [line.count("~") for line in lines[4:]] == [0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
     assert lines[-1].count("█") + lines[-1].count("░") == 27
+
+
+def test_demo_s_processes_end_by_ctrl_c_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = dict[int, Any]()
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(sys, "stdin", ())
+    demo_run.main()
+    assert handlers == {signal.SIGINT: signal.SIG_DFL}
 
 
 def test_example_configuration_is_valid() -> None:

@@ -7,6 +7,7 @@ process that has imported torch, loaded the model and computed nothing, so that 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -113,7 +114,8 @@ def _say(answer: DemoAnswer) -> None:
 
 
 def main() -> None:
-    """Do the jobs on stdin, one after the other, each in a child of this process."""
+    """Do the jobs on stdin, one after the other, each in a child of this process. Ctrl-C ends all without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     loaded: tuple[Any, Any] | None = None
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=DemoJob)
