@@ -263,12 +263,15 @@ def test_access_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_log(ACCESS_LOGGER, tmp_path / "absent" / "access")
 
 
-def test_log_whose_folder_is_gone_costs_its_lines_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["logs/access", "/dev/full"])
+def test_log_whose_folder_is_gone_or_full_costs_its_lines_alone(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "logs").mkdir()
-    with logged(ACCESS_LOGGER, tmp_path / "logs" / "access"), running_server() as server:
+    with logged(ACCESS_LOGGER, tmp_path / path), running_server() as server:
         (tmp_path / "logs").rename(tmp_path / "older")
         answers = exchange(server, head("GET", "/v1") + head("GET", "/v1", Connection="close"))
-    assert answers.count(b"HTTP/1.1 200 ") == 2
+    assert (answers.count(b"HTTP/1.1 200 "), capsys.readouterr().err) == (2, "")
 
 
 def test_server_that_ends_leaves_its_successor_s_socket_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,8 @@ def write_log(logger: str, path: Path) -> None:
     """Let a logger's lines go to a file, opened again if somebody moves it away. OSError if it can't be written."""
     handler = WatchedFileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(message)s"))
+    # A disk that is full costs lines: for each, logging would write a traceback to stderr.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
     log = logging.getLogger(logger)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
