@@ -289,7 +289,8 @@ serve --listen TAKEN                       | in use; kvtide doctor --store URL
 serve --config /absent.toml                | /absent.toml; see kvtide serve --help
 serve --tier ftp://host                    | 'ftp'; see kvtide serve --help and docs/operations.md
 calibrate FOLDER                           | --store URL; kvtide calibrate FOLDER --store URL
-calibrate FOLDER --output none/file         | no folder none; see kvtide calibrate --help
+calibrate FOLDER --output none/file         | got none/file; see kvtide calibrate --help
+calibrate FOLDER --output FOLDER           | --output names a file; see kvtide calibrate --help
 calibrate FOLDER --codec zip --output FILE | --codec 'zip'; see kvtide calibrate --help
 invalidate chat --server http://127.0.0.1:1 | kvtide doctor --store URL
 llama                                      | 'model'; see kvtide llama --help and docs/llamacpp.md

@@ -252,8 +252,8 @@ def calibrate(
         raise ValueError(f"profiles are made for {', '.join(_KINDS)}, got --codec {codec!r}")
     if output is None and url is None:
         raise ValueError("say where the profile is to go, as in kvtide calibrate FOLDER --store URL, or --output FILE")
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"no folder {output.parent}, in which --output is to be")
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise ValueError(f"--output names a file, in a folder that is there, got {output}")
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     own = [each.content for each in (read_texts(text) if text else snippets(pieces) if pieces else [])]

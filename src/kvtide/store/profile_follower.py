@@ -92,9 +92,10 @@ class ProfileFollower:
         """
         try:
             sections = codec.encode(meta, bits)
-            size = head_bytes(len(sections)) + sum(len(each.data) for each in sections)
-            if size > object_bytes_max(meta.layout) or len(sections) > SECTIONS_MAX:
-                raise UnencodableBlock(f"{len(sections)} sections take more than an object may")
+            if not isinstance(codec, LosslessCodec):
+                size = head_bytes(len(sections)) + sum(len(each.data) for each in sections)
+                if size > object_bytes_max(meta.layout) or len(sections) > SECTIONS_MAX:
+                    raise UnencodableBlock(f"{len(sections)} sections take more than an object may")
             if isinstance(codec, PromisingCodec):
                 self._unchecked[group] = self._unchecked.get(group, CHECK_EVERY) + 1
                 if self._unchecked[group] >= CHECK_EVERY:

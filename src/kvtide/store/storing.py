@@ -113,7 +113,7 @@ class Storer:
             if meta.id in self._waiting:
                 return True
             has_room = self._queued_bytes + meta.layout.raw_bytes <= self._bytes_max
-            if self._is_closing or not has_room or not self._has_thread():
+            if self._is_closing or not has_room or not (self.thread or self._has_thread()):
                 return False
             self._waiting[meta.id] = None
             self._queued_bytes += meta.layout.raw_bytes

@@ -159,19 +159,21 @@ class Invalidations:
                 client.open()
         # What another engine on this store has begun counts as heard.
         raised = dict(self._shared.begun()) if self._shared is not None else _Generations()
-        fault, asked = None, self._clients.copy()
+        faults, asked = list[Exception](), self._clients.copy()
         for position, (client, after) in enumerate(asked):
             try:
                 asked[position] = (client, self._changed(client, after, raised))
             except (TierUnavailable, RequestRefused) as error:
-                fault = fault or error
+                faults.append(error)
         self._forget({name: value for name, value in raised.items() if value > self._known.get(name, 0)})
-        self._clients = asked if fault is None else []
-        if fault is not None:
+        self._clients = asked
+        if len(faults) == len(asked):
             # A pool may have other servers by now: they are looked for again, and asked for everything.
             for client, _ in asked:
                 client.close()
-            raise fault
+            self._clients = []
+        if faults:
+            raise faults[0]
 
     def _changed(self, client: RecordsClient, after: int, raised: _Generations) -> int:
         found = client.changes(after)
