@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -181,6 +181,7 @@ def logged(logger: str, path: Path) -> Iterator[Callable[[], list[dict[str, Any]
     finally:
         for handler in log.handlers[:]:
             log.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):
+                handler.close()
         log.setLevel(logging.NOTSET)
         log.propagate = True

@@ -359,7 +359,7 @@ def test_segments_that_others_make_are_learnt_of_while_a_policy_chooses(tmp_path
     learner.start()
     try:
         for _ in range(200):
-            tier._log._candidates(frozenset())
+            tier._log._candidates(frozenset(), frozenset())
     finally:
         sys.setswitchinterval(interval_s)
         has_ended.set()

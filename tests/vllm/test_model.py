@@ -383,7 +383,7 @@ def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected
     asked: list[tuple[Any, ...]] = []
     connector: Any = object.__new__(KVTideConnector)
     connector._settings, connector._requests = ConnectorSettings.parse({"store": "memory://"}), {}
-    connector._vllm_config = None
+    connector._vllm_config, connector._adapters = None, {}
     cache = SimpleNamespace(guarded=lambda verb, action, fallback: action())
     connector._scheduler = SimpleNamespace(match=lambda *words: asked.append(words) or 0, cache=cache)
     connector._counts = Counter()
@@ -395,7 +395,7 @@ def test_request_says_in_its_transfer_params_what_it_wants(params: Any, expected
 
 
 def _names(request: Any, tokens: int = 12) -> list[Any]:
-    served = ServedRequest.of(request, SETTINGS, _config())
+    served = ServedRequest.of(request, SETTINGS, _config(), {})
     assert served is not None
     found = TrackedSequence((Namespace(bytes(32)),), 4, extra=served.extra).blocks(range(tokens))
     return [served.salt, *(block.ids[0].key for block in found)]
@@ -424,27 +424,30 @@ def test_embeddings_are_part_of_the_names() -> None:
 
 
 def test_adapter_is_known_by_its_weights_and_not_by_its_name(tmp_path: Path) -> None:
-    def salt(folder: str, weights: bytes, rank: int) -> bytes:
-        path = tmp_path / folder
+    adapters = dict[int, bytes]()
+
+    def salt(number: int, weights: bytes, rank: int) -> bytes:
+        path = tmp_path / str(number)
         path.mkdir(exist_ok=True)
         (path / "adapter_model.safetensors").write_bytes(weights)
         (path / "adapter_config.json").write_text(json.dumps({"r": rank}))
-        lora = SimpleNamespace(lora_name="x", lora_path=str(path))
-        served = ServedRequest.of(_request(lora_request=lora), SETTINGS, _config())
-        assert served is not None
-        return served.salt
+        lora = SimpleNamespace(lora_name="x", lora_path=str(path), lora_int_id=number)
+        served = ServedRequest.of(_request(lora_request=lora), SETTINGS, _config(), adapters)
+        return b"not served" if served is None else served.salt
 
-    first = salt("one", b"weights", 8)
-    assert first == salt("one", b"weights", 8)
-    assert len({first, salt("two", b"weightz", 8), salt("three", b"weights", 4), b""}) == 4
+    first = salt(1, b"weights", 8)
+    assert first == salt(1, b"weights", 8)
+    assert len({first, salt(2, b"weightz", 8), salt(3, b"weights", 4), b"", b"not served"}) == 5
+    # Nobody knows when vLLM reads them again.
+    assert salt(1, b"weightz", 8) == b"not served"
     with pytest.raises(OSError, match="adapter_config"):
         lora = SimpleNamespace(lora_name="x", lora_path="somewhere")
-        ServedRequest.of(_request(lora_request=lora), SETTINGS, _config())
+        ServedRequest.of(_request(lora_request=lora), SETTINGS, _config(), {})
 
 
 @pytest.mark.parametrize("changes", [{"pooling_params": 1}, {"resumable": True}])
 def test_request_whose_blocks_have_no_names_is_left_alone(changes: dict[str, Any]) -> None:
-    assert ServedRequest.of(_request(**changes), SETTINGS, _config()) is None
+    assert ServedRequest.of(_request(**changes), SETTINGS, _config(), {}) is None
 
 
 @pytest.mark.parametrize(("is_caching", "room_gb", "is_served"), [(True, 0, True), (False, 4, True), (False, 0, False)])
@@ -453,7 +456,7 @@ def test_image_that_vllm_only_numbers_has_no_name(is_caching: bool, room_gb: flo
     config.cache_config.enable_prefix_caching = is_caching
     config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=room_gb)
     for features, expected in (([_image("renderer0-mm-1-image-0")], is_served), ([], True)):
-        assert (ServedRequest.of(_request(mm_features=features), SETTINGS, config) is not None) == expected
+        assert (ServedRequest.of(_request(mm_features=features), SETTINGS, config, {}) is not None) == expected
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,7 @@ def _tokenized(path: Path | None, model: str | None) -> list[int]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"can't read {path}: {error}") from error
-    ids: list[int] = load_tokenizer(model or converted_folder())(text).input_ids
-    return ids
+    return list(load_tokenizer(model or converted_folder())(text).input_ids)
 
 
 def _groups_of(model: str | None, block_tokens: int) -> Sequence[tuple[LayerGroup, Namespace]]:

@@ -264,24 +264,22 @@ def calibrate(
             pass
     subject = _Subject(folder, tokens)
     names = _names_of(Path(model) if model else folder, fingerprint, tenant_salt, subject.model) if url else []
-    partial = _partial(output, folder, codec) if codec in _TIDE_KINDS else None
+    partial = _partial(output, folder, codec)
     with progress_bars() as bars:
         show = _telling(bars, seconds)
-        if partial is not None:
+        if codec in _TIDE_KINDS:
             profiles, report = _tide(subject, own, codec.removeprefix("tide-"), partial, show)
             if model and model.endswith(_GGUF):
-                # What is left takes minutes, and would begin anew if it were stopped.
+                # What is left takes minutes, and would begin again if it were stopped.
                 profiles, report = _judged(Path(model), subject, profiles, report, _telling(bars, math.inf))
         else:
             profiles, report = [_published(subject, own, codec, show)], {}
     if output is not None:
         for number, each in enumerate(profiles):
-            path = output.with_stem(f"{output.stem}-{number}") if number else output
-            path.write_bytes(each.to_bytes())
+            (output.with_stem(f"{output.stem}-{number}") if number else output).write_bytes(each.to_bytes())
     if url:
         _put(url, profiles, names)
-    if partial is not None:  # a store that went away meanwhile costs no second fitting
-        partial.unlink(missing_ok=True)
+    partial.unlink(missing_ok=True)  # not before: a store that went away meanwhile costs no second fitting
     _say(output, url, codec, profiles, report, as_json)
 
 
@@ -365,9 +363,7 @@ def _partial(output: Path | None, folder: Path, codec: str) -> Path:
     if output is not None:
         return output.with_name(f"{output.name}.partial")
     name = hashlib.sha256(f"{folder.resolve()} {codec}".encode()).hexdigest()
-    partial = cache_home() / "calibrations" / f"{name[:32]}.partial"
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    return partial
+    return cache_home() / "calibrations" / f"{name[:32]}.partial"
 
 
 def _published(subject: _Subject, own: Sequence[str], codec: str, show: _Progress) -> Profile:

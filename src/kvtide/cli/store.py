@@ -251,9 +251,13 @@ def rm(
             raise ValueError(f"expected at least 4 hex digits, as kvtide ls shows them, got {prefix!r}")
     with changing(url) as tier:
         infos = listed(tier, namespace)
-        if everything and not is_sure and not _agreed(len(infos), sum(info.size for info in infos), url, as_json):
-            CONSOLE.print("nothing removed")
-            return
+        if everything and not is_sure:
+            if as_json or sys.stdin is None or not sys.stdin.isatty():
+                raise ValueError(f"--all would remove {len(infos)} objects and nobody can be asked: add --yes")
+            size = format_bytes(sum(info.size for info in infos))
+            if not typer.confirm(f"Remove all {len(infos)} objects, {size}, of {url}?"):
+                CONSOLE.print("nothing removed")
+                return
         named = [info for info in infos if any(each.hex().startswith(tuple(chosen or [""])) for each in info.id)]
         gone = {info: tier.delete(info.id, "removed") for info in named}
         removed = [info.size for info, is_gone in gone.items() if is_gone]
@@ -261,13 +265,6 @@ def rm(
             raise ValueError(f"{kept} objects could not be removed, {len(removed)} were: a token needs the scope write")
     line = f"removed {len(removed)} objects, {format_bytes(sum(removed))}"
     say({"store": url, "removed": len(removed), "removed_bytes": sum(removed)}, as_json, line)
-
-
-def _agreed(objects: int, size: int, url: str, as_json: bool) -> bool:
-    """Ask whether all is to go. ValueError where nobody can be asked."""
-    if as_json or sys.stdin is None or not sys.stdin.isatty():
-        raise ValueError(f"--all would remove {objects} objects and nobody can be asked: add --yes")
-    return typer.confirm(f"Remove all {objects} objects, {format_bytes(size)}, of {url}?")
 
 
 def ping(

@@ -18,7 +18,7 @@ from kvtide.config import Limits, step_back
 from kvtide.index import TIERS_MAX
 from kvtide.store.load import BlockSource, LoadAccess, level_meta
 from kvtide.store.profile_follower import ProfileFollower
-from kvtide.tier.background import started
+from kvtide.tier import started
 from kvtide.tier.base import Buffer
 from kvtide.tier.buffers import recycled_buffer
 from kvtide.types import ObjectId

@@ -299,7 +299,9 @@ def _drafted(layout: BlockLayout, cost: Cost, spread: _Spread, stages: Stages | 
     if stages is None and is_staged(cost, layout):
         stages = choose_stages(layout, spread.squares.ndim == 3, spread.weighted)
     if spread.squares.ndim == 2:
-        arrays = _ordered(spread.variance, weight.reshape(len(mean), -1))
+        scales = np.sqrt(spread.variance) * weight.reshape(len(mean), -1)
+        order = np.argsort(-scales, axis=1, kind="stable")
+        arrays = {"order": order.astype(np.uint16), "scale": _units(np.take_along_axis(scales, order, axis=1))}
     elif stages is not None:
         arrays = _stacked(_staged(spread.weighted(group), stages) for group in groups)
     else:
@@ -321,12 +323,6 @@ def _drafted(layout: BlockLayout, cost: Cost, spread: _Spread, stages: Stages | 
 def _stacked(groups: Iterable[Arrays]) -> dict[str, NDArray[Any]]:
     found = list(groups)
     return {name: np.stack([each[name] for each in found]) for name in found[0]}
-
-
-def _ordered(variance: _Matrix, by_value: _Matrix) -> dict[str, NDArray[Any]]:
-    scales = np.sqrt(variance) * by_value
-    order = np.argsort(-scales, axis=1, kind="stable")
-    return {"order": order.astype(np.uint16), "scale": _units(np.take_along_axis(scales, order, axis=1))}
 
 
 def _transform(square: _Matrix, cost: Cost) -> dict[str, NDArray[Any]]:

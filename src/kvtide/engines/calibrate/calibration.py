@@ -302,8 +302,8 @@ class TideCalibration:
 
     def _read(self) -> State:
         # A file that was cut, as by a machine that went down, is none.
-        with suppress(OSError, EOFError, ValueError, BadZipFile), np.load(self._partial, allow_pickle=False) as stored:
-            state = dict(stored)
+        with suppress(OSError, EOFError, ValueError, BadZipFile), self._partial.open("rb") as file:
+            state = dict(np.load(file, allow_pickle=False))
             return state if str(state.get("identity")) == self._identity else {}
         return {}
 
@@ -313,6 +313,7 @@ class TideCalibration:
         if texts % each and texts < last:
             return
         done |= {f"{stage}.texts_done": np.array(texts), "identity": np.array(self._identity)}
+        self._partial.parent.mkdir(parents=True, exist_ok=True)
         aside = self._partial.with_name(f"{self._partial.name}.new")
         with aside.open("wb") as file:
             np.savez(file, allow_pickle=False, **done)

@@ -163,17 +163,14 @@ def snippets(count: int, kinds: Collection[str] = ()) -> list[Text]:
     taken = {path for _, pattern in (*_EVALUATION, *_TUNED, *_CALIBRATION) for path in _paths(pattern)}
     # Files of a kind that are far apart come first.
     wanted = [each for each in _SNIPPETS if not kinds or each[0] in kinds]
-    files = [zip(repeat(kind), sorted(set(_paths(name)) - taken, key=_scattered)) for kind, name in wanted]
+    order = lambda path: hashlib.sha256(str(path).encode()).digest()  # noqa: E731
+    files = [zip(repeat(kind), sorted(set(_paths(name)) - taken, key=order)) for kind, name in wanted]
     pairs = (pair for turn in zip_longest(*files) for pair in turn if pair is not None)
     found = (text for kind, path in pairs if (text := _snippet(kind, path)) is not None)
     by_content: dict[str, Text] = {}
     while len(by_content) < count and (text := next(found, None)) is not None:
         by_content.setdefault(text.content, text)
     return list(by_content.values())
-
-
-def _scattered(path: Path) -> bytes:
-    return hashlib.sha256(str(path).encode()).digest()
 
 
 def _snippet(kind: str, path: Path) -> Text | None:

@@ -150,9 +150,9 @@ class CachedLlama:
         finally:
             answer.close()
             with self._lock:
-                if mine is self._answer:
+                if mine is self._answer and self.llm.ctx:  # which a closed model has no more
                     self._store()
-                    self._answer_from = self.llm._n_ctx  # a model may be closed, and has no `n_ctx` then
+                    self._answer_from = int(self.llm.n_ctx())
 
     def _begin(self, prompt: Tokens) -> LlamaReport:
         """Restore what is stored of a prompt beyond what the context has of it."""

@@ -39,9 +39,10 @@ from kvtide.engines.paged import (
     join_pages,
 )
 from kvtide.engines.settings import ConnectorSettings, is_local
-from kvtide.engines.vllm.model import ServedRequest, check_policy, profile_fingerprint, served_model
+from kvtide.engines.vllm.model import SALTS_MAX, ServedRequest, check_policy, profile_fingerprint, served_model
 from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.stats import CacheCounts, LoadMetrics, LoadStats, option_counts
+from kvtide.evict import Recent
 from kvtide.group import ALL_ROWS, state_every
 from kvtide.store import Cache, cache_for
 from kvtide.tier import shown_url
@@ -96,6 +97,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Layers that come in turn are worth waiting for where they come from this machine and into its memory.
         self._may_load_in_step = is_local(settings.store) and isinstance(self._codec, LayeredCodec) and device == "cpu"
         self._requests: dict[str, ServedRequest] = {}
+        self._adapters = Recent[int, bytes](SALTS_MAX)
         self._worker: WorkerHalf | None = None
         self._cache_counts: CacheCounts | None = None
         # Of proofs and of what requests say.
@@ -141,7 +143,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Remember the request: its tokens are needed when its blocks fill."""
-        name = partial(ServedRequest.of, request, self._settings, self._vllm_config)
+        name = partial(ServedRequest.of, request, self._settings, self._vllm_config, self._adapters)
         served = self.scheduler.cache.guarded("name the request's blocks", name, None)
         if served is not None:
             self._requests[request.request_id] = served
@@ -203,7 +205,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             source = CacheHitSource.HOST
         return {source: num_external_tokens} if num_external_tokens else {}
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: Sequence[Any]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
         self._requests.pop(request.request_id, None)
         summary = self.scheduler.finished(request.request_id)
@@ -211,11 +213,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.info("kvtide, request %s: %s", request.request_id, summary.text(shown_url(self._settings.store)))
         return False, None
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request."""
-        return self.request_finished(request, [])
+    request_finished_all_groups = request_finished
 
     def reset_cache(self) -> bool:
         """Serve nothing that was stored before, as after an update of the weights: names change from now on."""

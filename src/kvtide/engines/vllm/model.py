@@ -348,7 +348,7 @@ class ServedRequest(NamedTuple):
     options: RequestOptions
 
     @classmethod
-    def of(cls, request: Any, settings: ConnectorSettings, vllm_config: Any) -> Self | None:
+    def of(cls, request: Any, settings: ConnectorSettings, vllm_config: Any, adapters: dict[int, bytes]) -> Self | None:
         """Return a request as it is served; None if its blocks have no names. ValueError for a bad adapter."""
         is_numbered = bool(request.mm_features) and not _names_images(vllm_config)
         if request.pooling_params is not None or request.resumable or is_numbered:
@@ -358,7 +358,10 @@ class ServedRequest(NamedTuple):
             # A name may come to mean other weights: these name the blocks.
             folder = Path(lora.lora_path)
             config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-            salt += b"\0lora " + files_fingerprint(folder, {"adapter": config})
+            weights = files_fingerprint(folder, {"adapter": config})
+            if adapters.setdefault(lora.lora_int_id, weights) != weights:
+                return None  # vLLM may compute with what was there before
+            salt += b"\0lora " + weights
         depends_on_more = bool(request.mm_features) or request.prompt_embeds is not None
         options = settings.request_options(request.kv_transfer_params)
         return cls(request, salt, partial(_extra, request) if depends_on_more else None, options)

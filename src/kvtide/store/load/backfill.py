@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvtide.clock import Clock
 from kvtide.errors import CorruptPayload, TierUnavailable
-from kvtide.tier.background import started
+from kvtide.tier import started
 from kvtide.tier.breaker import until
 from kvtide.tier.faults import FaultGuard
 from kvtide.tier.source import RangeSource

@@ -34,6 +34,7 @@ from kvtide.plan.base import (
     leading_pass,
     mean_kl,
 )
+from kvtide.tier import started
 from kvtide.tier.breaker import until
 from kvtide.tier.faults import FaultGuard
 from kvtide.tier.source import RangeSource
@@ -279,13 +280,8 @@ class FetchRun:
     def start(self) -> None:
         """Begin to fetch."""
         for number in range(self._limits.requests_max):
-            name = f"kvtide-fetch-{number}"
-            try:
-                threading.Thread(target=self._fetch_until_over, name=name, daemon=True).start()
-            except RuntimeError:  # the process may have no more
-                if not number:
-                    raise
-                return
+            if started(self._fetch_until_over, f"kvtide-fetch-{number}") is None and not number:
+                raise RuntimeError("can't start new thread")
 
     def _now_s(self) -> float:
         return self._clock.monotonic_s() - self._started_s

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from mmap import PAGESIZE
 from typing import NamedTuple
 
-from kvtide.block import BlockBits, BlockLayout, BlockMeta
+from kvtide.block import BlockBits, BlockMeta
 from kvtide.codec import Codec, LayeredCodec, layer_section_ids, sections_by_layer
 from kvtide.errors import CorruptPayload
 from kvtide.store.load.access import BlockSink, LoadAccess, LoadBuffers, LoadReport, MissReason
@@ -168,7 +168,8 @@ class _WholeLoad:
         """Queue the first layers of all blocks, then the next ones: as few as fill a piece."""
         pending: list[list[Future[_Outcome]]] = [[] for _ in metas]
         blocks = [(_LayeredBlock(position, meta), self._pool(meta.id)) for position, meta in enumerate(metas)]
-        for stops in zip_longest(*[_piece_ends(meta.layout) for meta in metas]):
+        sizes = [(max(1, PIECE_BYTES // meta.layout.layer_bytes), meta.layout.layers) for meta in metas]
+        for stops in zip_longest(*[[*range(step, layers, step), layers] for step, layers in sizes]):
             for (block, pool), stop, before in zip(blocks, stops, pending, strict=True):
                 if stop is not None:
                     before.append(pool.submit(self._load_piece, block, stop, before[-1] if before else None))
@@ -228,9 +229,3 @@ def _cancel(pending: Sequence[Sequence[Future[_Outcome]]]) -> None:
     # Backwards: a piece that runs must not find the one before it cancelled under its feet.
     for piece in reversed([each for block in pending for each in block]):
         piece.cancel()
-
-
-def _piece_ends(layout: BlockLayout) -> list[int]:
-    """Return the stop of each piece of a block, a layer."""
-    step = max(1, PIECE_BYTES // layout.layer_bytes)
-    return [*range(step, layout.layers, step), layout.layers]

@@ -253,7 +253,8 @@ class SegmentLog:
             pinned, rest = list[CatalogEntry](), list[CatalogEntry]()
             for entry in self.catalog.in_segment(number):
                 (pinned if self._is_held(ancestors, entry.header.id) else rest).append(entry)
-            hot = [entry for entry in rest if self._is_hot(entry)]
+            given_up = self.given_up
+            hot = [each for each in rest if (each.uses if given_up is None else each.header.id not in given_up)]
             if _bytes_of(pinned) > room:
                 continue
             if self.given_up is None and not is_forced and 2 * _bytes_of(hot) > segment.size:
@@ -285,9 +286,6 @@ class SegmentLog:
     def _is_held(self, ancestors: frozenset[BlockKey], object_id: ObjectId) -> bool:
         return object_id.key in ancestors or self._is_pinned(object_id.key)
 
-    def _is_hot(self, entry: CatalogEntry) -> bool:
-        return entry.uses > 0 if self.given_up is None else entry.header.id not in self.given_up
-
     def _remove_segment(self, number: int, writer: SegmentWriter | None, keep: list[CatalogEntry]) -> bool:
         try:
             with self._directory.unused_segment(number) as descriptor:
@@ -295,7 +293,10 @@ class SegmentLog:
                     return False
                 if writer is not None:
                     for entry in keep:
-                        self._move(entry, writer)
+                        body = aligned_buffer(entry.header.size)
+                        if self._copy_out(entry, body):
+                            moved = self._append_to(writer, entry.header.id, body, entry.header.label)
+                            moved.last_use_ms = entry.last_use_ms
                 for entry in self.catalog.in_segment(number):
                     if len(self.catalog.copies(entry.header.id)) == 1:
                         self.offer(entry.header.id, entry.header.size, partial(self._copy_out, entry))
@@ -313,12 +314,6 @@ class SegmentLog:
         except OSError as error:
             _log.debug("%s is lost with its segment: %s", entry.header.id, error)
             return False
-
-    def _move(self, entry: CatalogEntry, writer: SegmentWriter) -> None:
-        body = aligned_buffer(entry.header.size)
-        if self._copy_out(entry, body):
-            moved = self._append_to(writer, entry.header.id, body, entry.header.label)
-            moved.last_use_ms = entry.last_use_ms
 
     def mark_removed(self, object_id: ObjectId) -> bool:
         """Remove every copy of an object, for all processes. False if there was none."""
