@@ -205,7 +205,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             source = CacheHitSource.HOST
         return {source: num_external_tokens} if num_external_tokens else {}
 
-    def request_finished(self, request: Any, block_ids: Sequence[Any]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
         self._requests.pop(request.request_id, None)
         summary = self.scheduler.finished(request.request_id)
@@ -213,7 +213,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.info("kvtide, request %s: %s", request.request_id, summary.text(shown_url(self._settings.store)))
         return False, None
 
-    request_finished_all_groups = request_finished
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request."""
+        return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
         """Serve nothing that was stored before, as after an update of the weights: names change from now on."""

@@ -159,16 +159,13 @@ class ArcPolicy(EvictionPolicy):
                 continue
             missing, was_again = len(run.keys) - run.held, run.uses > _SECOND_USE
             if missing:
-                self._adapt(was_again, missing)
+                step = missing * max(1.0, self._ghosts[not was_again] / max(1, self._ghosts[was_again]))
+                target = self._once_target + (-step if was_again else step)
+                self._once_target = min(max(target, 0.0), float(self._blocks_max))
             if not was_again:
                 for sign, again in ((-1, 0), (1, 1)):
                     self._held[again] += sign * run.held
                     self._ghosts[again] += sign * missing
-
-    def _adapt(self, again: bool, blocks: int) -> None:
-        step = blocks * max(1.0, self._ghosts[not again] / max(1, self._ghosts[again]))
-        target = self._once_target + (-step if again else step)
-        self._once_target = min(max(target, 0.0), float(self._blocks_max))
 
     def resize(self, run: Run, delta: int) -> None:
         self._held[run.uses > 1] += delta
