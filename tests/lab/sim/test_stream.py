@@ -4,21 +4,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.plan.test_plan import context
 
-from kvtide.plan import PrefillSpeed
-from kvtide.plan.base import Chunk, Request, StreamPolicy
+from kvtide.plan.base import Request, StreamPolicy
 from kvtide.plan.policies import CachegenRule, Layered, TwoEnded
 from kvtide_lab.sim import stream
 from kvtide_lab.sim.curves import CURVES
 from kvtide_lab.sim.links import GBIT, LINK_MODELS, Link, link_named, read_link
 
-SPEED = PrefillSpeed(1000)
 STEADY = Link("steady", [0, 100], [0, 10_000])
-
-
-def context(sizes: tuple[int, ...], kl: tuple[float, ...], deadline_s: float, is_layered: bool = True) -> Request:
-    chunks = tuple(Chunk(1000 * i, 1000 * i + 1000, sizes, kl) for i in range(4))
-    return Request(chunks, is_layered, SPEED, deadline_s)
 
 
 def played(policy: StreamPolicy, request: Request, link: Link = STEADY, latency_s: float = 0.0) -> stream.Outcome:
@@ -26,35 +20,35 @@ def played(policy: StreamPolicy, request: Request, link: Link = STEADY, latency_
 
 
 def test_fixed_level_takes_what_its_bytes_take() -> None:
-    request = context((50, 100), (0.5, 0.1), 2.0, is_layered=False)
+    request = context(4, (50, 100), (0.5, 0.1), 2.0, is_layered=False)
     assert played(stream.FixedLevel(1), request, latency_s=0.5)[:4] == (pytest.approx(4.5), pytest.approx(0.1), 0, 0)
 
 
 def test_layered_uses_the_time_and_drops_what_comes_late() -> None:
     # Four bases by 2 s, refinements of 0.6 s each: one in time, 30 bytes of the second in vain.
-    assert played(Layered(), context((50, 60), (0.5, 0.1), 2.9))[:4] == (2.9, pytest.approx(0.4), 0, 30)
+    assert played(Layered(), context(4, (50, 60), (0.5, 0.1), 2.9))[:4] == (2.9, pytest.approx(0.4), 0, 30)
 
 
 def test_two_ended_meets_in_the_middle_when_it_is_late() -> None:
     # A second a chunk at both ends.
-    found = played(TwoEnded(), context((100, 60), (0.5, 0.1), 0.5))
+    found = played(TwoEnded(), context(4, (100, 60), (0.5, 0.1), 0.5))
     assert found[:4] == (pytest.approx(2.0), pytest.approx(0.25), 2000, 0)
 
 
 def test_cachegen_computes_text_behind_what_is_loaded() -> None:
     # The first chunk at the middle level by 2 s, the other three are then text: exactly 3 s more.
-    request = context((100, 200, 300), (0.5, 0.2, 0.1), 5.0, is_layered=False)
+    request = context(4, (100, 200, 300), (0.5, 0.2, 0.1), 5.0, is_layered=False)
     assert played(CachegenRule(), request)[:4] == (pytest.approx(4.0), 0.0, 4000, 0)
-    late = context((100, 200, 300), (0.5, 0.2, 0.1), 3.9, is_layered=False)
+    late = context(4, (100, 200, 300), (0.5, 0.2, 0.1), 3.9, is_layered=False)
     assert played(CachegenRule(), late).computed_tokens == 0
 
 
 def test_costs_of_a_machine_take_their_time() -> None:
-    request = context((50, 100), (0.5, 0.1), 2.0, is_layered=False)
+    request = context(4, (50, 100), (0.5, 0.1), 2.0, is_layered=False)
     costs = stream.Costs(0.5, decode_token_s=(0.0001, 0.0005))
     assert stream.play(stream.FixedLevel(1), request, STEADY, 0.0, costs).ready_s == pytest.approx(4.5 + 4000 * 0.0005)
     # The first chunk by 0.5 s, decoded by 1 s, then the other three as text.
-    text = context((25, 50, 75), (0.5, 0.2, 0.1), 3.9, is_layered=False)
+    text = context(4, (25, 50, 75), (0.5, 0.2, 0.1), 3.9, is_layered=False)
     costs = stream.Costs(0.0, decode_token_s=(0.0001, 0.0005, 0.001))
     assert stream.play(CachegenRule(), text, STEADY, 0.0, costs).ready_s == pytest.approx(4.0)
 
