@@ -182,15 +182,6 @@ def test_profile_is_found_at_the_start_and_a_newer_one_later(tmp_path: Path, clo
         assert cache.load(metas_of(LAYOUT, 2), Whole(Collector())).blocks == 2
 
 
-def test_removed_profile_is_used_no_more(tmp_path: Path, clock: ManualClock) -> None:
-    with knowing(tmp_path, clock) as cache:
-        ProfileStore(cache.tiers).remove(FIRST.digest, 2.0)
-        clock.advance(RENEW_S)
-        fill(cache, metas_of(LAYOUT, 1))
-        assert codec_ids(cache) == [("lossless-2", None)]
-        assert ProfileStore(cache.tiers).read(FIRST.digest) is None
-
-
 def test_old_profile_that_an_object_names_is_found_in_the_background(tmp_path: Path, clock: ManualClock) -> None:
     with knowing(tmp_path, clock) as writer:
         contents = fill(writer, metas_of(LAYOUT, 1))
@@ -313,8 +304,11 @@ def test_record_that_is_none_hides_no_profile(shelf: ProfileStore, record: bytes
     assert len(shelf.all()) == 1
 
 
-def test_installed_profile_serves_until_the_store_has_one(tmp_path: Path, clock: ManualClock) -> None:
-    registry = CodecRegistry([SECOND])
+@pytest.mark.parametrize("installed", [(), (SECOND,)])
+def test_installed_profile_or_none_serves_until_the_store_has_one_and_once_it_is_removed(
+    installed: tuple[Profile, ...], tmp_path: Path, clock: ManualClock
+) -> None:
+    registry = CodecRegistry(installed)
     codec = registry.make_by_group("tide:1e-3", [ProfileShape(LAYOUT)])
     with cache_for(str(tmp_path), codec, registry, clock=clock) as cache:
         cache.profiles.seek(b"a model", b"", "")
@@ -325,7 +319,9 @@ def test_installed_profile_serves_until_the_store_has_one(tmp_path: Path, clock:
         ProfileStore(cache.tiers).remove(FIRST.digest, 2.0)
         clock.advance(RENEW_S)
         fill(cache, metas_of(LAYOUT, 3)[2:])
-        assert [profile for _, profile in codec_ids(cache)] == [SECOND.digest, FIRST.digest, SECOND.digest]
+        without = ("tide-1", SECOND.digest) if installed else ("lossless-2", None)
+        assert codec_ids(cache) == [without, ("tide-1", FIRST.digest), without]
+        assert ProfileStore(cache.tiers).read(FIRST.digest) is None
 
 
 def test_profile_of_another_shape_is_not_taken(tmp_path: Path, clock: ManualClock) -> None:
