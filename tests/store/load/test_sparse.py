@@ -102,14 +102,6 @@ def test_chunks_are_exact_and_hold_the_tokens_that_were_asked_for(seed: int, lay
     assert np.array_equal(loaded.bits, WHOLE[layer][:, loaded.tokens])
 
 
-def test_only_what_is_asked_for_is_read() -> None:
-    load = SparseLoad(a_tier())
-    load.open(METAS, REGISTRY)
-    before = load.read_bytes
-    loaded = fetched(load, 0, np.array([0, 5]))
-    assert load.read_bytes - before == loaded.bits.nbytes
-
-
 def test_a_block_packed_anew_meanwhile_stays_rough() -> None:
     tier = a_tier(1)
     load = SparseLoad(tier)
