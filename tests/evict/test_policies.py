@@ -227,13 +227,6 @@ def test_lead_of_two_hits_is_chance_where_policies_hold_the_same(monkeypatch: py
     assert rulers == ["reuse", "reuse", "lru"]
 
 
-def test_sizes_reach_the_shadows() -> None:
-    policy, index, _ = ruled(policy_named("mix")(8), 8)
-    index.insert(namespace(), chain(1, 2), size=500)
-    for shadow in policy._shadows:
-        assert {run.size for run in shadow._tree.runs()} == {500}
-
-
 def test_switch_forgets_a_bounded_number_of_blocks_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "FULL_BLOCKS_MAX", 8)
     monkeypatch.setattr(mix, "SAMPLED_BLOCKS", 8)
