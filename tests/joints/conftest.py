@@ -1,24 +1,22 @@
 """Models with caches, and caches that are kept from storing."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 from tests.codec.tide_profiles import fitted_on
+from tests.doors.user import PROMPT
 
 from kvtide.codec import Profile
 from kvtide.engines.transformers import CachedModel, attach
 from kvtide.engines.transformers.groups import model_layout
+from kvtide.engines.transformers.selective import SparseSettings
 from kvtide.store.cache import Cache
-
-# As the fixture's prompt.
-TALK = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
-
 
 HoldBack = Callable[[Cache], threading.Event]
 
@@ -27,14 +25,14 @@ def attached(model: Any, store: Path | str, **settings: Any) -> CachedModel:
     return attach(model, str(store), block_tokens=16, **settings)
 
 
-def in_part(model: Any, store: Path | str) -> CachedModel:
-    """The same, with importance and a profile that fits the fixture's prompt."""
-    return attached(model, store, codec="packed:0.01:4", profiles=[_profile(model)], importance=0.25)
+def in_part(model: Any, store: Path | str, importance: float | SparseSettings | None = 0.25) -> CachedModel:
+    """The same, with a profile that fits the fixture's prompt, and by default with importance."""
+    return attached(model, store, codec="packed:0.01:4", profiles=[_profile(model)], importance=importance)
 
 
 @cache
 def _profile(model: Any) -> Profile:
-    return fitted_on(model, model_layout(model, 16), TALK)
+    return fitted_on(model, model_layout(model, 16), PROMPT)
 
 
 @pytest.fixture
@@ -50,13 +48,6 @@ def held_back(stack: ExitStack) -> HoldBack:
     return hold
 
 
-@contextmanager
-def no_threads() -> Iterator[None]:
+def no_threads() -> AbstractContextManager[Any]:
     """Have the system give no threads."""
-
-    def refuse(thread: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        yield
+    return patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))

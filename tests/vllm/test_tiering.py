@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -129,14 +130,9 @@ def test_ranks_of_any_number_share_the_portable_order_and_no_other(tmp_path: Pat
                 assert found == ((ranks, other) in shared), (ranks, other)
 
 
-def test_jobs_are_done_where_no_thread_can_be_had_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_done_where_no_thread_can_be_had_later(tmp_path: Path) -> None:
     tier = _tier(tmp_path, tmp_path / "store", 1, is_canonical=False)
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    with patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         for number in range(2):
             tier.submit_load(TransferJob(number, [b"key"], np.array([0]), True, None))
     tier.drain_jobs()
