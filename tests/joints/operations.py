@@ -4,10 +4,10 @@ import os
 import select
 import shutil
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -258,16 +258,10 @@ def _answer_all(world: World, seat: Seat, asked: list[torch.Tensor]) -> None:
 @contextmanager
 def _beside(action: Callable[[], None]) -> Iterator[None]:
     """Run an action in another thread meanwhile, and raise what it raised."""
-    errors: list[Exception | None] = []
-    thread = threading.Thread(target=lambda: errors.append(error_of(action)))
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(action)
         yield
-    finally:
-        thread.join()
-    for error in errors:
-        if error is not None:
-            raise error
+    running.result()
 
 
 def odd_arguments(world: World) -> None:

@@ -65,12 +65,12 @@ def _shapes(value: Any) -> Any:
     return [_shapes(each) for each in value] if isinstance(value, tuple) else getattr(value, "shape", None)
 
 
-def check_restored(cached: CachedModel, ids: torch.Tensor) -> int:
-    """Compare all that is restored of a prompt with its prefill; return the restored tokens."""
+def check_restored(cached: CachedModel, ids: torch.Tensor) -> None:
+    """Compare all that is restored of a prompt with its prefill."""
     past = cached.restored(ids)
     tokens: int = past.get_seq_length()
     if not tokens:
-        return 0
+        return
     if tokens >= ids.shape[1]:
         raise WrongAnswer(f"restored {tokens} tokens of {ids.shape[1]}")
     true = prefill(cached.model, ids)
@@ -79,7 +79,6 @@ def check_restored(cached: CachedModel, ids: torch.Tensor) -> int:
             off = float((getattr(ours, name) - getattr(theirs, name)[:, :, :tokens]).abs().max())
             if not off < TOLERANCE:
                 raise WrongAnswer(f"restored {tokens} of {ids.shape[1]} tokens, {name} of layer {number} {off:.2g} off")
-    return tokens
 
 
 def check_quality(cached: CachedModel, ids: torch.Tensor, asked: Codec, others: Sequence[Codec]) -> None:
