@@ -187,7 +187,6 @@ def test_a_part_that_is_gone_or_damaged_costs_the_hit_and_no_answer(kind: GroupK
 def test_a_load_that_breaks_off_leaves_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(300)
     filled("qwen3_next", tmp_path, prompt)
-
     broken = Mock(side_effect=MemoryError("no room for states"))
     with attach(model_of("qwen3_next"), tmp_path, block_tokens=BLOCK) as cached:
         with monkeypatch.context() as patch:
@@ -322,9 +321,8 @@ def test_faulty_reads_of_a_group_never_give_a_wrong_tensor(
     limits = Limits(memory_bytes_max=1)
     with attach(model_of(family), tmp_path, block_tokens=BLOCK, limits=limits) as cached:
         good, outcomes, tiers = tensors_of(cached.restored(prompt)), Counter[bool](), cached.cache.tiers
-        identity = cached.identity
-        each = next(number for number, own in enumerate(identity.groups) if own.group.name == name)
-        namespace = identity.namespaces[each]
+        spaces = zip(cached.identity.groups, cached.identity.namespaces, strict=True)
+        namespace = next(space for own, space in spaces if own.group.name == name)
         monkeypatch.setattr(tiers, "delete", lambda *arguments: False)
         faulty = Faulty(tiers.get_into, namespace, 1)
         monkeypatch.setattr(tiers, "get_into", faulty)

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tests.store.load.sources import MadeSource, MadeTier, access_of
+from tests.stores import read_object
 
 from kvtide.block import BlockLayout
 from kvtide.clock import Clock
@@ -24,7 +26,7 @@ from kvtide.store.load.streamed import Streamed
 from kvtide.tier.base import IsPinned
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.types import BlockKey, ObjectId
+from kvtide.types import BlockKey
 from kvtide.wire import pack_object
 from kvtide_lab.judge.quality import block_metas, capture_blocks
 
@@ -121,8 +123,7 @@ def test_both_ends_together_give_the_plain_answer(stored: Stored, bytes_per_s: f
 
 def test_without_anything_stored_the_engine_computes_meanwhile(stored: Stored) -> None:
     engine, report, access = stored.load(MadeSource({}), LoadRequest(SPEED, 1.0))
-    assert report.fetch is None
-    assert report.decision is None
+    assert (report.fetch, report.decision) == (None, None)
     assert engine.past.get_seq_length() == report.tokens == report.computed_tokens
     assert set(access.decisions.counts()) == {Decided(Choice.RECOMPUTE, Why.ABSENT)}
     assert torch.equal(stored.answer(engine), stored.plain_answer())
@@ -183,8 +184,7 @@ def test_computing_that_is_stopped_leaves_nothing_behind(stored: Stored, start: 
 def test_objects_that_are_not_the_blocks_asked_for_are_not_loaded(stored: Stored) -> None:
     stored.metas = [replace(meta, parent=BlockKey(bytes(32))) for meta in stored.metas]
     _, report, _access = stored.load(MadeSource(stored.objects), LoadRequest(SPEED, 0.5))
-    assert report.decision is None
-    assert report.received_bytes == 0
+    assert (report.decision, report.received_bytes) == (None, 0)
 
 
 @pytest.fixture
@@ -206,12 +206,8 @@ def stored_elsewhere(stored: Stored, folder: Path) -> MadeSource:
     with attach(stored.model, str(folder), block_tokens=16, fingerprint=b"tiny") as cached:
         cached.generate(torch.tensor([stored.ids]), max_new_tokens=1, do_sample=False)
         assert cached.cache.flush(60)
-        objects = {}
-        for info in cached.cache.tiers.objects():
-            buffer = bytearray(info.size)
-            assert cached.cache.tiers.get_into(info.id, memoryview(buffer)) == info.size
-            objects[info.id] = bytes(buffer)
-    return MadeSource(objects)
+        tiers = cached.cache.tiers
+        return MadeSource({info.id: bytes(read_object(tiers, info.id)) for info in tiers.objects()})
 
 
 def test_generate_streams_what_is_not_here_which_is_here_for_the_next_call(
@@ -230,17 +226,14 @@ def test_generate_streams_what_is_not_here_which_is_here_for_the_next_call(
         second = cached.generate(torch.tensor([stored.ids]), **GREEDY)
         decided = parse_decisions(cached.cache.stats().decisions)
     assert torch.equal(first, stored.plain_answer()) and torch.equal(second, first)
-    assert cached.last.streamed is None
-    assert cached.last.hit_tokens == 96
+    assert (cached.last.streamed, cached.last.hit_tokens) == (None, 96)
     assert decided[Decided(Choice.LOAD, Why.IN_TIME)] == 96
 
 
 def test_fault_of_streaming_never_fails_the_model(stored: Stored, attached: Callable[..., CachedModel]) -> None:
-    class Broken(MadeSource):
-        def read_range(self, *arguments: Any) -> bool:
-            raise RuntimeError("a bug")
-
-    with attached(Broken({})) as cached:
+    source = MadeSource({})
+    source.read_range = Mock(side_effect=RuntimeError("a bug"))  # type: ignore[method-assign]
+    with attached(source) as cached:
         answer = cached.generate(torch.tensor([stored.ids]), **GREEDY)
     assert torch.equal(answer, stored.plain_answer())
 
@@ -264,14 +257,9 @@ def test_cache_that_is_opened_again_keeps_what_came_late(
 
 
 def test_headers_that_never_come_cost_nothing(stored: Stored) -> None:
-    over = threading.Event()
-
-    class Silent(MadeSource):
-        def read_range(self, object_id: ObjectId, start: int, stop: int, take: Any) -> bool:
-            over.wait(20.0)
-            return False
-
-    engine, report, _ = stored.load(Silent({}), LoadRequest(SPEED, 0.0), prefill=NotingPrefill)
+    over, source = threading.Event(), MadeSource({})
+    source.read_range = lambda *arguments: over.wait(20.0) and False  # type: ignore[method-assign]
+    engine, report, _ = stored.load(source, LoadRequest(SPEED, 0.0), prefill=NotingPrefill)
     over.set()
     # Half of it, as the link may begin at any moment, and then as much again.
     assert engine.passes == [(0, 48), (48, 96)]

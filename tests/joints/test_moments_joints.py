@@ -174,22 +174,18 @@ def test_a_child_of_multiprocessing_ends_at_once(
 def test_outputs_of_every_token_have_a_part_for_every_token(
     name: str, is_in_config: bool, tiny_model: Any, prompt: torch.Tensor, store: Path
 ) -> None:
-    usual = tiny_model.config._attn_implementation
-    tiny_model.set_attn_implementation("eager")
-    try:
-        arguments = {**GREEDY, "return_dict_in_generate": True}
-        if is_in_config:
-            settings = {**tiny_model.generation_config.to_dict(), name: True}
-            arguments["generation_config"] = tiny_model.generation_config.from_dict(settings)
-        else:
-            arguments[name] = True
-        with attached(tiny_model, store) as cached:
-            found = cached.generate(prompt, **arguments)
-            field = name.removeprefix("output_")
-            assert found[field][0][0].shape == tiny_model.generate(prompt, **arguments)[field][0][0].shape
-            assert cached.last is not None and name in str(cached.last.bypass)
-    finally:
-        tiny_model.set_attn_implementation(usual)
+    model, arguments = copy.deepcopy(tiny_model), {**GREEDY, "return_dict_in_generate": True}
+    model.set_attn_implementation("eager")
+    if is_in_config:
+        settings = {**model.generation_config.to_dict(), name: True}
+        arguments["generation_config"] = model.generation_config.from_dict(settings)
+    else:
+        arguments[name] = True
+    with attached(model, store) as cached:
+        found = cached.generate(prompt, **arguments)
+        field = name.removeprefix("output_")
+        assert found[field][0][0].shape == model.generate(prompt, **arguments)[field][0][0].shape
+        assert cached.last is not None and name in str(cached.last.bypass)
 
 
 def test_calls_are_those_of_the_plain_model(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:

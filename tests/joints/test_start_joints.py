@@ -183,7 +183,6 @@ def test_tier_that_can_not_be_opened_or_asked_is_left_out(
 def test_no_thread_to_follow_invalidations_leaves_the_tiers() -> None:
     memory = open_memory()
     stack = TierStack([memory], invalidations=Invalidations(lambda: [], [memory], None, ManualClock()))
-
     with no_threads():
         stack.open()
         assert stack.put_from(object_id(1), object_bytes(1))
