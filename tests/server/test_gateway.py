@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.attacks.floods import head
-from tests.server.worlds import ask, exchange, path_of, put, stalled
+from tests.server.worlds import CHAT, GENERATION, ask, exchange, path_of, put, stalled
 from tests.servers import RunningServer, counted, running_server
 from tests.stores import opened
 from tests.suites.tier_suite import object_bytes, object_id
@@ -107,13 +107,6 @@ def test_bad_range_is_refused(server: RunningServer, asked: str, status: int) ->
     assert ask(server, "GET", 1, Own_Range=asked)[0].status == status
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b'{"keys": [1]}', b'{"keys": ["AB"]}', b'{"keys": ["\xfc"]}', b'{"keys": [], "more": 1}', b"[]"]
-)
-def test_bad_question_about_existence_is_refused(server: RunningServer, body: bytes) -> None:
-    assert ask(server, "POST", f"/v1/{object_id(0).namespace.hex()}/exists", body)[0].status == 400
-
-
 def test_listing_goes_on_behind_a_key(server: RunningServer) -> None:
     for number in range(5):
         put(server, number)
@@ -140,23 +133,43 @@ def test_body_that_is_not_the_named_object_is_never_visible(server: RunningServe
     assert ask(server, "GET", 1)[0].status == 404
 
 
+BAD_KEYS = (b"", b"{", b'{"keys": [1]}', b'{"keys": ["AB"]}', b'{"keys": ["\xfc"]}', b'{"keys": [], "more": 1}', b"[]")
+
+
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
+    ("method", "path", "body", "status"),
     [
-        ("GET", "/v1/xy", 400),
-        ("GET", "/v1/" + "0" * 64 + "/" + "A" * 64, 400),
-        ("GET", "/v1/" + "0" * 64 + "/" + "0" * 64 + "?x=1", 400),
-        ("GET", "/v1/" + "0" * 64 + "?x=1", 400),
-        ("GET", "/v2", 404),
-        ("GET", "/../etc/passwd", 404),
-        ("POST", "/v1", 405),
-        ("PUT", "/healthz", 405),
-        ("PATCH", "/v1/" + "0" * 64 + "/" + "0" * 64, 405),
-        ("GET", "/v1/" + "0" * 64 + "/exists", 405),
+        ("GET", "/v1/xy", None, 400),
+        ("GET", "/v1/" + "0" * 64 + "/" + "A" * 64, None, 400),
+        ("GET", "/v1/" + "0" * 64 + "/" + "0" * 64 + "?x=1", None, 400),
+        ("GET", "/v1/" + "0" * 64 + "?x=1", None, 400),
+        ("GET", "/v2", None, 404),
+        ("GET", "/../etc/passwd", None, 404),
+        ("POST", "/v1", None, 405),
+        ("PUT", "/healthz", None, 405),
+        ("PATCH", "/v1/" + "0" * 64 + "/" + "0" * 64, None, 405),
+        ("GET", "/v1/" + "0" * 64 + "/exists", None, 405),
+        *(("POST", "/v1/" + "0" * 64 + "/exists", body, 400) for body in BAD_KEYS),
+        ("PUT", CHAT, b"not a namespace", 400),
+        ("PUT", GENERATION, b"-1", 400),
+        ("PUT", GENERATION, b"9" * 13, 400),
+        ("PUT", "/v1/records/profile/p", b"\xff", 400),
+        ("PUT", "/v1/records/profile/p", b"", 400),
+        ("PUT", "/v1/records/profile/p", bytes(1025), 413),
+        ("PUT", "/v1/records/other/p", b"x", 400),
+        ("PUT", "/v1/records/generation/p", b"1", 400),
+        ("GET", "/v1/records/profile/" + "p" * 65, None, 400),
+        ("GET", "/v1/records?after=-1", None, 400),
+        ("GET", "/v1/records?before=1", None, 400),
+        ("DELETE", CHAT, None, 404),
+        ("DELETE", GENERATION, None, 409),
+        ("PUT", "/v1/records", b"x", 405),
     ],
 )
-def test_wrong_path_or_method_is_refused(server: RunningServer, method: str, path: str, status: int) -> None:
-    answer, content = ask(server, method, path)
+def test_wrong_path_method_or_body_is_refused(
+    server: RunningServer, method: str, path: str, body: bytes | None, status: int
+) -> None:
+    answer, content = ask(server, method, path, body)
     assert answer.status == status
     assert json.loads(content)["error"]
 

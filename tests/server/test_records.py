@@ -184,29 +184,6 @@ def test_record_is_written_read_and_listed(server: RunningServer) -> None:
     assert ask(server, "GET", f"/v1/records?after={last}", Own_If_None_Match=tag)[0].status == 304
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status"),
-    [
-        ("PUT", CHAT, b"not a namespace", 400),
-        ("PUT", GENERATION, b"-1", 400),
-        ("PUT", GENERATION, b"9" * 13, 400),
-        ("PUT", "/v1/records/profile/p", b"\xff", 400),
-        ("PUT", "/v1/records/profile/p", b"", 400),
-        ("PUT", "/v1/records/profile/p", bytes(1025), 413),
-        ("PUT", "/v1/records/other/p", b"x", 400),
-        ("PUT", "/v1/records/generation/p", b"1", 400),
-        ("GET", "/v1/records/profile/" + "p" * 65, None, 400),
-        ("GET", "/v1/records?after=-1", None, 400),
-        ("GET", "/v1/records?before=1", None, 400),
-        ("DELETE", CHAT, None, 404),
-        ("DELETE", GENERATION, None, 409),
-        ("PUT", "/v1/records", b"x", 405),
-    ],
-)
-def test_bad_requests_are_refused(server: RunningServer, method: str, path: str, body: bytes, status: int) -> None:
-    assert ask(server, method, path, body)[0].status == status
-
-
 def test_invalidated_blocks_are_misses_and_may_be_stored_anew(tmp_path: Path) -> None:
     disk = (f"disk://{tmp_path}/store",)
     with running_server(tiers=disk) as server:
