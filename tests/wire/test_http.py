@@ -6,7 +6,6 @@ import os
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.suites.tier_suite import object_id
 
 from kvtide.errors import RequestRefused
 from kvtide.types import RANGES_MAX
@@ -15,7 +14,6 @@ from kvtide.wire.ranges import ByteRange, multipart, parse_parts, parse_ranges, 
 
 # CI gives every fuzzer a minute; a slow machine needs it for so many.
 EXAMPLES = max(200, 50 * int(os.environ.get("KVTIDE_FUZZ_S", "1")))
-OBJECT_PATH = f"/v1/{object_id(1).namespace.hex()}/{object_id(1).key.hex()}"
 TOKEN = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=12)
 VALUE = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=30)
 PIECES = st.sampled_from(
@@ -87,15 +85,6 @@ def test_answer_to_many_ranges_holds_them_or_is_refused(edges: list[int], data: 
             damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
         lengths = [len(part) for part in parse_parts(kind, memoryview(damaged), asked)]
         assert all(length <= stop - start for length, (start, stop) in zip(lengths, asked, strict=True))
-
-
-def test_targets_name_what_they_say() -> None:
-    assert protocol.parse_target(OBJECT_PATH) == object_id(1)
-    namespace = object_id(1).namespace
-    space, after = f"/v1/{namespace.hex()}", "00" * 32
-    assert protocol.parse_target(f"{space}/exists") == protocol.ExistsRoute(namespace)
-    assert protocol.parse_target(f"{space}?limit=5&after={after}") == protocol.ListRoute(namespace, bytes(32), 5)
-    assert protocol.parse_target("/metrics") == protocol.PageRoute("/metrics")
 
 
 @pytest.mark.parametrize(
