@@ -251,7 +251,7 @@ def test_names_addresses_are_servers() -> None:
     assert [server.address for server in maps[2].servers] == ["10.0.0.1:7421", "[::1]:7421"]
 
 
-def test_etcd_that_is_frozen_is_left_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_etcds_that_are_frozen_or_gone_are_left_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.tier.pool.membership.REQUEST_S_MAX", 0.5)
     is_over = threading.Event()
     server = base64.b64encode(msgspec.json.encode(server_at("h:1"))).decode()
@@ -267,7 +267,7 @@ def test_etcd_that_is_frozen_is_left_for_the_next_one(monkeypatch: pytest.Monkey
             self.reply(200, body)
 
     with listening(Frozen) as first, listening(Answering) as second:
-        source = membership_of(f"pool+etcd://127.0.0.1:{first},127.0.0.1:{second}/pool")
+        source = membership_of(f"pool+etcd://127.0.0.1:{first},127.0.0.1:9,127.0.0.1:{second}/pool")
         pool = source.read()
         is_over.set()
     assert (pool.epoch, pool.servers) == (7, (server_at("h:1"),))
