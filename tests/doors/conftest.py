@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.doors.page import summary
-from tests.server.conftest import certificates
 
 if TYPE_CHECKING:
     from tests.doors.user import Regions
-
-__all__ = ["certificates", "regions"]
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The Valkey tier on real servers: a cluster of six, one alone, one under TLS."""
 
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -228,19 +227,10 @@ def test_redirection_to_nowhere_is_a_fault(place: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not (shutil.which("redis-server") and shutil.which("openssl")):
-        pytest.skip("TLS needs a server that was built with it, and openssl: apt install redis-server openssl")
-    path = tmp_path_factory.mktemp("tls") / "server.pem"
-    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    command = ["openssl", *words.split(), "-keyout", str(path), "-out", str(path.with_suffix(".crt"))]
-    subprocess.run(command, check=True, capture_output=True)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tls_server(certificate: Path) -> Iterator[BenchService]:
-    tls = ["--tls-key-file", str(certificate), "--tls-cert-file", str(certificate.with_suffix(".crt"))]
+def tls_server(certificates: Path) -> Iterator[BenchService]:
+    if not shutil.which("redis-server"):
+        pytest.skip("TLS needs a server that was built with it: apt install redis-server")
+    tls = ["--tls-key-file", str(certificates / "server.key"), "--tls-cert-file", str(certificates / "server.pem")]
     place = ["--port", "0", "--tls-auth-clients", "no", "--save", ""]
     with started(lambda port, _: ["redis-server", "--tls-port", str(port), *place, *tls]) as service:
         yield service
@@ -250,8 +240,8 @@ class TestTls(TierSuite):
     counts_overhead = True
 
     @pytest.fixture
-    def tier(self, tls_server: BenchService, certificate: Path) -> Iterator[Tier]:
-        ca = certificate.with_suffix(".crt")
+    def tier(self, tls_server: BenchService, certificates: Path) -> Iterator[Tier]:
+        ca = certificates / "ca.pem"
         with redis.Redis(port=tls_server.port, ssl=True, ssl_ca_certs=str(ca), protocol=2) as client:
             client.flushall()
         with opened(ValkeyTier(f"rediss://127.0.0.1:{tls_server.port}?ca={ca}", SystemClock())) as tier:
