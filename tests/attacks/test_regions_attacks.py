@@ -13,7 +13,7 @@ from tests.chaos import ChaosProxy, Fault, Kind
 from tests.processes import frozen
 from tests.server.worlds import CHAT, GENERATION, SPACE, World, ask, bearer, granted, put, token_of
 from tests.servers import RunningServer, ServerProcess, answering, running_server, server_process
-from tests.suites.tier_suite import object_bytes, object_id
+from tests.suites.tier_suite import object_bytes
 
 from kvtide.clock import SystemClock
 from kvtide.errors import RequestRefused
@@ -22,7 +22,7 @@ from kvtide.server.records import RECORDS_MAX, RECORDS_TENANT_MAX, Records
 from kvtide.server.regions import LATEST_S_MAX
 from kvtide.server.settings import ServerLimits
 from kvtide.tier.http.records import raise_to, records_clients
-from kvtide.types import BlockKey, Name, NamedId, Namespace
+from kvtide.types import BlockKey, Namespace
 from kvtide.wire.protocol import RecordKind, RecordName
 from kvtide_lab.bench.services import wait_until
 
@@ -88,12 +88,6 @@ def test_an_open_server_can_still_be_invalidated_after_an_attempt_to_end_that() 
         known = server.records.generation("", SPACE)
         assert known < 10_000
         assert ask(server, "PUT", GENERATION, str(known + 1).encode())[0].status == 200
-
-
-def test_ids_with_a_name_are_equal_to_those_without() -> None:
-    named = NamedId.of(object_id(1), Name("a", SPACE, 3))
-    assert named == object_id(1) and hash(named) == hash(object_id(1))
-    assert {object_id(1): 1}[named] == 1
 
 
 def test_a_server_that_is_far_behind_is_brought_up_by_its_tenant(guarded: RunningServer, tmp_path: Path) -> None:
