@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple, Self
 
@@ -149,7 +150,5 @@ class ChaosProxy:
 
 def shut(sock: socket.socket) -> None:
     """Shut both ways down, if it is not already."""
-    try:
+    with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return
