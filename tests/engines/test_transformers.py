@@ -1,6 +1,8 @@
 """Answers of an attached model: the plain model's, whatever was restored, of one sequence or several."""
 
 import copy
+import socket
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.servers import ServerProcess, counted, running_server
 from tests.stores import flip_bytes
 from transformers import DynamicCache, GenerationConfig, cache_utils
 
+from kvtide.config import Limits
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.groups import RestoredRoom
 from kvtide.errors import UnsupportedModel
@@ -329,6 +332,18 @@ def test_latest_that_nobody_can_tell_is_a_miss(tiny_model: Any, prompt: torch.Te
         assert restored(cached, prompt) == 0
         server.kill()
         assert [restored(cached, prompt, kvtide_force_latest=latest) for latest in (True, False)] == [0, 96]
+
+
+def test_server_that_is_silent_holds_up_one_look_up(tiny_model: Any) -> None:
+    expected = tiny_model.generate(PROMPT, **GREEDY)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store, limits = f"http://127.0.0.1:{silent.getsockname()[1]}", Limits(close_s_max=0.1)
+        with attach(tiny_model, store, block_tokens=16, limits=limits) as cached:
+            started_s = time.monotonic()
+            for _ in range(3):
+                assert torch.equal(cached.generate(PROMPT, **GREEDY), expected)
+            # Without a bound of its own the first would wait for 10 s.
+            assert time.monotonic() - started_s < 9
 
 
 def test_server_says_which_tokens_its_engines_restored(tiny_model: Any, prompt: torch.Tensor) -> None:

@@ -17,11 +17,8 @@ from kvtide.group import Parts
 from kvtide.keys import namespace_digest
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
 from kvtide.store.load import Whole
-from kvtide.tier.breaker import until
 from kvtide.types import BlockKey, Namespace, ObjectId
 
-# Where a look-up took all its time and brought nothing, the next ones are misses for so long.
-SILENT_S = 10.0
 # Bytes are stored in units of two: most caches are of half precision, and any even number of bytes is whole units.
 _UNIT = KVDtype.BFLOAT16
 
@@ -51,7 +48,6 @@ class ChunkStore:
         self._namespace = namespace_digest(fingerprint, layout.dtype, text, layout.tokens, salt)
         self._settings = settings
         self._clock = SystemClock()
-        self._silent_until_s = 0.0
         self.cache: Cache = cache_for(settings.store, codec, limits=settings.limits(), clock=self._clock)
 
     def open(self) -> None:
@@ -71,27 +67,16 @@ class ChunkStore:
         object_id = self.cache.tiers.named(ObjectId(self._namespace, key))
         return BlockMeta(object_id, BlockKey(self._namespace), 0, self.layout)
 
-    def _asked(self, ask: Callable[[], int]) -> int:
-        """Return what the store answers within `match_s_max`, else 0: an engine's loop waits for it, chunk by chunk."""
-        now_s = self._clock.monotonic_s()
-        until_s = now_s + self._settings.match_s_max
-        if now_s < self._silent_until_s:
-            return 0
-        with until(until_s):
-            found = ask()
-        now_s = self._clock.monotonic_s()
-        if not found and now_s >= until_s:
-            self._silent_until_s = now_s + SILENT_S
-        return found
-
     def contains(self, name: bytes) -> bool:
         """Tell whether the store seems to have the chunk."""
-        return bool(self._asked(lambda: self.cache.match([self._meta(name).id])))
+        # An engine's loop waits for it, chunk by chunk.
+        return bool(self.cache.match([self._meta(name).id], wait_s=self._settings.match_s_max))
 
     def leading(self, names: Sequence[bytes]) -> int:
         """Return how many leading chunks the store seems to have, 0 where the judge says that computing is faster."""
         ids = [self._meta(name).id for name in names]
-        count = self._asked(lambda: self.cache.match_parts([Parts(ids, is_sparse=True)]).blocks) if ids else 0
+        parts, wait_s = [Parts(ids, is_sparse=True)], self._settings.match_s_max
+        count = self.cache.match_parts(parts, wait_s=wait_s).blocks if ids else 0
         is_near = self.cache.is_near(ids[:count])
         return count if count and self.cache.is_worth(count * self.layout.tokens, is_near, self._namespace) else 0
 

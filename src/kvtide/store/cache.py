@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # What a judge knows is worth no longer wait for a store that is silent.
 JUDGE_S_MAX = 2.0
+# An engine that stands still meanwhile waits so long for a look-up. Where one took all its time, the next ones wait for
+# no other machine for so long.
+LOOK_UP_S_MAX, SILENT_S = 3.0, 10.0
+_Found = TypeVar("_Found")
 
 
 class CacheStats(NamedTuple):
@@ -103,6 +109,7 @@ class Cache:
         # What engines decide about the tokens of prompts; told to the tiers in the background.
         self.decisions = self.access.decisions
         self._counts = self.access.counts
+        self._silent_until_s = 0.0
         self.profiles = ProfileFollower(self.access, codec)
         self._placer = Placer(self.access, self.profiles, limits)
 
@@ -169,13 +176,25 @@ class Cache:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def match(self, ids: Sequence[ObjectId], hint: Advice | None = None) -> int:
+    def match(self, ids: Sequence[ObjectId], hint: Advice | None = None, wait_s: float = math.inf) -> int:
         """Return the length of the longest leading run of blocks that some tier seems to have.
 
         It only seems: blocks may be gone when they are loaded. Blocks that wait to be stored are found, and those that
-        another process stored. hint: what the prompt's client advises, a `Hint` or what `Hint.parse` takes.
+        another process stored. hint: what the prompt's client advises, a `Hint` or what `Hint.parse` takes. wait_s: for
+        other machines, and for none of them for a while once one took all that time.
         """
-        return self.guarded("look up", partial(self._match, ids, hint), 0) if self.is_open else 0
+        return self._look_up(partial(self._match, ids, hint), 0, wait_s)
+
+    def _look_up(self, find: Callable[[], _Found], nothing: _Found, wait_s: float) -> _Found:
+        if not self.is_open:
+            return nothing
+        now_s = self._clock.monotonic_s()
+        until_s = now_s if now_s < self._silent_until_s else now_s + wait_s
+        with until(until_s) if until_s < math.inf else nullcontext():
+            found = self.guarded("look up", find, nothing)
+        if now_s < until_s <= self._clock.monotonic_s():
+            self._silent_until_s = until_s + SILENT_S
+        return found
 
     def advise(self, ids: Sequence[ObjectId], hint: Advice | None = None) -> None:
         """Note a prompt, and its advice, where others look it up."""
@@ -215,12 +234,12 @@ class Cache:
             known += 1
         return known
 
-    def match_parts(self, groups: Sequence[Parts], hint: Advice | None = None) -> Hit:
+    def match_parts(self, groups: Sequence[Parts], hint: Advice | None = None, wait_s: float = math.inf) -> Hit:
         """Return how many leading blocks of a model of several groups seem restorable; they only seem, as in `match`.
 
         Parts that are not sparse are looked for as leading runs, the others each by itself.
         """
-        return self.guarded("look up", partial(self._match_parts, groups, hint), Hit(0)) if self.is_open else Hit(0)
+        return self._look_up(partial(self._match_parts, groups, hint), Hit(0), wait_s)
 
     def _match_parts(self, groups: Sequence[Parts], hint: Advice | None) -> Hit:
         # The first group of rows ranks the states.

@@ -25,7 +25,7 @@ from kvtide.engines.llamacpp.identity import ServedGroup, ServedLlama, positions
 from kvtide.engines.llamacpp.state import LlamaContext, Part, block_rows, build_state, halved, paired
 from kvtide.group import Parts, part_keys
 from kvtide.keys import block_keys
-from kvtide.store import BlockSource, Cache, PendingBlock
+from kvtide.store import LOOK_UP_S_MAX, BlockSource, Cache, PendingBlock
 from kvtide.store.load import MissReason, Whole
 from kvtide.types import BlockKey, Namespace, ObjectId
 
@@ -93,7 +93,7 @@ class LlamaPrefixes:
                 Parts([meta.id for meta in metas[:stop]], reach, bool(reach))
                 for metas, reach in zip(named, self._reaches, strict=True)
             ]
-            blocks = self._cache.match_parts(parts).blocks
+            blocks = self._cache.match_parts(parts, None, LOOK_UP_S_MAX).blocks
             if blocks == stop:
                 break
             stop = blocks // step * step
@@ -104,7 +104,8 @@ class LlamaPrefixes:
         found, last = list[int](), 0
         while exact + len(found) < len(named[0][0]) and not any(self._reaches):
             at = exact + len(found)
-            turns, told = (min(self._cache.match([meta.id for meta in own[n][at:]]) for own in named) for n in (1, 2))
+            ids = [[[meta.id for meta in own[n][at:]] for own in named] for n in (1, 2)]
+            turns, told = (min(self._cache.match(each, None, LOOK_UP_S_MAX) for each in of_kind) for of_kind in ids)
             kind, run = (2, told) if told else (1, turns)
             if not run or (kind == 1 and last):
                 break

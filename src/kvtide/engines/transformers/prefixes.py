@@ -33,7 +33,7 @@ from kvtide.evict import Advice
 from kvtide.group import GroupKind, Hit, Parts, part_keys, state_every
 from kvtide.importance import Orders
 from kvtide.keys import TokenIds, block_keys
-from kvtide.store import BlockSource, Cache, PendingBlock
+from kvtide.store import LOOK_UP_S_MAX, BlockSource, Cache, PendingBlock
 from kvtide.store.load import MissReason, Whole
 from kvtide.types import BlockKey, ObjectId
 
@@ -115,12 +115,12 @@ class Prefixes:
     def find(self, row: SequenceRow, hint: Advice | None = None) -> SequenceRow:
         """Look up how much of a sequence can be restored."""
         if self._identity.is_plain:
-            return row._replace(hit=Hit(self._cache.match([meta.id for meta in row.metas[0]], hint)))
+            return row._replace(hit=Hit(self._cache.match([meta.id for meta in row.metas[0]], hint, LOOK_UP_S_MAX)))
         parts = [
             Parts([meta.id for meta in metas], each.group.reach_blocks(self._block_tokens), bool(each.states))
             for each, metas in zip(self._identity.groups, row.metas, strict=True)
         ]
-        return row._replace(hit=self._cache.match_parts(parts, hint))
+        return row._replace(hit=self._cache.match_parts(parts, hint, LOOK_UP_S_MAX))
 
     def needed(self, row: SequenceRow, tokens: int) -> list[list[BlockMeta]]:
         """Return the parts, by group, that restoring so many tokens takes."""
