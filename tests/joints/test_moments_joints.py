@@ -3,6 +3,7 @@
 import copy
 import gc
 import multiprocessing
+import socket
 import subprocess
 import sys
 import time
@@ -447,3 +448,16 @@ def test_valkey_holds_the_finest(tiny_model: Any, prompt: torch.Tensor) -> None:
         for codec, expected in (("cachegen:4", 0), ("cachegen:1", 0), ("cachegen:4", 96), ("cachegen:1", 96)):
             found = answer(tiny_model, f"valkey://127.0.0.1:{valkey.port}", prompt, codec=codec)
             assert found.hit_tokens == expected
+
+
+def test_look_up_waits_once_for_a_silent_server_and_finds_what_is_here(
+    tmp_path: Path, layout: BlockLayout, open_cache: Callable[..., Cache]
+) -> None:
+    metas = metas_of(layout, 3)
+    fill(open_cache(tmp_path), metas[:2])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        cache = open_cache(f"disk://{tmp_path} http://127.0.0.1:{silent.getsockname()[1]}")
+        started_s = time.monotonic()
+        assert [cache.match([meta.id for meta in metas], wait_s=0.3) for _ in range(9)] == 9 * [2]
+        # Without the memory of it nine times as long.
+        assert 0.3 <= time.monotonic() - started_s < 2.7

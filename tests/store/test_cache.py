@@ -3,10 +3,8 @@
 import math
 import os
 import random
-import socket
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -354,19 +352,6 @@ def test_restart_rebuilds_the_tree_and_says_how_long_it_took(
     assert cache.index.match([meta.id.key for meta in metas]) == 5
     assert any("index rebuilt from 5 stored blocks in" in message for message in caplog.messages)
     cache.index.check()
-
-
-def test_look_up_waits_once_for_a_silent_server_and_finds_what_is_here(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
-) -> None:
-    metas = metas_of(layout, 3)
-    fill(open_cache(tmp_path), metas[:2])
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        cache = open_cache(f"disk://{tmp_path} http://127.0.0.1:{silent.getsockname()[1]}")
-        started_s = time.monotonic()
-        assert [cache.match(ids(metas), wait_s=0.3) for _ in range(9)] == 9 * [2]
-        # Without the memory of it nine times as long.
-        assert 0.3 <= time.monotonic() - started_s < 2.7
 
 
 def test_judge_s_record_waits_for_no_silent_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
