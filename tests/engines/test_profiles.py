@@ -208,6 +208,14 @@ def test_snippets_make_a_profile(tmp_path: Path) -> None:
     assert read_profile(file).texts == 20 - 6
 
 
+def test_profile_of_a_published_codec_leaves_what_tide_has_begun(tmp_path: Path) -> None:
+    folder, file = saved("Llama", tmp_path / "model"), tmp_path / "mine.kvprofile"
+    begun = tmp_path / "mine.kvprofile.partial"
+    begun.touch()
+    kvtide("calibrate", folder, "--snippets", 2, "--codec", "cachegen", "--tokens", 642, "-o", file)
+    assert begun.exists() and read_profile(file).kind == "cachegen"
+
+
 BLOCK = 64
 # Of each text, what quality is judged on comes after whole blocks.
 TEXT_TOKENS = 6 * BLOCK + JUDGED_TOKENS + 1

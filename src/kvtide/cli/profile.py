@@ -266,20 +266,20 @@ def calibrate(
     names = _names_of(Path(model) if model else folder, fingerprint, tenant_salt, subject.model) if url else []
     partial = _partial(output, folder, codec)
     with progress_bars() as bars:
-        show = _telling(bars, seconds)
         if codec in _TIDE_KINDS:
-            profiles, report = _tide(subject, own, codec.removeprefix("tide-"), partial, show)
+            profiles, report = _tide(subject, own, codec.removeprefix("tide-"), partial, _telling(bars, seconds))
             if model and model.endswith(_GGUF):
                 # What is left takes minutes, and would begin again if it were stopped.
                 profiles, report = _judged(Path(model), subject, profiles, report, _telling(bars, math.inf))
         else:
-            profiles, report = [_published(subject, own, codec, show)], {}
+            profiles, report = [_published(subject, own, codec, _telling(bars, seconds))], {}
     if output is not None:
         for number, each in enumerate(profiles):
             (output.with_stem(f"{output.stem}-{number}") if number else output).write_bytes(each.to_bytes())
     if url:
         _put(url, profiles, names)
-    partial.unlink(missing_ok=True)  # not before: a store that went away meanwhile costs no second fitting
+    if codec in _TIDE_KINDS:
+        partial.unlink(missing_ok=True)  # not before: a store that went away meanwhile costs no second fitting
     _say(output, url, codec, profiles, report, as_json)
 
 
