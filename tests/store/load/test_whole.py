@@ -28,6 +28,7 @@ from kvtide.store.load import LoadReport, MissReason, Whole, backfill
 from kvtide.store.load import whole as loading
 from kvtide.store.load.backfill import Backfill, PartialLoad
 from kvtide.store.load.run import LoadRequest, ObjectRange, layered_job, level_job
+from kvtide.tier.faults import FaultGuard
 from kvtide.tier.source import read_heads
 from kvtide.types import ObjectId, Section, SectionId, SectionKind
 from kvtide.wire.receiver import Receiver
@@ -227,7 +228,8 @@ def left_of(objects: dict[ObjectId, bytes], blocks: tuple[int, ...] = (0, 1, 2))
 def keeper_of(stack: ExitStack, *sources: MadeSource) -> tuple[Backfill, dict[ObjectId, bytes]]:
     """Return a keeper and what it has put into a store."""
     kept: dict[ObjectId, bytes] = {}
-    keeper = Backfill(AnyOf(*sources), lambda name, data: kept.update({name: data}) is None, SystemClock())
+    clock, guarded = SystemClock(), FaultGuard()
+    keeper = Backfill(AnyOf(*sources), lambda name, data: kept.update({name: data}) is None, clock, guarded)
     stack.callback(keeper.check)
     stack.callback(keeper.close)
     return keeper, kept

@@ -7,6 +7,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import islice, repeat, zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -163,8 +164,8 @@ def snippets(count: int, kinds: Collection[str] = ()) -> list[Text]:
     taken = {path for _, pattern in (*_EVALUATION, *_TUNED, *_CALIBRATION) for path in _paths(pattern)}
     # Files of a kind that are far apart come first.
     wanted = [each for each in _SNIPPETS if not kinds or each[0] in kinds]
-    order = lambda path: hashlib.sha256(str(path).encode()).digest()  # noqa: E731
-    files = [zip(repeat(kind), sorted(set(_paths(name)) - taken, key=order)) for kind, name in wanted]
+    scattered = partial(sorted, key=lambda path: hashlib.sha256(bytes(path)).digest())
+    files = [zip(repeat(kind), scattered(set(_paths(name)) - taken)) for kind, name in wanted]
     pairs = (pair for turn in zip_longest(*files) for pair in turn if pair is not None)
     found = (text for kind, path in pairs if (text := _snippet(kind, path)) is not None)
     by_content: dict[str, Text] = {}

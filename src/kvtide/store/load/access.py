@@ -177,7 +177,7 @@ class LoadAccess:
     def open(self) -> None:
         """Start the threads that load; what was closed before begins again."""
         self.workers.open()
-        self.backfill = Backfill(self.tiers, self.tiers.keep_above, self.clock)
+        self.backfill = Backfill(self.tiers, self.tiers.keep_above, self.clock, self.guarded)
 
     @contextlib.contextmanager
     def pinned(self, metas: Sequence[BlockMeta]) -> Iterator[None]:

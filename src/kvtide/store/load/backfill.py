@@ -50,11 +50,11 @@ class PartialLoad(NamedTuple):
 class Backfill:
     """Owns a thread from the first offer until `close`. Safe to use from several threads."""
 
-    def __init__(self, source: RangeSource, put: Put, clock: Clock) -> None:
+    def __init__(self, source: RangeSource, put: Put, clock: Clock, guarded: FaultGuard) -> None:
         self._source = source
         self._put = put
         self._clock = clock
-        self._guarded = FaultGuard()
+        self._guarded = guarded
         self._changed = threading.Condition()
         self._waiting: deque[PartialLoad] = deque()
         self._loads = 0

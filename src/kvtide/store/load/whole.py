@@ -71,14 +71,13 @@ class _WholeLoad:
         self._access = access
         self._into = into
         self._deadline_s = deadline_s
-        self._give_up_s = access.clock.monotonic_s() + deadline_s
+        self._started_s = access.clock.monotonic_s()
 
     def run(self, metas: Sequence[BlockMeta]) -> LoadReport:
         if self._into.is_in_turn:
             return self._leading(self._begin_layers(metas))
-        whole = [partial(self._load_whole, position, meta) for position, meta in enumerate(metas)]
-        jobs = zip(metas, whole, strict=True)
-        return self._leading([[self._pool(meta.id).submit(self._checked, meta, load)] for meta, load in jobs])
+        loads = [(meta, partial(self._load_whole, position, meta)) for position, meta in enumerate(metas)]
+        return self._leading([[self._pool(meta.id).submit(self._checked, meta, load)] for meta, load in loads])
 
     def _pool(self, object_id: ObjectId) -> ThreadPoolExecutor:
         access, near, far = self._access, self._access.workers.near, self._access.workers.far
@@ -95,7 +94,8 @@ class _WholeLoad:
             block_bytes = 0
             for piece in pieces:
                 try:
-                    outcome = piece.result(max(0.0, self._give_up_s - self._access.clock.monotonic_s()))
+                    since_s = self._access.clock.monotonic_s() - self._started_s
+                    outcome = piece.result(max(0.0, self._deadline_s - since_s))
                 except TimeoutError:
                     outcome = MissReason.DEADLINE
                 except CancelledError:
@@ -112,7 +112,7 @@ class _WholeLoad:
 
     def _is_hopeless(self, done: int, blocks: int) -> bool:
         """Tell whether, at the pace so far, the load would end long after its deadline: its caller can begin now."""
-        since_s = self._access.clock.monotonic_s() - self._give_up_s + self._deadline_s
+        since_s = self._access.clock.monotonic_s() - self._started_s
         is_tried = since_s >= _TRIED_SHARE * self._deadline_s
         return done < blocks and is_tried and since_s * blocks > _LATE_FACTOR * self._deadline_s * done
 
