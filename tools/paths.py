@@ -136,7 +136,8 @@ def generate_walk(tracer: Tracer, folder: str) -> Walk:
     model = LlamaForCausalLM(config).eval()
     prompt = torch.arange(40)[None] % 64
     with attach(model, f"disk://{folder}/chat", block_tokens=16, codec="raw") as cached:
-        for _ in range(2):
+        # Often, so that two loads have overlapped, which makes a second scratch.
+        for _ in range(12):
             cached.generate(prompt, max_new_tokens=2, do_sample=False)
             cached.flush(10)
         walk = tracer.walk(

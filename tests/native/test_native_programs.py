@@ -96,9 +96,10 @@ def linked(folder: Path, name: str, objects: list[Path], flags: list[str]) -> Pa
 )
 def test_avx512_kernels_give_and_take_the_portable_bytes(decoders: list[Path], tmp_path: Path) -> None:
     program = linked(tmp_path, "rans_identity", decoders, SANITIZED)
-    done = subprocess.run([program, str(SEED), "80"], capture_output=True, text=True, check=False)
+    cases = 80 if HAS_AVX512 else 40
+    done = subprocess.run([program, str(SEED), str(cases)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "80 cases\n"
+    assert done.stdout == f"{cases} cases\n"
 
 
 @pytest.fixture(scope="module")
