@@ -175,7 +175,7 @@ def test_join_and_leave_under_load_move_what_they_must(
     assert load.longest_s <= DEADLINE_S
 
 
-SCHEDULES, SCHEDULES_NIGHTLY = 5, 500
+SCHEDULES, SCHEDULES_NIGHTLY = 2, 500
 MEMBERS, STEPS, CALLS = 4, 4, 5
 
 

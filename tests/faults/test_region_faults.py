@@ -114,7 +114,7 @@ def test_region_without_its_centre_is_honest(regions: Regions, tally: Tally) -> 
     tally.count("regions cut off", 0, 0)
 
 
-SCHEDULES, SCHEDULES_NIGHTLY = 5, 200
+SCHEDULES, SCHEDULES_NIGHTLY = 2, 200
 STEPS = 4
 # What a region may make a client wait for its centre, twice (a look-up and the latest), and a busy machine besides.
 DEADLINE_S = 2 * LATEST_S_MAX + 15.0

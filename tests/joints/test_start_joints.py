@@ -220,7 +220,7 @@ def test_two_tiers_of_one_kind_are_told_apart(caplog: pytest.LogCaptureFixture) 
 
 # Random interleavings of all that users do with caches, against the plain model (see `driver`).
 
-SECONDS, SECONDS_NIGHTLY = 15, 600
+SECONDS, SECONDS_NIGHTLY = 8, 600
 SEED = 20261122
 # To start and to end beside the time of the run; a hung step ends the driver before.
 SLACK_S = 200
