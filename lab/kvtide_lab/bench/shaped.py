@@ -121,9 +121,11 @@ class ShapedProxy:
             while data := source.recv(PIECE_BYTES):
                 if is_answer and not self._has_passed(len(data)):
                     break
+                with self._lock:
+                    # Before its answer can be there.
+                    self.requests += 0 if is_answer else data.count(b" HTTP/1.1\r\n")
                 sink.sendall(self._damaged(data) if is_answer and self.to_damage else data)
                 with self._lock:
-                    self.requests += 0 if is_answer else data.count(b" HTTP/1.1\r\n")
                     # Only now: a cut may have come while it waited.
                     self.passed_bytes += len(data) if is_answer else 0
         with self._lock:
