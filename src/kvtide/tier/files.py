@@ -196,10 +196,10 @@ class Files:
                 if error.errno == errno.EINVAL and self.use_page_cache(descriptor):
                     continue
                 raise
-            if count == 0:
-                break
             done += count
-            if count % ALIGN_BYTES and done < wanted:
+            if count == 0 or done == wanted:
+                break
+            if count % ALIGN_BYTES:
                 # Direct transfers begin at pages only; this one ended elsewhere, at the file's end or at a fault.
                 self.use_page_cache(descriptor)
             while rest and count >= len(rest[0]):
