@@ -335,6 +335,19 @@ def test_block_gets_the_step_at_which_its_own_loss_is_what_was_asked() -> None:
         assert OWN.quality_of([each for each in sections if each.id.refinement == 0]) > 2e-2
 
 
+def test_what_is_lost_at_any_step_makes_no_loud_block_finer_and_what_no_step_keeps_is_not_coded() -> None:
+    # Of a real model a quarter of what is asked for.
+    curve = np.array([[-60, 6, 3e-3], [-47, 5, 3.1e-3], [-21, 3, 1e-2], [5, 1, 1e-1]], np.float32)
+    arrays = {"curve": curve, "trellis_curve": curve, "own_deviation": np.ones(1, np.float32)}
+    profile = OWN.model.profile.with_arrays(arrays)
+    codec = TideCodec(profile, 1e-2, 1)
+    sections = codec.encode(META, louder(1.25))
+    assert -47 < steps_of(memoryview(sections[0].data)).final_units < codec.steps.final_units - 3
+    assert codec.quality_of(sections) == pytest.approx(1e-2, rel=0.3)
+    with pytest.raises(UnencodableBlock, match="no step keeps a KL"):
+        codec.with_steps(Steps(-391, 0, is_trellis=True)).encode(META, BITS)
+
+
 def test_block_a_little_above_its_promise_is_coded_a_unit_finer_and_one_far_above_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -562,8 +562,7 @@ class RecordRequests:
             raise RequestRefused(411 if size is None else 413, f"a record may have {protocol.RECORD_BYTES_MAX} bytes")
         if not self._are_kept:
             raise RequestRefused(409, "this server has no file for records and would forget them: --records PATH")
-        body = bytearray(size)
-        pace = self._shared.live.limits.pace(exchange.stream.now_s())
+        body, pace = bytearray(size), self._shared.live.limits.pace(exchange.stream.now_s())
         await exchange.expect_body(pace)
         await exchange.stream.read_into(memoryview(body), pace)
         exchange.note_received(size)

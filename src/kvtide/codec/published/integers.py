@@ -141,8 +141,7 @@ def _symbols(values: Integers, shifts: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _best_shifts(counts: NDArray[np.uint64]) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
     """Return the cheapest shift of each run, and the counts of its symbols: (runs, 32)."""
     total = np.maximum(counts.sum(axis=1), 1).astype(np.float64)[:, None]
-    best_bits = np.full(len(counts), np.inf)
-    best = np.zeros(len(counts), dtype=np.uint8)
+    best_bits, best = np.full(len(counts), np.inf), np.zeros(len(counts), dtype=np.uint8)
     best_counts = np.zeros((len(counts), SYMBOLS), dtype=np.uint64)
     values = np.arange(-VALUE_MAX, VALUE_MAX + 1, dtype=np.int16)[None]
     for shift in range(SHIFT_MAX + 1):
@@ -175,8 +174,7 @@ def encode_integers(values: Integers, runs: IntegerRuns, distribution: Distribut
     assert values.shape == (runs.streams, runs.runs, runs.symbols)
     by_run = values.reshape(runs.distributions, runs.symbols)
     symbols = _symbols(by_run, distribution.shifts).reshape(runs.streams, runs.runs * runs.symbols)
-    is_escape = symbols == ESCAPE
-    coded = distribution.tables.encode(symbols, runs.entropy_runs())
+    is_escape, coded = symbols == ESCAPE, distribution.tables.encode(symbols, runs.entropy_runs())
     escapes, planes = values.reshape(runs.streams, -1)[is_escape], _low_planes(by_run, distribution.shifts)
     written = WrittenIntegers(coded, is_escape.sum(axis=1).tolist(), escapes, b"".join(planes))
     return join_integers(written, distribution, is_shared)

@@ -115,7 +115,10 @@ class TideCodec:
         if steps != self.steps:
             projected = self._projected(meta, bits, steps, apart)
         for (start, stop), each in zip(model.ranges, projected, strict=True):
-            coded = encode_range(model, self._path, each)
+            try:
+                coded = encode_range(model, self._path, each)
+            except CorruptPayload as error:
+                raise UnencodableBlock(f"no step keeps a KL of {self.quality}: {error}") from error
             ids = (SectionId(SectionKind.DATA, refinement, start, stop) for refinement in range(len(coded)))
             sections += map(Section, ids, coded)
         if sum(len(section.data) for section in sections) >= meta.layout.raw_bytes:
@@ -177,10 +180,10 @@ class TideCodec:
         model, found, gains = self._profiled(), [], []
         for run in _runs(model, sections).values():
             steps = steps_of(run[0])
-            found.append((model.quality_at(steps, max(0, steps.refinements + 1 - len(run))), steps.final_units))
+            found.append((model.quality_at(steps, max(0, steps.refinements + 1 - len(run))), steps))
             gains.append(gains_of(run[0])[-1])
-        quality, units = max(found)
-        return quality * model.own_loss.factor(units, float(np.mean(gains)))
+        quality, steps = max(found)
+        return model.own_quality(steps, quality, float(np.mean(gains)))
 
     def quality_without(self, quality: float, refinements: int) -> float:
         """Return the measured KL at the step so many refinements above that of `quality`."""

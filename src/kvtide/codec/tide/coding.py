@@ -215,8 +215,7 @@ def loudness_weights(scales: grid.Units, final_units: int) -> Floats:
 def _parts(loud: Floats) -> Loudness:
     """Sort tokens by how large their components are beside what is usual, and cut them into parts."""
     order, bounds = np.argsort(loud, kind="stable"), grid.part_bounds(len(loud))
-    parts = np.empty(len(loud), dtype=np.uint8)
-    gains = np.zeros(len(bounds) - 1, dtype=np.int64)
+    parts, gains = np.empty(len(loud), dtype=np.uint8), np.zeros(len(bounds) - 1, dtype=np.int64)
     for part, (start, stop) in enumerate(pairwise(bounds)):
         parts[order[start:stop]] = part
         mean = float(loud[order[start:stop]].mean()) if stop > start else 1.0

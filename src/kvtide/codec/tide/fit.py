@@ -146,8 +146,7 @@ class Moments:
     def add(self, meta: BlockMeta, bits: BlockBits, rotary: Rotary | None) -> None:
         """Take a block. Tokens that are kept apart are left out. UnencodableBlock if a value is not finite."""
         state, layout = self.state, self._layout
-        is_coded = apart_tokens(meta, bits) == 0
-        turns = KeyRotation(meta, rotary, is_back=True)
+        is_coded, turns = apart_tokens(meta, bits) == 0, KeyRotation(meta, rotary, is_back=True)
         for group, start in enumerate(range(0, layout.layers, self._span)):
             values = load_values(StoredLayers(bits[start : start + self._span], layout.dtype, start, turns))
             rows = values.reshape(2 * self._span, layout.tokens, -1).transpose(1, 0, 2).reshape(layout.tokens, -1)
@@ -410,8 +409,7 @@ def _between_components(square: _Matrix, bases: NDArray[np.float64]) -> _Matrix:
 def _bits(between: _Matrix, scales: NDArray[np.float64], mixed: int) -> float:
     strongest = _strongest(scales, mixed)
     powers = np.linalg.eigvalsh(between[np.ix_(strongest, strongest)]) if mixed else np.empty(0)
-    rest = np.delete(scales, strongest) ** 2
-    least = 2.0 ** (2 * _STEP_UNITS / grid.UNITS) / 12
+    rest, least = np.delete(scales, strongest) ** 2, 2.0 ** (2 * _STEP_UNITS / grid.UNITS) / 12
     return float(0.5 * np.log2(np.maximum(np.concatenate([powers, rest]), least) / least).sum())
 
 

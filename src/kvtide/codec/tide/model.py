@@ -297,8 +297,7 @@ class TideModel:
         self.groups = self._groups(arrays, group_layers, 2 * channels * group_layers)
 
     def _groups(self, arrays: _Arrays, group_layers: int, values: int) -> list[Group]:
-        count = self.profile.layers // group_layers
-        kept = arrays["scale"].shape[-1]
+        count, kept = self.profile.layers // group_layers, arrays["scale"].shape[-1]
         scales = _shaped(arrays, "scale", (count, kept)).astype(np.int64)
         is_rising = arrays["scale"].dtype != np.int16 or (np.diff(scales) > 0).any()
         if is_rising or not 0 < kept <= values or int(np.abs(scales).max()) > SCALE_UNITS_MAX:
@@ -349,8 +348,13 @@ class TideModel:
 
     def own_steps(self, steps: Steps, quality: float, gain: float) -> Steps:
         """Return the step at which a block's own loss is `quality`. gain: as it was found at these steps."""
-        wanted = min(max(quality / self.own_loss.factor(steps.final_units, gain), QUALITY_MIN), QUALITY_MAX)
+        wanted = min(max(self.own_quality(steps, quality, gain, is_back=True), QUALITY_MIN), QUALITY_MAX)
         return steps._replace(final_units=self.final_units(wanted, steps.is_trellis))
+
+    def own_quality(self, steps: Steps, quality: float, gain: float, is_back: bool = False) -> float:
+        """Return a block's own KL where the curve has `quality`, or the reverse; all have the finest step's loss."""
+        floor = min(quality, float(self._curve(steps.is_trellis)[0, 2]))
+        return floor + (quality - floor) * self.own_loss.factor(steps.final_units, gain) ** (-1 if is_back else 1)
 
     def quality_at(self, steps: Steps, missing: int) -> float:
         """Return the KL that was measured at a step of which so many refinements are missing."""
@@ -486,8 +490,7 @@ def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32] = _
 def first_trellis() -> Trellis:
     """Return a trellis for Laplace-distributed values of each class' scale, to begin a fit with."""
     scales = np.exp2((grid.TOP_UNITS_MIN + grid.CLASS_UNITS * (np.arange(grid.TOPS) + 0.5)) / grid.UNITS)
-    counts = np.ones((grid.TRELLIS_TABLES, SYMBOLS))
-    levels = np.arange(grid.TOP_CENTRE + 1)
+    counts, levels = np.ones((grid.TRELLIS_TABLES, SYMBOLS)), np.arange(grid.TOP_CENTRE + 1)
     for quantiser in (0, 1):
         upper = np.maximum(levels + 0.5 * (1 - quantiser), 0.25 + 0.25 * (1 - quantiser))
         below = np.exp(-np.sqrt(2) * upper / scales[:, None])
