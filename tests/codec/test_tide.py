@@ -344,6 +344,8 @@ def test_what_is_lost_at_any_step_makes_no_loud_block_finer_and_what_no_step_kee
     sections = codec.encode(META, louder(1.25))
     assert -47 < steps_of(memoryview(sections[0].data)).final_units < codec.steps.final_units - 3
     assert codec.quality_of(sections) == pytest.approx(1e-2, rel=0.3)
+    # As devices encode, too.
+    assert -47 <= TideCodec(profile, 4e-3).rounded().steps.final_units < -21
     with pytest.raises(UnencodableBlock, match="no step keeps a KL"):
         codec.with_steps(Steps(-391, 0, is_trellis=True)).encode(META, BITS)
 

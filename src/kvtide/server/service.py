@@ -97,8 +97,7 @@ class Service:
                 self.health_port = await self.health.open(where.host, where.port)
             where = self._address
             on_listening(where if where.path else where._replace(port=listeners[0].getsockname()[1]))
-            stopping = asyncio.create_task(stop.wait())
-            beside = asyncio.create_task(self._drop_expired())
+            stopping, beside = asyncio.create_task(stop.wait()), asyncio.create_task(self._drop_expired())
             done, _ = await asyncio.wait({*accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping in done:
                 self.health.is_draining = True

@@ -56,8 +56,7 @@ class UseStore:
 
     def known(self, meta: BlockMeta) -> UseRecord:
         """Return what this process and the stored record know."""
-        stored = self._stored(meta)
-        mine = self._records.get(meta.id)
+        stored, mine = self._stored(meta), self._records.get(meta.id)
         return stored.merged(mine) if mine else stored
 
     def scores(self, meta: BlockMeta) -> Floats | None:

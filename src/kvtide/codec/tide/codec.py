@@ -79,7 +79,7 @@ class TideCodec:
     def rounded(self) -> Self:
         """Return a codec of the same quality whose levels lie on no trellis, all at one step: as devices encode."""
         codec, model = copy(self), self._profiled()
-        quality = max(self.quality * math.exp(-model.own_loss.deviation), QUALITY_MIN)
+        quality = max(model.own_quality(self.quality, math.exp(-model.own_loss.deviation)), QUALITY_MIN)
         codec.steps = Steps(model.final_units(quality, is_trellis=False), self.steps.refinements)
         codec._is_own = False
         return codec
@@ -183,7 +183,8 @@ class TideCodec:
             found.append((model.quality_at(steps, max(0, steps.refinements + 1 - len(run))), steps))
             gains.append(gains_of(run[0])[-1])
         quality, steps = max(found)
-        return model.own_quality(steps, quality, float(np.mean(gains)))
+        factor = model.own_loss.factor(steps.final_units, float(np.mean(gains)))
+        return model.own_quality(quality, factor, steps.is_trellis)
 
     def quality_without(self, quality: float, refinements: int) -> float:
         """Return the measured KL at the step so many refinements above that of `quality`."""

@@ -348,13 +348,14 @@ class TideModel:
 
     def own_steps(self, steps: Steps, quality: float, gain: float) -> Steps:
         """Return the step at which a block's own loss is `quality`. gain: as it was found at these steps."""
-        wanted = min(max(self.own_quality(steps, quality, gain, is_back=True), QUALITY_MIN), QUALITY_MAX)
+        factor = self.own_loss.factor(steps.final_units, gain)
+        wanted = max(self.own_quality(quality, 1 / factor, steps.is_trellis), QUALITY_MIN)
         return steps._replace(final_units=self.final_units(wanted, steps.is_trellis))
 
-    def own_quality(self, steps: Steps, quality: float, gain: float, is_back: bool = False) -> float:
-        """Return a block's own KL where the curve has `quality`, or the reverse; all have the finest step's loss."""
-        floor = min(quality, float(self._curve(steps.is_trellis)[0, 2]))
-        return floor + (quality - floor) * self.own_loss.factor(steps.final_units, gain) ** (-1 if is_back else 1)
+    def own_quality(self, quality: float, factor: float, is_trellis: bool = False) -> float:
+        """Return the KL of a block that loses `factor` times as much as the curve, but for its finest step's loss."""
+        floor = min(quality, float(self._curve(is_trellis)[0, 2]))
+        return floor + (quality - floor) * factor
 
     def quality_at(self, steps: Steps, missing: int) -> float:
         """Return the KL that was measured at a step of which so many refinements are missing."""
