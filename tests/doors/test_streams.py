@@ -297,6 +297,8 @@ def test_a_link_that_is_slower_than_computing_is_left_alone(world: World) -> Non
 def test_what_was_learnt_of_a_link_is_known_after_a_restart(world: World, slow_engine: None) -> None:
     for is_known in (False, True):
         with world.attached(PLENTY_BYTES_PER_S, quality=0.5) as cached:
+            # Slower than any link, also one that a busy machine has made slow.
+            cached.cache.judge.note_prefill(0, 100, 1000.0)
             asked(cached)
             ((choice, why),) = parse_decisions(cached.cache.stats().decisions)
             assert choice is Choice.LOAD
