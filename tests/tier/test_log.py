@@ -255,6 +255,30 @@ def test_reserved_space_is_given_back_at_close_and_after_a_kill(tmp_path: Path) 
     assert disk_bytes(tmp_path / "killed") < 100_000
 
 
+class BeforeTheLock(Files):
+    """Does something once, when the directory is locked first."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = [then]
+
+    def try_lock(self, descriptor: int, is_shared: bool = False) -> bool:
+        while self._then:
+            self._then.pop()()
+        return super().try_lock(descriptor, is_shared)
+
+
+def test_what_another_process_stored_and_sealed_while_we_opened_is_not_cut_off(tmp_path: Path) -> None:
+    writer = open_disk(tmp_path)
+    writer.put_from(object_id(1), object_bytes(1))
+
+    def go_on() -> None:
+        writer.put_from(object_id(2), object_bytes(2))
+        writer.close()
+
+    tier = open_disk(tmp_path, files=BeforeTheLock(go_on))
+    assert [read_all(tier, number) for number in (1, 2)] == [object_bytes(1), object_bytes(2)]
+
+
 def files_open_in(folder: Path) -> list[str]:
     """Return the files below a folder that this process has open."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]

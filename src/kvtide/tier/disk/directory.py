@@ -307,7 +307,8 @@ class SegmentDirectory:
         self._catalog.drop_segment(number)
 
     def seal_abandoned(self) -> None:
-        """Give back the space that killed writers had reserved. Call it under the lock; faults are passed over."""
+        """Learn what others did, and give back space that killed writers had reserved. Call it under the lock."""
+        self.refresh()
         for number, segment in self.segments.copy().items():
             if segment.is_mine or segment.length <= segment.tail:
                 continue

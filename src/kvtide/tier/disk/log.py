@@ -176,7 +176,6 @@ class SegmentLog:
             return writer
         with self._directory.locked():
             self._retire_writer()
-            self.refresh()
             self._directory.seal_abandoned()
             ancestors = self._lineage.ancestors(object_id.namespace, label)
             try:
