@@ -36,6 +36,7 @@ from kvtide.tier.disk.segment import (
     segment_name,
 )
 from kvtide.tier.files import Files
+from kvtide.types import ObjectId
 from kvtide.wire import ObjectLabel
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "segment-2.seg"
@@ -354,6 +355,21 @@ def test_segments_that_another_thread_has_evicted_meanwhile_are_forgotten_once(
 
     monkeypatch.setattr(directory.opened, "drop", evicted_meanwhile)
     assert not tier.contains(object_id(99))
+
+
+def test_what_is_evicted_while_another_thread_looks_is_told(tmp_path: Path) -> None:
+    class Watched(Files):
+        def truncate(self, descriptor: int, length: int) -> None:
+            os.ftruncate(descriptor, length)
+            list(tier.objects())
+
+    several_segments(tmp_path).close()
+    tier, gone = open_disk(tmp_path, 2 << 20, Watched()), list[ObjectId]()
+    tier.report_to(gone.extend)
+    before = {info.id for info in tier.objects()}
+    put_all(tier, range(20, 40), 50_000)
+    left = before - {info.id for info in tier.objects()}
+    assert left and left <= set(gone) and tier.stats().evictions == len(gone)
 
 
 def test_segments_that_others_make_are_learnt_of_while_a_policy_chooses(tmp_path: Path) -> None:

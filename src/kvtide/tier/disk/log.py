@@ -299,9 +299,10 @@ class SegmentLog:
                 for entry in self.catalog.in_segment(number):
                     if len(self.catalog.copies(entry.header.id)) == 1:
                         self.offer(entry.header.id, entry.header.size, partial(self._copy_out, entry))
-                # Free at once, whoever has the file open. What it held is gone, also if its name should stay.
-                self._files.truncate(descriptor, 0)
+                # First: a look-up of another thread forgets what was shortened, and tells nobody.
                 self._on_evicted(self.catalog.drop_segment(number))
+                # Free at once, whoever has the file open, also if its name should stay.
+                self._files.truncate(descriptor, 0)
                 self._directory.remove_empty(number)
         except FileNotFoundError:
             self.refresh()
