@@ -14,6 +14,7 @@ from kvtide.clock import ManualClock, SystemClock
 from kvtide.config import Limits
 from kvtide.errors import TierUnavailable
 from kvtide.tier import Tier
+from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack
 from kvtide.tier.url import open_tier
 from kvtide_lab.bench.services import BenchService, s3_command, s3_server
@@ -110,6 +111,19 @@ def test_dead_store_is_a_miss(caplog: pytest.LogCaptureFixture, url: str) -> Non
         assert caplog.records and "hush" not in caplog.text and "aHVz" not in caplog.text
         with pytest.raises(TierUnavailable):
             list(tier.objects())
+
+
+def test_who_comes_too_late_to_ask_takes_nobody_s_trial() -> None:
+    clock = ManualClock()
+    tier = s3.S3Tier("s3://bucket?endpoint=http://127.0.0.1:9&allow_http=true&skip_signature=true&region=x", clock)
+    for _ in range(s3.FAULTS_MAX):
+        with pytest.raises(TierUnavailable, match="HEAD"):
+            tier.contains(object_id(1))
+    clock.advance(s3.OPEN_S)
+    with until(clock.monotonic_s()), pytest.raises(TierUnavailable, match="deadline"):
+        tier.contains(object_id(1))
+    with pytest.raises(TierUnavailable, match="HEAD"):
+        tier.contains(object_id(1))
 
 
 @pytest.mark.parametrize("rest", ["", "/prefix", "bucket?secret_access_key=hush&nope=1", "bucket?hush"])

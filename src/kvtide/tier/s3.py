@@ -272,6 +272,8 @@ class S3Tier(CountingTier):
         return found
 
     def _require_store(self) -> None:
+        # First: who comes too late to ask is no trial.
+        self._client()
         if not self._breaker.allows():
             raise TierUnavailable(f"{self._shown} failed {FAULTS_MAX} times in a row; left alone for {OPEN_S} s")
 
