@@ -125,6 +125,30 @@ def test_silent_peer_is_given_up(pair: Pair) -> None:
         pair[0].receive(memoryview(bytearray(1)))
 
 
+def test_peer_that_takes_a_little_now_and_then_is_given_up() -> None:
+    """It takes something in time for each call; this value would take it 13 s."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as ours:
+        for each in (server, ours):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF if each is server else socket.SO_SNDBUF, 4096)
+        ours.connect(server.getsockname())
+        peer, _ = server.accept()
+
+        def take() -> None:
+            for _ in range(80):
+                if ended.wait(0.05) or not peer.recv(4096):
+                    break
+
+        reader = threading.Thread(target=take)
+        reader.start()
+        with peer, pytest.raises(OSError):
+            RespSocket(ours, 0.4, SystemClock()).send([bytes(1 << 20)])
+        was_in_time = reader.is_alive()
+        ended.set()
+        reader.join()
+    assert was_in_time
+
+
 def test_large_words_are_sent_uncopied(pair: Pair) -> None:
     body = bytes(5000)
     parts = pack_command(b"SET", b"key", body)

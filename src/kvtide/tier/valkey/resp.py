@@ -86,13 +86,13 @@ class RespSocket:
         self._socket.setsockopt(SOL_SOCKET, SO_RCVTIMEO, wait)
         self._socket.setsockopt(SOL_SOCKET, SO_SNDTIMEO, wait)
 
-    def _before_call(self) -> None:
+    def _before_call(self, give_up_s: float = math.inf) -> None:
         """Bound the next call of the socket. TimeoutError if it is too late for one."""
+        now_s = self._clock.monotonic_s()
+        if now_s > min(give_up_s, self._give_up_s - WAIT_S_MIN):
+            raise TimeoutError("not all bytes moved in time")
         if self._give_up_s < math.inf:
-            left_s = self._give_up_s - self._clock.monotonic_s()
-            if left_s < WAIT_S_MIN:
-                raise TimeoutError("the caller's deadline passed")
-            self._bound_waits(min(left_s, self._wait_s_max))
+            self._bound_waits(min(self._give_up_s - now_s, self._wait_s_max))
 
     def is_idle(self) -> bool:
         """Tell whether the peer has neither sent anything nor closed. Not under TLS, where that can't be seen."""
@@ -104,16 +104,17 @@ class RespSocket:
 
     def send(self, parts: Sequence[Buffer]) -> None:
         """Send all of the parts."""
+        give_up_s = self._clock.monotonic_s() + self._wait_s_max + sum(map(len, parts)) / BYTES_S_MIN
         if self.is_tls:
             for part in parts:
                 left = memoryview(part)
                 while left:
-                    self._before_call()
+                    self._before_call(give_up_s)
                     left = left[self._socket.send(left) :]
             return
         rest = [memoryview(part) for part in parts]
         while rest:
-            self._before_call()
+            self._before_call(give_up_s)
             sent = self._socket.sendmsg(rest[:_PARTS_MAX])
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
@@ -163,9 +164,7 @@ class RespSocket:
         self._start += done
         flags = 0 if self.is_tls else MSG_WAITALL
         while done < len(view):
-            if self._clock.monotonic_s() > give_up_s:
-                raise TimeoutError(f"{done} of {len(view)} bytes came in time")
-            self._before_call()
+            self._before_call(give_up_s)
             done += self._received(self._socket.recv_into(view[done:], 0, flags))
 
     def _read_line(self) -> bytes:
