@@ -35,7 +35,7 @@ from kvtide.tier.disk.segment import (
     scan_segment,
     segment_name,
 )
-from kvtide.tier.files import Files
+from kvtide.tier.files import FileInfo, Files
 from kvtide.types import ObjectId
 from kvtide.wire import ObjectLabel
 
@@ -171,6 +171,29 @@ def test_every_copy_of_an_object_is_removed(tmp_path: Path) -> None:
     assert len(stored_records(tmp_path)) == 2
     assert one.delete(object_id(1), "removed")
     assert stored_records(tmp_path) == []
+
+
+def test_replaced_object_has_no_older_copy_of_another_process_left(tmp_path: Path) -> None:
+    one, other = open_disk(tmp_path), open_disk(tmp_path)
+    # From now on it has a segment, and looks for nothing to store more.
+    put_all(one, [2])
+    for tier in (other, one):
+        tier.put_from(object_id(1), b"coarse" * 50)
+    assert one.replace(object_id(1), b"fine" * 50)
+    later = open_disk(tmp_path)
+    assert read_all(later, 1) == b"fine" * 50
+    assert len(later._log.catalog.copies(object_id(1))) == 1
+
+
+def test_newest_of_two_copies_is_read_however_the_folder_is_listed(tmp_path: Path) -> None:
+    class Turned(Files):
+        def listing(self, folder: Path) -> list[FileInfo]:
+            return sorted(super().listing(folder), reverse=True)
+
+    open_disk(tmp_path).put_from(object_id(1), b"old" * 50)
+    # As one that was killed while it replaced it.
+    open_disk(tmp_path)._log.append(object_id(1), b"new" * 50)
+    assert read_all(open_disk(tmp_path, files=Turned()), 1) == b"new" * 50
 
 
 def test_removing_everything_frees_the_disk(tmp_path: Path) -> None:

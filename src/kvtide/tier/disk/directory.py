@@ -249,7 +249,7 @@ class SegmentDirectory:
         with self._lock:
             grown, seen, found = list[tuple[int, FileInfo]](), set[int](), list[FileInfo]()
             with suppress(FileNotFoundError):
-                found = self._files.listing(self.folder)
+                found = sorted(self._files.listing(self.folder))
             for info in found:
                 if (number := segment_number(info.name)) is None:
                     continue

@@ -330,13 +330,15 @@ class SegmentLog:
         the old bytes or the new ones; after a crash both may be here, and the newest that is whole is read.
         """
         with self._write_lock:
-            if not (copies := self.catalog.copies(object_id)):
+            if self.catalog.find(object_id) is None:
                 return False
             entry = self.append(object_id, body)
             written = aligned_buffer(len(body))
             is_good = self.read(entry, written, 0) is RecordState.LIVE and written == memoryview(body)
             with self._directory.locked():
-                self._remove_copies(copies if is_good else [entry])
+                # Of other processes too, and what was moved for room meanwhile.
+                self.refresh()
+                self._remove_copies([each for each in self.catalog.copies(object_id) if (each is entry) != is_good])
             return is_good
 
     def _remove_copies(self, copies: list[CatalogEntry]) -> None:
