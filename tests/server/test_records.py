@@ -106,6 +106,18 @@ def test_killed_writer_has_kept_what_it_acknowledged(tmp_path: Path) -> None:
         assert again.generation("", type(SPACE)(b"\xaa" * 32)) >= said
 
 
+def test_second_server_that_ends_at_once_costs_the_first_one_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path / "records") as first:
+        first.write("", ALIAS, "x" * 64)
+        with opened(tmp_path / "records"):
+            pass  # the port is taken
+        first.write("", NAME, "1")
+        first.write("a", NAME, "2")
+    with opened(tmp_path / "records") as again:
+        assert (again.generation("", SPACE), again.generation("a", SPACE)) == (1, 2)
+        assert again.get("", ALIAS) is not None
+
+
 def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.records.LINES_MAX", 20)
     with opened(tmp_path / "records") as records:

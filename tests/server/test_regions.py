@@ -133,6 +133,16 @@ def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:
         assert (len(fourth), fourth.next()) == (0, None)
 
 
+def test_second_region_that_ends_at_once_costs_the_first_one_s_manifest_nothing(tmp_path: Path) -> None:
+    with manifest_in(tmp_path, 1) as first:
+        with manifest_in(tmp_path):
+            pass  # the port is taken
+        first.add(named(2))
+        first.done(named(1))
+    with manifest_in(tmp_path) as again:
+        assert (len(again), again.next()) == (1, named(2))
+
+
 def test_manifest_drops_the_oldest_over_its_bound_though_it_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

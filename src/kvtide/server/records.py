@@ -266,6 +266,9 @@ class Records:
         # The line's end first: whatever a fault left half written ends there.
         data = b"\n" + lines
         with _answering():
+            if Files().is_unlinked(self._file.fileno()):
+                # Another server, which may have ended since, has put its own there: nobody would find these lines.
+                self._rewrite()
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())

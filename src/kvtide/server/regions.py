@@ -158,7 +158,8 @@ class Manifest:
     def _append(self, data: bytes) -> None:
         if self._file is None:
             return
-        is_whole, self._is_whole = self._is_whole, False
+        # Another server, which may have ended since, may have put its own there.
+        is_whole, self._is_whole = self._is_whole and not Files().is_unlinked(self._file.fileno()), False
         is_full = self._file.tell() + len(data) > RECORDS_MAX * _RECORD.size
         if not is_whole or is_full or self._file.write(data) != len(data):
             self._rewrite()
