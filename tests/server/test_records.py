@@ -19,7 +19,7 @@ from kvtide.server.records import Records
 from kvtide.server.regions import Manifest
 from kvtide.tier.http.peer import HttpAnswer
 from kvtide.tier.http.records import records_clients
-from kvtide.wire.protocol import Record, RecordKind, RecordName
+from kvtide.wire.protocol import CHANGES_MAX, RECORD_BYTES_MAX, Record, RecordKind, RecordName
 
 NAME = RecordName(RecordKind.GENERATION, SPACE.hex())
 ALIAS = RecordName(RecordKind.ALIAS, "chat")
@@ -256,6 +256,16 @@ def test_long_lists_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             break
         after = part.records[-1].version
     assert came == [str(number) for number in range(7)]
+
+
+def test_no_tenant_s_records_are_too_long_for_who_follows_all(server: RunningServer) -> None:
+    for number in range(CHANGES_MAX):
+        name = RecordName(RecordKind.PROFILE, f"{number:064}")
+        server.records.write("a", name, name.kind.checked(RECORD_BYTES_MAX * b"\x01"))
+    server.records.write("b", NAME, "1")
+    (client,) = records_clients(server.url, SystemClock())
+    with client:
+        assert len(client.changes().records) == CHANGES_MAX + 1
 
 
 ODD = b'{"records": [{"tenant": "", "kind": "%s", "name": "x", "value": "1", "version": 1}], "is_whole": true}'

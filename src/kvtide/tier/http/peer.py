@@ -26,8 +26,8 @@ from kvtide.types import NamedId, Namespace, ObjectId
 from kvtide.wire.http import HEAD_BYTES_MAX, HEAD_END, Headers, pack_request_head, parse_response_head
 from kvtide.wire.protocol import Header
 
-# Answers that are not an object: errors, listings.
-SMALL_ANSWER_BYTES_MAX = 1 << 20
+# Answers that are not an object: errors, listings. As JSON 256 records of control characters have 1.6 MB.
+SMALL_ANSWER_BYTES_MAX = 2 << 20
 # Who waits for a range is asked so often whether to go on.
 _BEAT_S = 0.05
 _WAIT_S_MIN = 1e-3
