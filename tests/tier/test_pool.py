@@ -2,7 +2,9 @@
 
 import base64
 import platform
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from io import BytesIO
@@ -22,6 +24,7 @@ from kvtide.evict import Hint
 from kvtide.outcomes import Choice, Decided, Why
 from kvtide.server.settings import ServerLimits
 from kvtide.tier import Tier
+from kvtide.tier.breaker import until
 from kvtide.tier.pool import Member
 from kvtide.tier.pool.membership import DnsMembership, FileMembership, Watcher, membership_of, server_at
 from kvtide.tier.pool.placement import Placement, PlacementKind, PoolMap, PoolServer
@@ -135,6 +138,18 @@ def test_dead_server_costs_no_hit_and_many_look_ups_find_what_single_ones_find(p
     pool.join("server-4")
     wait_until(lambda: tier.epoch == 2, "the map")
     assert len(stack.run_places(ids)) == OBJECTS, "and what the new owner lacks is where it was"
+
+
+@pytest.mark.real_time
+def test_silent_servers_keep_nobody_beyond_the_deadline(stack: ExitStack) -> None:
+    silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
+    with opened(pool_tier(f"pool://127.0.0.1:{silent[0]},127.0.0.1:{silent[1]}", SystemClock())) as tier:
+        started_s = time.monotonic()
+        with until(started_s + 0.2):
+            assert tier.count_leading([object_id(0)]) == 0
+            with pytest.raises(TierUnavailable):
+                tier.put_from(object_id(0), object_bytes(0))
+        assert time.monotonic() - started_s < 10
 
 
 def test_reads_are_shared_between_both_owners(pool: Pool, tier: PoolTier) -> None:

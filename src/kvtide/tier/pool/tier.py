@@ -11,6 +11,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -178,8 +179,9 @@ class PoolTier(CountingTier):
             asked: dict[str, tuple[_Member, list[ObjectId]]] = {}
             for object_id, owners in waiting.items():
                 asked.setdefault(owners[rank].server.name, (owners[rank], []))[1].append(object_id)
-            for (_, ids), count in zip(asked.values(), writers.map(self._leading_of, asked.values()), strict=True):
-                if count is not None:
+            counts = [writers.submit(copy_context().run, self._leading_of, each) for each in asked.values()]
+            for (_, ids), answer in zip(asked.values(), counts, strict=True):
+                if (count := answer.result()) is not None:
                     found.update(ids[:count])
                     for object_id in ids:
                         del waiting[object_id]
@@ -263,7 +265,7 @@ class PoolTier(CountingTier):
     def _put_to_owners(self, state: _State, object_id: ObjectId, buffer: Buffer) -> list[bool | TierUnavailable]:
         first, *others = self._owners(state, object_id.key)
         writers = self._open_writers()
-        pending = [writers.submit(self._put_to, object_id, buffer, member) for member in others]
+        pending = [writers.submit(copy_context().run, self._put_to, object_id, buffer, member) for member in others]
         return [self._put_to(object_id, buffer, first), *(future.result() for future in pending)]
 
     def _put_to(self, object_id: ObjectId, buffer: Buffer, member: _Member) -> bool | TierUnavailable:
