@@ -42,6 +42,22 @@ def test_range_goes_on_where_it_was_at_the_same_server() -> None:
         assert buffer[: SIZE - 1000] == data[1000:]
 
 
+def test_range_waits_for_a_connection_that_takes_a_long_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.create_connection
+
+    def far(place: tuple[str, int], wait_s: float) -> socket.socket:
+        if wait_s < 0.3:
+            raise TimeoutError("timed out")
+        return connect(place, wait_s)
+
+    monkeypatch.setattr(socket, "create_connection", far)
+    came = bytearray()
+    with running_server() as server, opened(tier_on(server)) as tier:
+        assert server.store.put_from(object_id(1), object_bytes(1))
+        assert tier.read_range(object_id(1), 0, 100, lambda part: came.extend(part) is None)
+        assert came == object_bytes(1)[:100]
+
+
 def test_another_object_under_the_key_is_read_from_the_beginning() -> None:
     """Two codecs may have made different objects of one block: halves of them are never put together."""
     other = made_object(object_id(1), bytes(SIZE - 500))

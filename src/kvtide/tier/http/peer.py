@@ -100,7 +100,8 @@ class HttpConnection:
 
     def open(self, patience: Patience) -> None:
         """Connect."""
-        endpoint, wait_s = self._endpoint, patience.left_s()
+        # Not a watch's beat: a connection that is given up has to begin again, and a round trip may be longer.
+        endpoint, wait_s = self._endpoint, Patience.left_s(patience)
         if endpoint.path:
             self._sock = sock = socket.socket(socket.AF_UNIX)
             sock.settimeout(wait_s)
