@@ -7,6 +7,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -166,6 +167,16 @@ def test_dead_member_is_gone_with_its_lease(etcd: BenchService) -> None:
     reader._call("/v3/kv/put", {"key": _b64(b"dead/dead"), "value": value, "lease": lease}, dict)
     assert len(servers_of(reader)) == 1
     wait_until(lambda: not servers_of(reader), "the lease to end")
+
+
+def test_second_server_of_a_name_that_ends_at_once_takes_nobody_out(etcd: BenchService, stack: ExitStack) -> None:
+    reader = source(etcd, "twice")
+    stack.callback(Registered(source(etcd, "twice")).leave)
+    wait_until(lambda: len(servers_of(reader)) == 1, "the first")
+    second = Registered(source(etcd, "twice"), scheme="https")
+    wait_until(lambda: servers_of(reader)[0].scheme == "https", "the second")
+    second.leave()
+    wait_until(lambda: len(servers_of(reader)) == 1, "the first again")
 
 
 def test_unrelated_changes_leave_the_epoch(etcd: BenchService) -> None:

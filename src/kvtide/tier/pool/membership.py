@@ -211,13 +211,16 @@ class EtcdMembership(Membership):
 
     def register(self, server: PoolServer, stop: threading.Event) -> None:
         """Keep a server in the map until `stop` is set, then take it out. Faults are tried again."""
+        key = _b64(f"{self._prefix}{server.name}".encode())
         while not stop.is_set():
             try:
                 lease = self._call("/v3/lease/grant", {"TTL": LEASE_S}, _Lease).id
                 entry = {"value": _b64(msgspec.json.encode(server)), "lease": lease}
-                self._call("/v3/kv/put", {"key": _b64(f"{self._prefix}{server.name}".encode()), **entry}, dict)
+                self._call("/v3/kv/put", {"key": key, **entry}, dict)
                 while not stop.wait(LEASE_S / 3):
-                    if not self._call("/v3/lease/keepalive", {"ID": lease}, _Alive).result.left_s:
+                    is_alive = self._call("/v3/lease/keepalive", {"ID": lease}, _Alive).result.left_s
+                    # A second server of this name, which has ended since, has taken the entry with it.
+                    if not is_alive or not self._call("/v3/kv/range", {"key": key}, _Range).kvs:
                         break
                 else:
                     self._call("/v3/lease/revoke", {"ID": lease}, dict)
