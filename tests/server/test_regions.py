@@ -21,6 +21,8 @@ from kvtide.server.records import Records
 from kvtide.server.regions import CentralTier, Manifest, backing_for
 from kvtide.server.settings import ServerSettings, TlsSettings, read_settings
 from kvtide.tier.http import http_tier
+from kvtide.tier.http.peer import Call
+from kvtide.tier.http.tier import HttpTier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.types import Name, NamedId
@@ -107,6 +109,15 @@ def test_latest_is_not_claimed_while_a_region_is_cut_off(world: World) -> None:
     assert b"can't be had" in content
     put(two, 8)
     assert ask(world.centre, "GET", 8, Force_Latest="1")[0].status == 200, "found all the same"
+
+
+def test_large_objects_have_time_to_cross_a_long_link(tmp_path: Path) -> None:
+    backing = backing_for(ServerSettings(central="http://centre:1", manifest=tmp_path / "manifest"), SystemClock())
+    assert backing.synchroniser is not None
+    sent_to = backing.synchroniser._central
+    assert isinstance(sent_to, HttpTier)
+    patience = sent_to._patience(Call("PUT", "/", (), bytes(80_000_000)))
+    assert patience.deadline_s > time.monotonic() + 80
 
 
 def test_manifest_goes_on_after_a_restart(tmp_path: Path) -> None:

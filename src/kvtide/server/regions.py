@@ -469,7 +469,7 @@ def backing_for(settings: ServerSettings, clock: Clock) -> Backing:
     behind = CentralTier(http_tier(central, clock, _PEER, LATEST_S_MAX, (), BYTES_S_MIN), manifest)
     latest = Latest([http_tier(central, clock, _PEER, LATEST_S_MAX, _LATEST, BYTES_S_MIN)], local, size_max)
     # Nobody waits for what is sent: the centre may take its time to store it.
-    sent_to, bytes_s_max = http_tier(central, clock), settings.sync_bytes_s_max
+    sent_to, bytes_s_max = http_tier(central, clock, bytes_s_min=BYTES_S_MIN), settings.sync_bytes_s_max
     synchroniser = Synchroniser(local, sent_to, manifest, names, bytes_s_max, size_max, clock)
     store = TierStack([local, behind], written_last=[behind])
     return Backing(store, records, names, local, latest, CentralRecords(asking[0], records, clock), synchroniser)
