@@ -102,6 +102,9 @@ def test_uploads_of_one_tenant_leave_buffers_to_others() -> None:
         assert (refused.status, b"of a tenant" in reason) == (429, True)
         assert ask(server, "PUT", OBJECT, body=data)[0].status == 201
         assert ask(server, "PUT", OBJECT, "attacker", bytes(MIB + 1))[0].status == 413
+    # No time makes room for it.
+    with running_server(limits=ServerLimits(buffer_bytes_max=MIB)) as server:
+        assert ask(server, "PUT", OBJECT, body=bytes(MIB + 1))[0].status == 413
 
 
 def test_readers_that_take_nothing_leave_buffers_where_the_tier_cannot_lend() -> None:

@@ -109,6 +109,17 @@ def test_cap_holds_over_sizes_and_frees_what_nobody_uses() -> None:
     buffers.check()
 
 
+def test_memory_that_the_machine_refuses_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> memoryview:
+        raise MemoryError
+
+    buffers = BodyBuffers(1 << 20)
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr("kvtide.server.http.shares.aligned_buffer", refuse)
+        buffers.take(1 << 20)
+    assert buffers.lent_bytes == 0 and buffers.take(1 << 20)
+
+
 def test_tenant_has_its_share_and_no_more() -> None:
     buffers = BodyBuffers(1 << 20, 256 << 10)
     held = [buffers.take(64 << 10, "a") for _ in range(4)]

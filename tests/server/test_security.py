@@ -131,6 +131,7 @@ def test_bad_grant_is_refused(fields: dict[str, Any]) -> None:
         "limits = {io_threads = 0}",
         "limits = {unknown = 1}",
         "[[grants]]\ntenant = 'a'\nscopes = ['fly']\ntoken_sha256 = '" + "0" * 64 + "'",
+        grant_words("a", "token") + grant_words("b", "token"),
         "not toml",
     ],
 )

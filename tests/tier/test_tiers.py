@@ -391,6 +391,12 @@ def test_answer_without_a_bottom_hides_no_other_tier() -> None:
             assert stack.tier_stats()[1].faults == 1
 
 
+@pytest.mark.parametrize("url", ["htps://host:1", "host:1", "http://host:1/store"])
+def test_no_other_url_is_a_remote_store(url: str) -> None:
+    with pytest.raises(ValueError, match="begins with http:// or https:// and has no path"):
+        http_tier(url, SystemClock())
+
+
 def test_nobody_listening_is_a_fault_for_every_verb() -> None:
     with opened(http_tier("http://127.0.0.1:1", SystemClock())) as tier:
         for action in (

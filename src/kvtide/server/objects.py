@@ -47,7 +47,7 @@ class Lending:
     def __init__(self, shared: Resources) -> None:
         self._shared = shared
         # As they were at the start: what memory tiers hold does not change.
-        self._limits = limits = shared.live.limits
+        limits = shared.live.limits
         # Of the memory tier all readers hold a half at a time and one tenant's a quarter: the rest can be evicted.
         self.memory = Shares(max(1, limits.memory_bytes_max // 2), max(1, limits.memory_bytes_max // 4))
 
@@ -56,7 +56,7 @@ class Lending:
         # A thread takes ten times as long as what it would do here.
         lent = await self._lent_at_once(exchange, tier, stored)
         if lent is None:
-            buffers, size_max = self._shared.buffers, self._limits.object_bytes_max
+            buffers, size_max = self._shared.buffers, self._shared.live.limits.object_bytes_max
             action = partial(_lend, tier, stored, buffers, exchange.caller.tenant, size_max)
             try:
                 lent = await self._shared.workers.read(exchange.owner, _in_time(exchange, action), _release)
@@ -90,7 +90,7 @@ class Lending:
         if not self.memory.take_at_once(owner, size):
             lent.release()
             try:
-                async with asyncio.timeout(self._limits.head_s_max):
+                async with asyncio.timeout(self._shared.live.limits.head_s_max):
                     await self.memory.take(owner, size)
             except TimeoutError:
                 raise RequestRefused(429, "readers hold all the memory they may", retry_after_s=1.0) from None
@@ -312,7 +312,8 @@ class ObjectRequests:
 
     def _check_size(self, tenant: str, size: int) -> None:
         limits = self._shared.live.limits
-        size_max = min(limits.object_bytes_max, limits.tenant_buffer_bytes_max) if tenant else limits.object_bytes_max
+        buffers_max = limits.tenant_buffer_bytes_max if tenant else limits.buffer_bytes_max
+        size_max = min(limits.object_bytes_max, buffers_max)
         if size > size_max:
             raise RequestRefused(413, f"an object may have {size_max} bytes here, got {size}")
 

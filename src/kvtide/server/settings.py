@@ -228,6 +228,8 @@ def read_settings(path: Path | None, changes: Mapping[str, object]) -> ServerSet
         raise ValueError(f"sync_bytes_s_max must be positive, got {settings.sync_bytes_s_max!r}")
     if not settings.tiers:
         raise ValueError("a server needs at least one tier, got none")
+    if len({grant.token_sha256 or grant.common_name for grant in settings.grants}) < len(settings.grants):
+        raise ValueError("a token_sha256 and a common_name are of one grant, got one of them twice")
     return settings
 
 

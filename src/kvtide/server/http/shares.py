@@ -154,11 +154,11 @@ class BodyBuffers:
                 raise RequestRefused(503, "every buffer is in use", retry_after_s=1.0)
             if not free:
                 self._make_room(wanted)
+            # First: memory that the machine refuses is not lent.
+            buffer = free.pop() if free else aligned_buffer(wanted)
             self.lent_bytes += wanted
             self._tenants[tenant] += wanted
-            if free:
-                return free.pop()
-        return aligned_buffer(wanted)
+            return buffer
 
     def _make_room(self, wanted: int) -> None:
         """Let go of free buffers until `wanted` more bytes fit."""

@@ -452,8 +452,8 @@ def _endpoints(url: str, tls: ssl.SSLContext | None) -> list[Endpoint]:
         if parts.netloc or not parts.path:
             raise ValueError(f"expected http+unix:///path, got {url!r}")
         return [Endpoint("", 0, unquote(parts.path))]
-    if parts.path not in {"", "/"}:
-        raise ValueError(f"a remote store's URL has no path, got {url!r}")
+    if parts.scheme not in {"http", "https"} or parts.path not in {"", "/"}:
+        raise ValueError(f"a remote store's URL begins with http:// or https:// and has no path, got {url!r}")
     try:
         return [Endpoint(*host_and_port(place), tls=tls) for place in parts.netloc.split(",")]
     except ValueError as error:
