@@ -216,6 +216,14 @@ def test_profile_of_a_published_codec_leaves_what_tide_has_begun(tmp_path: Path)
     assert begun.exists() and read_profile(file).kind == "cachegen"
 
 
+def test_texts_end_where_a_models_learned_positions_do(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_positions=512, n_embd=32, n_layer=1, n_head=2, vocab_size=256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "mine.kvprofile"
+    kvtide("calibrate", tmp_path / "model", "--snippets", 1, "--codec", "cachegen", "-o", file)
+    assert read_profile(file).tokens == 2 * 512
+
+
 BLOCK = 64
 # Of each text, what quality is judged on comes after whole blocks.
 TEXT_TOKENS = 6 * BLOCK + JUDGED_TOKENS + 1

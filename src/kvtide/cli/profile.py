@@ -327,7 +327,9 @@ class _Subject:
         self.model = transformers.load_model(folder)
         self.name = folder.name
         self.block_tokens = transformers.BLOCK_TOKENS
-        self._tokens = tokens
+        config = self.model.config.get_text_config(decoder=True)
+        # Learned positions, as GPT-2's 1,024, have an end.
+        self._tokens = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
         self._tokenizer: Any = None
         if any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists():
             self._tokenizer = transformers.load_tokenizer(folder)
