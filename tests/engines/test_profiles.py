@@ -224,6 +224,17 @@ def test_texts_end_where_a_models_learned_positions_do(tmp_path: Path) -> None:
     assert read_profile(file).tokens == 2 * 512
 
 
+def test_texts_without_a_block_are_left_out_of_a_published_codecs_profile(tmp_path: Path) -> None:
+    folder, file = saved("Llama", tmp_path / "model"), tmp_path / "mine.kvprofile"
+    words: list[Any] = []
+    for length in (0, 200, 600):
+        (tmp_path / str(length)).write_bytes(TEXT[:length])
+        words += ["--text", tmp_path / str(length)]
+    kvtide("calibrate", folder, *words, "--codec", "cachegen", "-o", file)
+    # One of the text's bytes, and one of as many random tokens.
+    assert read_profile(file).texts == 2
+
+
 BLOCK = 64
 # Of each text, what quality is judged on comes after whole blocks.
 TEXT_TOKENS = 6 * BLOCK + JUDGED_TOKENS + 1

@@ -375,6 +375,7 @@ def _published(subject: _Subject, own: Sequence[str], codec: str, show: _Progres
     layout = model_layout(subject.model, subject.block_tokens)
     fitter, contexts = ProfileFitter(codec, subject.name, layout), ModelContexts(subject.model, subject.block_tokens)
     all_ids = subject.ids(own or [each.content for each in calibration_texts()])
+    all_ids = [ids for ids in all_ids if len(ids) >= subject.block_tokens]
     for number, ids in enumerate(all_ids):
         show("texts", number, len(all_ids))
         (blocks,) = contexts.capture(ids).blocks
