@@ -1,6 +1,7 @@
 """Calibration: what it is fitted on, what it says of its loss, and that a stopped one goes on."""
 
 import csv
+import gzip
 import hashlib
 import importlib.resources
 import struct
@@ -314,6 +315,13 @@ def test_messages_are_the_translations_of_short_scripts_too(tmp_path: Path, monk
     monkeypatch.setattr("kvtide.engines.calibrate.texts._SNIPPETS", (("chinese", f"{tmp_path}/*.mo"),))
     (found,) = corpus.snippets(1, ["chinese"])
     assert set(found.content) == {"\u6d88", "\u606f", "\n"}
+
+
+def test_damaged_files_of_the_system_are_no_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gzip.compress(bytes(range(256)) * 99)
+    (tmp_path / "kvtide.1.gz").write_bytes(whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:])
+    monkeypatch.setattr("kvtide.engines.calibrate.texts._SNIPPETS", (("manual", f"{tmp_path}/*.gz"),))
+    assert not corpus.snippets(1, ["manual"])
 
 
 def test_snippets_of_an_unknown_kind_are_refused() -> None:

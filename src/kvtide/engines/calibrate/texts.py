@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import sys
 import sysconfig
+import zlib
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import islice, repeat, zip_longest
@@ -178,7 +179,7 @@ def _snippet(kind: str, path: Path) -> Text | None:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read(TEXT_BYTES_MAX)
-    except (OSError, EOFError):
+    except (OSError, EOFError, zlib.error):
         return None
     content = (_translations(data) if path.suffix == ".mo" else data).decode("utf-8", errors="ignore")
     start = max(0, len(content) // 3 - SNIPPET_CHARACTERS // 2)
