@@ -185,6 +185,12 @@ def test_tokens_are_apart_by_their_own_block() -> None:
     assert not apart_tokens(meta, np.zeros_like(BITS)).any()
 
 
+def test_first_four_tokens_are_apart_in_smaller_pieces_too() -> None:
+    layout = replace(LAYOUT, tokens=3)
+    pieces = [apart_tokens(block_meta(layout, 0, n), smooth_bits(layout, n)).tolist() for n in range(3)]
+    assert pieces == [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
+
+
 def test_values_far_beyond_the_calibration_are_kept_apart() -> None:
     loud = BITS.copy()
     floats(loud)[3, 1, 5] = 1e30

@@ -92,8 +92,7 @@ def encode_range(model: TideModel, path: str, projected: Projected) -> list[byte
 def first_apart(meta: BlockMeta) -> NDArray[np.uint8]:
     """Return 1 for each token of a block that is kept apart whatever its values."""
     apart = np.zeros(meta.layout.tokens, dtype=np.uint8)
-    if meta.start == 0:
-        apart[:APART_TOKENS] = 1
+    apart[: max(0, APART_TOKENS - meta.start)] = 1
     return apart
 
 
