@@ -16,7 +16,7 @@ from kvtide.errors import UnsupportedModel
 from kvtide.group import Parts
 from kvtide.keys import namespace_digest
 from kvtide.store import BlockSource, Cache, PendingBlock, cache_for
-from kvtide.store.load import Whole
+from kvtide.store.load import MissReason, Whole
 from kvtide.types import BlockKey, Namespace, ObjectId
 
 # Bytes are stored in units of two: most caches are of half precision, and any even number of bytes is whole units.
@@ -102,9 +102,12 @@ class ChunkStore:
 
         metas, started_s = [self._meta(name) for name in names], self._clock.monotonic_s()
         is_near = self.cache.is_near([meta.id for meta in metas])
-        report = self.cache.load(metas, Whole(sink), self._settings.load_s_max)
+        judge, tokens = self.cache.judge, self.layout.tokens
+        report = self.cache.load(metas, Whole(sink), judge.deadline_s(len(metas) * tokens))
         gate.close()
         now_s = self._clock.monotonic_s()
         if not is_near:
-            self.cache.judge.note_load(report.blocks * self.layout.tokens, now_s - started_s, now_s)
+            # One that was given up is extrapolated.
+            chunks = len(metas) if report.reason is MissReason.DEADLINE else report.blocks
+            judge.note_load(chunks * tokens, (now_s - started_s) * chunks / (report.blocks or 1), now_s)
         return report.blocks
