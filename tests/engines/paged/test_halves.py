@@ -585,6 +585,19 @@ def test_block_counts_only_if_every_shard_has_it(engines: Engines) -> None:
     assert engine.ask("b", PROMPT) == 0
 
 
+def test_block_that_one_shard_lost_is_stored_again_however_late(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtide.engines.paged.scheduler.LOST_S", -1.0)
+    engine = engines(shards=2)
+    pages = engine.compute("a", PROMPT)
+    lost = block_keys(namespaces(shards=2)(b"")[1], PROMPT, BLOCK)[1]
+    engine.scheduler.heard(WorkerReport(1, lost=(lost,)))
+    engine.ask("b", PROMPT)
+    orders = engine.step(ScheduledRequest("b", PROMPT, len(PROMPT), lambda: pages))
+    assert [order.block.start for order in orders.stores] == [BLOCK, 2 * BLOCK]
+
+
 def test_slow_store_makes_the_engine_ask_again_and_then_compute(engines: Engines) -> None:
     engine = engines()
     engine.scheduler._lookups._match_s_max = 0.5

@@ -275,8 +275,9 @@ class SchedulerHalf:
         blocks = sequence.blocks(scheduled.tokens)[:full]
         if self._is_rough(sequence, blocks) or not sequence.options.may_store:
             return
-        # With several shards all are stored at once, so that the first one speaks for all.
-        known = self.cache.index.match([block.ids[0].key for block in blocks])
+        # One shard may have lost what the others still have.
+        shards = zip(*(block.ids for block in blocks), strict=True)
+        known = min(self.cache.index.match([each.key for each in ids]) for ids in shards)
         fresh = blocks[max(self._lookups.unmissed(blocks[:known]), first) :]
         sequence.summary.stored_blocks += len(fresh)
         pages = scheduled.pages() if fresh else ()
