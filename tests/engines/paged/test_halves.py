@@ -351,6 +351,16 @@ def test_first_step_of_some_length_says_nothing_of_speed(engines: Engines) -> No
         assert (engine.scheduler.cache.judge.prefill() is not None) == is_known
 
 
+def test_steps_of_answers_alone_say_nothing_of_how_fast_prompts_are_computed(engines: Engines) -> None:
+    engine, longer = engines(), [*PROMPT, 1]
+    engine.ask("a", PROMPT)
+    pages = engine.pages(len(longer))
+    for tokens, is_known in ((PROMPT, False), (longer, False), (PROMPT, True)):
+        step = engine.step(ScheduledRequest("a", tokens, len(tokens), lambda: pages))
+        engine.scheduler.heard(engine.worker.report(step.step))
+        assert (engine.scheduler.cache.judge.prefill() is not None) == is_known
+
+
 def test_finished_request_ends_its_load_and_nothing_is_written_later(second: ToyEngine) -> None:
     gate, tiers = threading.Event(), second.worker.cache.tiers
     read = tiers.get_into

@@ -239,7 +239,10 @@ class SchedulerHalf:
     def plan(self, scheduled: Iterable[ScheduledRequest], step_tokens: int) -> StepCommands:
         """Return the orders of this step and forget them."""
         self._step += 1
-        # A step that waits for its loads says nothing of how fast the engine computes.
+        scheduled, own = list(scheduled), self._sequences
+        # A step of answers alone, or one that waits for its loads, says nothing of how fast prompts are computed.
+        known = [(each, own[each.request].prompt_tokens) for each in scheduled if each.request in own]
+        is_answering = bool(known) and all(each.computed_tokens > prompt for each, prompt in known)
         is_waiting = any(load.is_in_step for load in self._loads)
         if is_waiting and len(self._namespaces(self._epoch)) > 1:
             pages = (page for load in self._loads if load.is_in_step for page in load.pages)
@@ -254,7 +257,7 @@ class SchedulerHalf:
         loads, self._loads = tuple(self._loads), []
         advice, self._advice = tuple(self._advice), []
         held, self._held = tuple(self._held), []
-        self._steps[self._step] = (self._clock.monotonic_s(), 0 if is_waiting else step_tokens)
+        self._steps[self._step] = (self._clock.monotonic_s(), 0 if is_waiting or is_answering else step_tokens)
         return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice, held)
 
     def _stores(self, scheduled: ScheduledRequest, doubtful: frozenset[int]) -> Iterable[StoreOrder]:
