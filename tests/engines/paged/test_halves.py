@@ -3,6 +3,7 @@
 import math
 import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
@@ -32,7 +33,7 @@ from tests.servers import running_server
 from kvtide.clock import SystemClock
 from kvtide.engines.paged.scheduler import ANSWER_S, ANSWERS_S, STEPS_IN_FLIGHT_MAX, ScheduledRequest
 from kvtide.engines.paged.sequence import FollowedPrefix, LoadOrder, WorkerReport
-from kvtide.engines.paged.worker import FAULTY, WorkerHalf
+from kvtide.engines.paged.worker import FAULTY, LOADS_AT_ONCE, WorkerHalf
 from kvtide.engines.settings import RequestOptions
 from kvtide.evict import Hint
 from kvtide.keys import block_keys
@@ -384,6 +385,18 @@ def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Engine
     assert hit == 10 * BLOCK
     assert failed == set(pages[: 10 * BLOCK // PAGE_TOKENS])
     assert second.ask("c", long) == 0
+    gate.set()
+
+
+def test_load_that_waits_for_its_turn_ends_at_its_deadline(second: ToyEngine) -> None:
+    gate, started_s = threading.Event(), time.monotonic()
+    second.worker.cache.tiers.get_into = lambda *arguments: gate.wait(5) and None  # type: ignore[method-assign]
+    for request in range(LOADS_AT_ONCE):
+        second.begin(str(request), PROMPT, is_in_step=False)
+    second.scheduler.cache.judge = Judge(0.1)
+    hit, pages = second.begin("late", PROMPT, is_in_step=False)
+    assert second.wait("late") == set(pages[: hit // PAGE_TOKENS])
+    assert time.monotonic() - started_s < 3
     gate.set()
 
 

@@ -171,6 +171,7 @@ class WorkerHalf:
         return True
 
     def _run(self, load: PageLoad) -> None:
+        load.has_begun = True
         # The engine waits for a load until it has ended, whatever went wrong in it.
         self._finish(load, self.cache.guarded("load into pages", partial(self._bring, load), FAULTY))
 
@@ -328,8 +329,12 @@ class WorkerHalf:
             if is_idle and self._loads and not self._outcome.requests:
                 self._changed.wait_for(lambda: self._outcome.requests, IDLE_WAIT_S)
             given_up = [self._loads.pop(request) for request in finished if request in self._loads]
+            # Who waits for a turn waits no longer than its load may take.
+            late = [load for load in self._loads.values() if not (load.has_begun or self._left_s(load))]
         for load in given_up:
             load.close()
+        for load in late:
+            self._finish(load, LoadReport(0, 0, MissReason.DEADLINE))
         with self._changed:
             outcome, self._outcome = self._outcome, LoadOutcome(set(), set(), set())
         outcome.requests.update(load.order.request for load in given_up if not load.order.is_in_step)
@@ -410,6 +415,7 @@ class PageLoad:
     ) -> None:
         self.order = order
         self.started_s = started_s
+        self.has_begun = False
         # Where the blocks came, and the states after them did not.
         self.missed_states: ObjectId | None = None
         self.refs = (*order.blocks, *order.tail)
