@@ -135,6 +135,16 @@ def test_same_tail_behind_another_block_is_another_tail(tails: Tails) -> None:
         assert np.array_equal(held(second, pages)[:, :, :22], expected(tokens, 22))
 
 
+def test_pieces_that_were_loaded_are_not_given_up_for_want_of_room(tails: Tails) -> None:
+    first, second, tokens = tails(), tails(), TOKENS[:23]
+    first.compute("a", TOKENS[:22])
+    second.has_room = False
+    hit, pages, _ = second.load("b", tokens)
+    orders = second.step(ScheduledRequest("b", tokens, len(tokens), lambda: pages))
+    second.scheduler.heard(second.worker.report(orders.step))
+    assert (hit, second.ask("c", tokens)) == (22, 22)
+
+
 def test_lost_piece_has_its_page_computed_and_is_not_promised_again(tails: Tails) -> None:
     tails().compute("a", TOKENS[:22])
     second = tails()

@@ -298,7 +298,7 @@ class SchedulerHalf:
         if self._is_rough(sequence, sequence.blocks(scheduled.tokens)[:blocks]) or not sequence.options.may_store:
             return
         pieces = sequence.tail(scheduled.tokens, blocks, sequence.prompt_tokens)
-        fresh = [piece for piece in pieces if not self._lookups.are_held(piece.ids)]
+        fresh = [each for each in pieces if each not in sequence.offered and not self._lookups.are_held(each.ids)]
         pages = scheduled.pages() if fresh else ()
         for piece in fresh:
             page = piece.start // self._page_tokens
@@ -362,7 +362,7 @@ class SchedulerHalf:
             if ended.tokens < ended.wanted_tokens:
                 sequence.options = sequence.options._replace(may_load=False)
                 # What the step itself was to store, had its load not failed, is there once it is computed again.
-                sequence.settled, sequence.is_tail_settled = 0, False
+                sequence.settled, sequence.is_tail_settled, sequence.offered = 0, False, ()
             if ended.is_rough:
                 before = sequence.rough_from
                 sequence.rough_from = sequence.loaded_from if before is None else min(before, sequence.loaded_from)
