@@ -120,6 +120,13 @@ def test_blocks_of_late_come_from_this_process(engines: Engines) -> None:
     assert _loads(engine, "c", computed=BLOCK + PAGE_TOKENS) == 0
 
 
+def test_tokens_that_come_from_this_process_are_counted_as_loaded(engines: Engines) -> None:
+    engine = engines(kept_bytes_max=3 * LAYOUT.raw_bytes)
+    engine.compute("a", PROMPT)
+    assert _loads(engine, "b") == 0
+    assert engine.worker.cache.decisions.counts() == {Decided(Choice.LOAD, Why.IN_TIME): 3 * BLOCK}
+
+
 def test_blocks_loaded_twice_are_kept(engines: Engines) -> None:
     engines().compute("a", PROMPT)
     second = engines(kept_bytes_max=3 * LAYOUT.raw_bytes)

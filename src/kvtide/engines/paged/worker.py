@@ -178,6 +178,8 @@ class WorkerHalf:
     def _bring(self, load: PageLoad) -> LoadReport:
         order, kept = load.order, load.restore_kept(self.cache.guarded)
         report = LoadReport(kept, 0, None)
+        # The cache counts what comes from it alone.
+        self.cache.access.decide([self._meta(block) for block in order.blocks[:kept]], kept, None)
         if kept < len(load.refs):
             metas = [self._meta(block, order.is_latest) for block in order.blocks[kept:]]
             metas += [self._meta(piece, order.is_latest, self._tail_tokens) for piece in order.tail]
