@@ -3,6 +3,7 @@
 KVTIDE_VLLM_SOURCES=FOLDER (an unpacked wheel) has all tests of this folder import vLLM from there.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtide.engines.paged.sequence import StepCommands, WorkerReport
@@ -30,8 +31,8 @@ PAGE, PROMPT = 128, list(range(5, 665))
 class Stepped:
     """vLLM's scheduler with our half in it; each step ends as the test says that the workers' ended."""
 
-    def __init__(self, model: Path) -> None:
-        transfer = KVTransferConfig(**kvtide_transfer("memory://", fingerprint="f", load="async"))
+    def __init__(self, model: Path, load: str = "async") -> None:
+        transfer = KVTransferConfig(**kvtide_transfer("memory://", fingerprint="f", load=load))
         options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True}
         config = EngineArgs(
             model=str(model), dtype="float32", kv_transfer_config=transfer, **options
@@ -51,9 +52,10 @@ class Stepped:
         self.scheduler.add_request(request)
         return request
 
-    def step(self, **said: Any) -> tuple[dict[str, int], StepCommands]:
-        """Return the tokens that a step computes, by request, and our orders."""
+    def step(self, aborted: Sequence[str] = (), **said: Any) -> tuple[dict[str, int], StepCommands]:
+        """Return the tokens that a step computes, by request, and our orders. aborted: requests that end within it."""
         output = self.scheduler.schedule()
+        self.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
         orders = output.kv_connector_metadata.orders
         tokens = dict(output.num_scheduled_tokens)
         report = StepReport(WorkerReport(orders.step))
@@ -102,3 +104,17 @@ def test_pages_that_a_load_did_not_fill_are_computed(stepped: Stepped) -> None:
     tokens, _ = stepped.step()
     assert tokens == {"b": len(PROMPT) - 2 * PAGE}
     assert request.is_finished()
+
+
+def test_pages_that_a_load_did_not_fill_are_found_by_nobody_if_its_request_is_aborted_in_that_step(model: Path) -> None:
+    stepped = Stepped(model, "layers")
+    stepped.add("a")
+    stepped.step()
+    assert stepped.scheduler.reset_prefix_cache()
+    stepped.add("b")
+    (load,) = stepped.step(aborted=["b"], invalid_block_ids=set(range(64)))[1].loads
+    request = stepped.add("c")
+    (again,) = stepped.step()[1].loads
+    assert (load.is_in_step, len(again.blocks)) == (True, len(load.blocks))
+    assert request.is_finished()
+    stepped.scheduler.shutdown()

@@ -103,6 +103,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Of proofs and of what requests say.
         self._counts: Counter[str] = Counter()
         self._outcome = LoadOutcome(set(), set(), set())
+        # In which vLLM finds computed pages.
+        self._block_pool: Any = None
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_half()
@@ -140,6 +142,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The scheduler half; only in the scheduler's process."""
         assert self._scheduler is not None
         return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take vLLM's pages, in whose prefix cache none may be that no load has filled."""
+        self._block_pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
         """Remember the request: its tokens are needed when its blocks fill."""
@@ -208,6 +214,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
         self._requests.pop(request.request_id, None)
+        if self._block_pool is not None and self.scheduler.is_in_doubt(request.request_id):
+            # Whoever is aborted within the step of a load is not told of pages that it left unfilled.
+            self._block_pool.evict_blocks(set(block_ids))
         summary = self.scheduler.finished(request.request_id)
         if summary is not None:
             _log.info("kvtide, request %s: %s", request.request_id, summary.text(shown_url(self._settings.store)))
@@ -215,7 +224,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request."""
-        return self.request_finished(request, [])
+        return self.request_finished(request, [page for group in block_ids for page in group])
 
     def reset_cache(self) -> bool:
         """Serve nothing that was stored before, as after an update of the weights: names change from now on."""
