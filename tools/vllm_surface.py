@@ -41,6 +41,7 @@ ROOTS = {
     "connector_output": "vllm.v1.outputs:KVConnectorOutput",
     "offloading_spec": "vllm.v1.kv_offload.base:OffloadingSpec",
     "config": "vllm.v1.kv_offload.config:OffloadingConfig",
+    "self._block_pool": "vllm.v1.core.block_pool:BlockPool",
 }
 # Types that the sources leave open.
 ALIASES = {
