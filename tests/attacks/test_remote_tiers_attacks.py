@@ -19,7 +19,7 @@ from tests.suites.tier_suite import object_bytes, object_id, read_all
 from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.tier.breaker import until
-from kvtide.tier.pool.membership import EtcdMembership, Watcher, _b64
+from kvtide.tier.pool.membership import EtcdMembership, Watcher
 from kvtide.tier.pool.placement import PlacementKind, PoolMap, PoolServer
 from kvtide.tier.valkey.nodes import parse_valkey_url
 from kvtide.tier.valkey.resp import RespSocket
@@ -283,7 +283,7 @@ def source(etcd: BenchService) -> EtcdMembership:
 
 
 def entry(source: EtcdMembership, key: str, value: str) -> None:
-    again(lambda: source._call("/v3/kv/put", {"key": _b64(key.encode()), "value": _b64(value.encode())}, dict))
+    again(lambda: source._call("/v3/kv/put", {"key": key.encode(), "value": value.encode()}, dict))
 
 
 def again(act: Callable[[], _Result]) -> _Result:

@@ -22,7 +22,7 @@ from kvtide.clock import SystemClock
 from kvtide.errors import TierUnavailable
 from kvtide.server.settings import TlsSettings
 from kvtide.tier.pool import Member
-from kvtide.tier.pool.membership import EtcdMembership, StaticMembership, Watcher, _b64, membership_of
+from kvtide.tier.pool.membership import EtcdMembership, StaticMembership, Watcher, membership_of
 from kvtide.tier.pool.placement import Placement, PlacementKind, PoolMap, PoolServer
 from kvtide.tier.pool.tier import pool_tier, server_urls
 from kvtide_lab.bench.services import BenchService, free_ports, started, wait_until
@@ -163,8 +163,8 @@ def test_members_come_and_go_and_everybody_sees_one_map(etcd: BenchService) -> N
 def test_dead_member_is_gone_with_its_lease(etcd: BenchService) -> None:
     reader = source(etcd, "dead")
     lease = reader._call("/v3/lease/grant", {"TTL": 3}, dict)["ID"]
-    value = _b64(b'{"name":"dead","address":"dead:1"}')
-    reader._call("/v3/kv/put", {"key": _b64(b"dead/dead"), "value": value, "lease": lease}, dict)
+    value = b'{"name":"dead","address":"dead:1"}'
+    reader._call("/v3/kv/put", {"key": b"dead/dead", "value": value, "lease": lease}, dict)
     assert len(servers_of(reader)) == 1
     wait_until(lambda: not servers_of(reader), "the lease to end")
 
@@ -184,7 +184,7 @@ def test_unrelated_changes_leave_the_epoch(etcd: BenchService) -> None:
     member = Registered(source(etcd, "still"))
     wait_until(lambda: len(servers_of(reader)) == 1, "the member")
     before = reader.read()
-    reader._call("/v3/kv/put", {"key": _b64(b"other"), "value": _b64(b"1")}, dict)
+    reader._call("/v3/kv/put", {"key": b"other", "value": b"1"}, dict)
     assert reader.read() == before
     member.leave()
 

@@ -8,7 +8,6 @@ Invariant: whoever reads one source at one time gets one map, so that clients an
 
 from __future__ import annotations
 
-import base64
 import logging
 import socket
 import ssl
@@ -166,7 +165,7 @@ class EtcdMembership(Membership):
         self._prefix = f"{prefix}/"
         start = self._prefix.encode()
         # All keys that begin with the prefix.
-        self._range = {"key": _b64(start), "range_end": _b64(start[:-1] + bytes([start[-1] + 1]))}
+        self._range = {"key": start, "range_end": start[:-1] + bytes([start[-1] + 1])}
         self._replicas = replicas
         self._kind = kind
         self._revision = 0
@@ -211,11 +210,11 @@ class EtcdMembership(Membership):
 
     def register(self, server: PoolServer, stop: threading.Event) -> None:
         """Keep a server in the map until `stop` is set, then take it out. Faults are tried again."""
-        key = _b64(f"{self._prefix}{server.name}".encode())
+        key = f"{self._prefix}{server.name}".encode()
         while not stop.is_set():
             try:
                 lease = self._call("/v3/lease/grant", {"TTL": LEASE_S}, _Lease).id
-                entry = {"value": _b64(msgspec.json.encode(server)), "lease": lease}
+                entry = {"value": msgspec.json.encode(server), "lease": lease}
                 self._call("/v3/kv/put", {"key": key, **entry}, dict)
                 while not stop.wait(LEASE_S / 3):
                     is_alive = self._call("/v3/lease/keepalive", {"ID": lease}, _Alive).result.left_s
@@ -239,7 +238,7 @@ class EtcdMembership(Membership):
                 self._authenticate()
                 answer = self._open(path, body)
             with answer:
-                # Etcd writes numbers as strings, and bytes in base 64.
+                # Etcd writes numbers as strings, and bytes in base 64, as msgspec does.
                 return msgspec.json.decode(answer.read(ANSWER_BYTES_MAX), type=kind, strict=False)
         except (OSError, HTTPException, msgspec.DecodeError, ValueError, RecursionError) as error:
             raise TierUnavailable(f"etcd at {', '.join(self._endpoints)}: {error}") from error
@@ -273,10 +272,6 @@ class EtcdMembership(Membership):
 
 class _Unauthenticated(TierUnavailable):
     """Etcd takes a token no longer."""
-
-
-def _b64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 class Watcher(Repeater):
