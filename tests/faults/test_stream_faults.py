@@ -214,7 +214,7 @@ def test_a_name_that_leads_elsewhere_in_mid_load_is_followed(stack: ExitStack, m
     job, before = made_job(objects, deadline_s=30.0), rig.links[0].passed_bytes
     receivers = [Receiver(stored) for stored in job.objects]
     limits = FetchLimits(retry_s=0.01)
-    run = FetchRun(job, receivers, Layered(), tiers, LinkEstimate(), CLOCK, limits, give_up_s=CLOCK.monotonic_s() + 30)
+    run = FetchRun(job, receivers, Layered(), tiers, LinkEstimate(), CLOCK, limits, CLOCK.monotonic_s() + 30)
     run.start()
     wait_until(lambda: rig.links[0].passed_bytes - before > 300_000, "bytes to pass")
     ports.append(rig.links[1].port)

@@ -88,9 +88,8 @@ class ToyEngine:
     ) -> None:
         names, clock = namespaces(layout, shards), SystemClock()
         cache = open_cache(store, load_s_max=5.0)
-        options: dict[str, Any] = {"tail_tokens": tail_tokens, "state_every_tokens": every}
         # A busy machine is no slow store.
-        self.scheduler = SchedulerHalf(cache, names, layout.tokens, PAGE_TOKENS, clock, 20.0, **options)
+        self.scheduler = SchedulerHalf(cache, names, layout.tokens, PAGE_TOKENS, clock, 20.0, every, False, tail_tokens)
         self.pool, self.layers = host_pages(ORDER, page_count, layout)
         self.has_room, kept = True, (kept_bytes_max, states, tail_tokens, False, lambda: self.has_room)
         self.worker = WorkerHalf(open_cache(store), self.pool, 0, "toy", clock, *kept)

@@ -267,7 +267,7 @@ def load(
 ) -> tuple[FetchReport, list[Receiver]]:
     receivers = [Receiver(stored) for stored in job.objects]
     bounds, clock = limits or FetchLimits(retry_s=0.01), SystemClock()
-    run = FetchRun(job, receivers, policy, AnyOf(*sources), LinkEstimate(), clock, bounds, give_up_s=give_up_s)
+    run = FetchRun(job, receivers, policy, AnyOf(*sources), LinkEstimate(), clock, bounds, give_up_s)
     run.start()
     report = run.until_ready(engine or IdleEngine())
     for receiver in receivers:

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ class ScheduledRequest(NamedTuple):
     pages: Callable[[], Sequence[int]]
 
 
+@dataclass(eq=False, repr=False)
 class SchedulerHalf:
     """Decides for all requests of one engine, whose scheduler calls it. Not thread-safe.
 
@@ -62,30 +64,22 @@ class SchedulerHalf:
     in pieces of so many; 0: it is not.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        namespaces: Callable[[bytes], tuple[Namespace, ...]],
-        block_tokens: int,
-        page_tokens: int,
-        clock: Clock,
-        match_s_max: float,
-        state_every_tokens: int = 0,
-        is_drafted: bool = False,
-        tail_tokens: int = 0,
-    ) -> None:
-        assert block_tokens % page_tokens == 0
-        assert not tail_tokens or page_tokens % tail_tokens == 0
-        self.cache = cache
-        self._namespaces = namespaces
-        self._block_tokens = block_tokens
-        self._page_tokens = page_tokens
-        self._pages_per_block = block_tokens // page_tokens
-        self._clock = clock
-        self._state_every_tokens = state_every_tokens
+    cache: Cache
+    _namespaces: Callable[[bytes], tuple[Namespace, ...]]
+    _block_tokens: int
+    _page_tokens: int
+    _clock: Clock
+    match_s_max: InitVar[float]
+    _state_every_tokens: int = 0
+    is_drafted: InitVar[bool] = False
+    _tail_tokens: int = 0
+
+    def __post_init__(self, match_s_max: float, is_drafted: bool) -> None:
+        assert self._block_tokens % self._page_tokens == 0
+        assert not self._tail_tokens or self._page_tokens % self._tail_tokens == 0
+        self._pages_per_block = self._block_tokens // self._page_tokens
         # A draft model's last row of a block goes by the token after it.
         self._volatile_blocks = int(is_drafted)
-        self._tail_tokens = tail_tokens
         # A worker's pages can't be used: nothing is loaded or stored any more.
         self._is_refused = False
         self._epoch = b""
@@ -103,7 +97,7 @@ class SchedulerHalf:
         self._doubtful: dict[int, frozenset[int]] = {}
         self._is_warm = False
         self._counts: Counter[str] = Counter()
-        self._lookups = _Lookups(cache, clock, match_s_max)
+        self._lookups = _Lookups(self.cache, self._clock, match_s_max)
 
     def close(self) -> None:
         """Stop asking the store. Idempotent."""

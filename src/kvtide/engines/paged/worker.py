@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,6 +59,7 @@ class LoadOutcome(NamedTuple):
     failed_pages: set[int]
 
 
+@dataclass(eq=False, repr=False)
 class WorkerHalf:
     """Carries out orders on one shard for the engine's thread; loads run in others. states: pages of layers' states.
 
@@ -66,30 +67,20 @@ class WorkerHalf:
     would not take the place of blocks, or they are not stored.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        pool: PagePool,
-        shard: int,
-        label: str,
-        clock: Clock,
-        kept_bytes_max: int = 0,
-        states: PagePool | None = None,
-        tail_tokens: int = 0,
-        is_refused: bool = False,
-        has_room: Callable[[], bool] = lambda: True,
-    ) -> None:
-        assert not tail_tokens or isinstance(pool, HostPages)
-        self.cache = cache
-        self._pool = pool
-        self._states = states
-        self._kept = KeptBlocks(kept_bytes_max, pool.room_bytes, cache.tiers.is_valid)
-        self._tail_tokens = tail_tokens
-        self._is_refused = is_refused
-        self._has_room = has_room
-        self._shard = shard
-        self._label = label
-        self._clock = clock
+    cache: Cache
+    _pool: PagePool
+    _shard: int
+    _label: str
+    _clock: Clock
+    kept_bytes_max: InitVar[int] = 0
+    _states: PagePool | None = None
+    _tail_tokens: int = 0
+    _is_refused: bool = False
+    _has_room: Callable[[], bool] = lambda: True
+
+    def __post_init__(self, kept_bytes_max: int) -> None:
+        assert not self._tail_tokens or isinstance(self._pool, HostPages)
+        self._kept = KeptBlocks(kept_bytes_max, self._pool.room_bytes, self.cache.tiers.is_valid)
         self._loaders = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="kvtide-connector")
         self._is_closed = False
         self._step = 0

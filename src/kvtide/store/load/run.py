@@ -236,34 +236,27 @@ class _Flight:
     is_wanted: bool = True
 
 
+@dataclass(eq=False, repr=False)
 class FetchRun:
     """One load, from `start` on: threads that fetch, and the caller's, which computes in `until_ready`.
 
     Everything is read and written under `_changed`.
     """
 
-    def __init__(
-        self,
-        job: FetchJob,
-        receivers: Sequence[Receiver],
-        policy: StreamPolicy,
-        source: RangeSource,
-        link: LinkEstimate,
-        clock: Clock,
-        limits: FetchLimits,
-        give_up_s: float = math.inf,
-    ) -> None:
-        """give_up_s: when nothing more is fetched, by the clock; what is under way ends then too."""
-        self._give_up_s = give_up_s
-        self._job = job
-        self._receivers = receivers
-        self._policy = policy
-        self._source = source
-        self._link = link
-        self._clock = clock
-        self._limits = limits
-        self._started_s = clock.monotonic_s()
+    _job: FetchJob
+    _receivers: Sequence[Receiver]
+    _policy: StreamPolicy
+    _source: RangeSource
+    _link: LinkEstimate
+    _clock: Clock
+    _limits: FetchLimits
+    # When nothing more is fetched, by the clock; what is under way ends then too.
+    _give_up_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._started_s = self._clock.monotonic_s()
         self._changed = threading.Condition()
+        job = self._job
         self._progress = Progress.start(job.request).assigning([*job.computed, *job.begun])
         self.add_computed(job.computed)
         self._queue: deque[Fetch] = deque()

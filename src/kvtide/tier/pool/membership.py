@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -147,27 +147,23 @@ class EtcdAccess(NamedTuple):
     password: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class EtcdMembership(Membership):
     """The map of the servers below a prefix; other entries are passed over. ValueError from `read` if none is left."""
 
-    def __init__(
-        self,
-        endpoints: Sequence[str],
-        prefix: str,
-        replicas: int,
-        kind: PlacementKind,
-        access: EtcdAccess | None = None,
-    ) -> None:
-        self._endpoints = list(endpoints)
-        self._access = access or EtcdAccess()
+    _endpoints: Sequence[str]
+    prefix: InitVar[str]
+    _replicas: int
+    _kind: PlacementKind
+    _access: EtcdAccess = field(default_factory=EtcdAccess)
+
+    def __post_init__(self, prefix: str) -> None:
         # Etcd's answer to user and password.
         self._token = ""
         self._prefix = f"{prefix}/"
         start = self._prefix.encode()
         # All keys that begin with the prefix.
         self._range = {"key": start, "range_end": start[:-1] + bytes([start[-1] + 1])}
-        self._replicas = replicas
-        self._kind = kind
         self._revision = 0
         self._losses = 0
         self._unread: Sequence[str] = ()
