@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -52,30 +53,26 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 FULL_PAUSE_S = 60.0
 
 
+@dataclass(eq=False, repr=False)
 class SegmentLog:
     """Objects in segments. Safe to use from several threads; one of them writes at a time. Faults are OSError."""
 
-    def __init__(
-        self,
-        root: Path,
-        bytes_max: int,
-        clock: Clock,
-        is_pinned: IsPinned,
-        on_evicted: Callable[[list[ObjectId]], None],
-        files: Files,
-        order_of: Callable[[Clock], EvictionOrder] | None = None,
-    ) -> None:
-        self.given_up = GivenUp(order_of, clock) if order_of is not None else None
+    root: InitVar[Path]
+    bytes_max: InitVar[int]
+    _clock: Clock
+    _is_pinned: IsPinned
+    _on_evicted: Callable[[list[ObjectId]], None]
+    _files: Files
+    order_of: InitVar[Callable[[Clock], EvictionOrder] | None]
+
+    def __post_init__(self, root: Path, bytes_max: int, order_of: Callable[[Clock], EvictionOrder] | None) -> None:
+        self.given_up = GivenUp(order_of, self._clock) if order_of is not None else None
         self.catalog = Catalog(self.given_up)
-        self._directory = SegmentDirectory(root, bytes_max, files, self.catalog)
+        self._directory = SegmentDirectory(root, bytes_max, self._files, self.catalog)
         # Learns what other processes did.
         self.refresh = self._directory.refresh
         self._segments_bytes_max = bytes_max - _SIDE_FILES * side_file_bytes_max(bytes_max)
         self._segment_bytes = max(4 * ALIGN_BYTES, min(align_up(bytes_max // SEGMENTS_MIN), SEGMENT_BYTES_MAX))
-        self._clock = clock
-        self._is_pinned = is_pinned
-        self._on_evicted = on_evicted
-        self._files = files
         # Called with what is about to be evicted; the disk tier sets it.
         self.offer: Offer = lambda object_id, size, fill: None
         self._lineage = Lineage(self.catalog)
@@ -85,7 +82,7 @@ class SegmentLog:
         self._writer: SegmentWriter | None = None
         # Of the writer; readers have their own.
         self._staging = aligned_buffer(STAGING_BYTES)
-        self._reader = RecordReader(files, self._directory.opened, Recycler(_STAGING_BYTES_MAX))
+        self._reader = RecordReader(self._files, self._directory.opened, Recycler(_STAGING_BYTES_MAX))
         self._is_open = False
 
     def open(self, is_writable: bool) -> None:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, takewhile
 from typing import TypeVar
@@ -74,6 +75,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _REFUSALS = {307: WrongServer, 400: NotAllowed, 403: NotAllowed, 413: TierFull, 507: TierFull}
 
 
+@dataclass(eq=False, repr=False)
 class HttpTier(CountingTier):
     """Objects on a server. With several peers each has every object: writes go to all, reads to the first that works.
 
@@ -85,22 +87,15 @@ class HttpTier(CountingTier):
     is_batched = takes_advice = can_replace = True
     looks_in_regions = True
 
-    def __init__(
-        self,
-        peers: Sequence[Peer],
-        clock: Clock,
-        operation_s_max: float,
-        takes_evicted: bool,
-        bytes_s_min: float,
-        takes_pieces: bool,
-    ) -> None:
+    _peers: Sequence[Peer]
+    _clock: Clock
+    _operation_s_max: float
+    _bytes_s_min: float
+    _takes_pieces: bool
+    takes_evicted: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._peers = list(peers)
-        self._clock = clock
-        self._operation_s_max = operation_s_max
-        self._bytes_s_min = bytes_s_min
-        self._takes_pieces = takes_pieces
-        self.takes_evicted = takes_evicted
         self._known = TierStats.sum_of(self.name, [])
 
     def open(self) -> None:
@@ -320,7 +315,7 @@ def http_tier(
     servers = servers_of(url)
     headers = [*servers.object_headers, *extra]
     peers = [Peer(each, headers, settings or PeerSettings(), clock) for each in servers.endpoints]
-    return HttpTier(peers, clock, operation_s_max, servers.takes_evicted, bytes_s_min, servers.takes_pieces)
+    return HttpTier(peers, clock, operation_s_max, bytes_s_min, servers.takes_pieces, servers.takes_evicted)
 
 
 def _range_bytes(answer: HttpAnswer, offset: int, wanted: int) -> int | None:

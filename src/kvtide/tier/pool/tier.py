@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -58,6 +59,7 @@ class _State(NamedTuple):
     earlier: tuple[tuple[float, Placement, tuple[_Member, ...]], ...]
 
 
+@dataclass(eq=False, repr=False)
 class PoolTier(CountingTier):
     """A tier over servers that `connect` makes tiers of. `here` names this machine: its own server is read first."""
 
@@ -65,19 +67,14 @@ class PoolTier(CountingTier):
     is_batched = takes_advice = can_replace = True
     looks_in_regions = True
 
-    def __init__(
-        self,
-        source: Membership,
-        connect: Callable[[PoolServer], Tier],
-        here: str,
-        clock: Clock,
-        takes_evicted: bool = False,
-    ) -> None:
+    source: InitVar[Membership]
+    _connect: Callable[[PoolServer], Tier]
+    _here: str
+    _clock: Clock
+    takes_evicted: bool = False
+
+    def __post_init__(self, source: Membership) -> None:
         super().__init__()
-        self.takes_evicted = takes_evicted
-        self._connect = connect
-        self._here = here
-        self._clock = clock
         self._watcher = Watcher(source, self._adopt)
         self._state: _State | None = None
         # Bytes that each server has sent us, and those that it is sending.
