@@ -21,6 +21,7 @@ from kvtide.engines.transformers.groups import model_layout
 from kvtide.engines.transformers.streaming import StreamedPrefill
 from kvtide.outcomes import Choice, Decided, Why, parse_decisions
 from kvtide.plan import Judge, PrefillSpeed
+from kvtide.plan.policies import Layered, TwoEnded
 from kvtide.store.load.run import FetchLimits, LoadRequest
 from kvtide.store.load.streamed import Streamed
 from kvtide.tier.base import IsPinned
@@ -90,7 +91,7 @@ class Stored:
         prefill: type[StreamedPrefill] = StreamedPrefill,
     ) -> Any:
         engine = prefill(self.model, self.ids[:96], self.layout)
-        streamed = Streamed(engine, request, limits=FetchLimits(retry_s=0.01, read_s_max=5.0))
+        streamed = Streamed(engine, request, TwoEnded(), limits=FetchLimits(retry_s=0.01, read_s_max=5.0))
         access = access_of(source, judge)
         with access.pinned(self.metas):
             streamed.load(access, self.metas, 30.0)
@@ -165,7 +166,7 @@ def test_part_of_an_object_that_is_used_whole_is_not_used(tiny_model: Any, promp
     # The last deltas: what came before them could be decoded, to something.
     stored.objects[object_id] = stored.objects[object_id][:-1] + bytes([stored.objects[object_id][-1] ^ 1])
     engine = StreamedPrefill(stored.model, stored.ids[:96], stored.layout)
-    streamed = Streamed(engine, LoadRequest(SPEED, 0.0), computes=False)
+    streamed = Streamed(engine, LoadRequest(SPEED, 0.0), Layered(), computes=False)
     streamed.load(access_of(MadeSource(stored.objects)), stored.metas, 5.0)
     assert (streamed.report.tokens, engine.past.get_seq_length()) == (64, 64)
 

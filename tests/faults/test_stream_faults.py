@@ -248,7 +248,7 @@ def test_answer_is_right_whatever_fails(
     servers = Servers(tmp_path, stored.objects, 1e4, stack)
     fail_later(servers, stack, cut_s=1.0, kill_at=5000, cut_at=10_000)
     engine: StreamedPrefill = SlowPrefill(stored.model, stored.ids[:96], stored.layout)
-    streamed = Streamed(engine, LoadRequest(PrefillSpeed(16.0), 0.0))
+    streamed = Streamed(engine, LoadRequest(PrefillSpeed(16.0), 0.0), TwoEnded())
     streamed.load(access_of(servers.tiers), stored.metas, 30.0)
     report = streamed.report
     # The last pass may be left to the engine.

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -33,28 +34,25 @@ _log = logging.getLogger(__name__)
 _EXPIRY_S = 10.0
 
 
+@dataclass(eq=False, repr=False)
 class Service:
     """Serves what the caller has opened, until it is told to stop. `read` reads the settings again, for `reload`."""
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        backing: Backing,
-        clock: Clock,
-        member: Member | None = None,
-        read: Callable[[], ServerSettings] | None = None,
-    ) -> None:
-        self.live = Live(settings, clock)
-        self._read = read
-        self._member = member
-        self._backing = backing
+    settings: InitVar[ServerSettings]
+    _backing: Backing
+    clock: InitVar[Clock]
+    _member: Member | None = None
+    _read: Callable[[], ServerSettings] | None = None
+
+    def __post_init__(self, settings: ServerSettings, clock: Clock) -> None:
+        self.live, backing = Live(settings, clock), self._backing
         self._address = parse_address(settings.listen)
         self._addresses = [self._address]
         if settings.socket_path is not None:
             self._addresses.append(ListenAddress("", 0, str(settings.socket_path)))
         self.acceptor = Acceptor(self.live, self._address)
         self._sender: Sender | None = None
-        self.health = Health(backing, member, clock)
+        self.health = Health(backing, self._member, clock)
         self.health_port = 0
         self._access_log = AccessLog(lambda: self.live.limits, clock)
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)

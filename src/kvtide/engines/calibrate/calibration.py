@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import BadZipFile
@@ -88,19 +89,19 @@ class CalibrationReport(msgspec.Struct, frozen=True):
 _Curves = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
+@dataclass(eq=False, repr=False)
 class TideCalibration:
     """One calibration of a model, kept in `partial` to go on. Its promises are for all groups at one step."""
 
-    def __init__(
-        self,
-        model: Any,
-        name: str,
-        cost: str,
-        texts: TextSplit,
-        block_tokens: int,
-        partial: Path,
-        unlike: float = 1.0,
-    ) -> None:
+    model: InitVar[Any]
+    _name: str
+    _cost: str
+    texts: InitVar[TextSplit]
+    _block_tokens: int
+    _partial: Path
+    _unlike: float = 1.0
+
+    def __post_init__(self, model: Any, texts: TextSplit) -> None:
         """texts: those that are long enough count. If none is held out, the curve is that of texts that were fitted on.
 
         unlike: how many times what held-out texts lose is promised of others.
@@ -108,20 +109,17 @@ class TideCalibration:
         ValueError if none is left, or for an unknown cost. UnsupportedModel as in `ModelContexts`, and for keys that
         can't be turned back.
         """
-        if cost not in tide.COSTS:
-            raise ValueError(f"costs are {', '.join(tide.COSTS)}, got {cost!r}")
-        least = block_tokens + JUDGED_TOKENS + 1
+        if self._cost not in tide.COSTS:
+            raise ValueError(f"costs are {', '.join(tide.COSTS)}, got {self._cost!r}")
+        least = self._block_tokens + JUDGED_TOKENS + 1
         self._texts = TextSplit(*([ids for ids in part if len(ids) >= least] for part in texts))
         if not self._texts.fitted:
             raise ValueError(f"calibration needs at least one full block: a text of {least} tokens")
-        self._contexts = ModelContexts(model, block_tokens)
+        self._contexts = ModelContexts(model, self._block_tokens)
         self._rotaries = self._contexts.rotaries()
-        self._name, self._cost, self._shapes = name, cost, self._contexts.shapes
-        self._block_tokens = block_tokens
+        self._shapes = self._contexts.shapes
         self._all_rows = self._contexts.all_rows()
-        self._partial = partial
-        self._unlike = unlike
-        parts = [_STATE_VERSION, name, model_fingerprint(model).hex(), cost, str(self._shapes), self._texts]
+        parts = [_STATE_VERSION, self._name, model_fingerprint(model).hex(), self._cost, str(self._shapes), self._texts]
         self._identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def run(self, progress: Progress) -> tuple[list[Profile], CalibrationReport]:

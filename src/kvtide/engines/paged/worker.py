@@ -190,6 +190,7 @@ class WorkerHalf:
     def _stream(self, load: PageLoad, metas: Sequence[BlockMeta], how: StreamOrder) -> LoadReport:
         """Bring the base of all blocks, refinements until then, and write each page once."""
         # Who streams nothing needs none of it.
+        from kvtide.plan.policies import Layered
         from kvtide.store.load.run import FetchLimits, LoadRequest
         from kvtide.store.load.streamed import Streamed
 
@@ -197,7 +198,7 @@ class WorkerHalf:
         goal = (self.cache.quality if how.quality is None else how.quality) * (1 + QUALITY_SLACK)
         request = LoadRequest(NO_PREFILL, max(0.0, until_s), goal)
         limits = FetchLimits(read_s_max=max(left_s, READ_S_MIN))
-        streamed = Streamed(load, request, None, computes=False, limits=limits)
+        streamed = Streamed(load, request, Layered(), computes=False, limits=limits)
         report = self.cache.load(metas, streamed, left_s)
         if streamed.report is not None and streamed.report.is_rougher_than(self.cache.quality):
             load.is_rough = True

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from kvtide.errors import CorruptPayload
 from kvtide.outcomes import Choice, Why
 from kvtide.plan import Decision
 from kvtide.plan.base import CHUNK_TOKENS, PASS_TOKENS, StreamPolicy, cut, cut_for_meeting, pass_reach
-from kvtide.plan.policies import Layered, TwoEnded, is_by_level
+from kvtide.plan.policies import is_by_level
 from kvtide.store.load.access import QUALITY_SLACK, LoadAccess, LoadReport, MissReason, ahead, level_meta
 from kvtide.store.load.backfill import PartialLoad
 from kvtide.store.load.run import (
@@ -163,29 +163,21 @@ class StreamedReport(NamedTuple):
         return self.fetch.received_bytes if self.fetch is not None else 0
 
 
+@dataclass(eq=False, repr=False)
 class Streamed:
     """The strategy that brings the base of all blocks first and refinements until the engine should start.
 
     With `computes` the engine computes from the first token on meanwhile. `report` says afterwards what came.
+    chunk_tokens: what a policy for levels picks one for.
     """
 
-    def __init__(
-        self,
-        engine: StreamEngine,
-        request: LoadRequest,
-        policy: StreamPolicy | None = None,
-        computes: bool = True,
-        limits: FetchLimits | None = None,
-        chunk_tokens: int = CHUNK_TOKENS,
-    ) -> None:
-        """chunk_tokens: what a policy for levels picks one for."""
-        self.engine = engine
-        self.request = request
-        self.policy = policy or (TwoEnded() if computes else Layered())
-        self.computes = computes
-        self.limits = limits or FetchLimits()
-        self.chunk_tokens = chunk_tokens
-        self.report: StreamedReport | None = None
+    engine: StreamEngine
+    request: LoadRequest
+    policy: StreamPolicy
+    computes: bool = True
+    limits: FetchLimits = field(default_factory=FetchLimits)
+    chunk_tokens: int = CHUNK_TOKENS
+    report: StreamedReport | None = field(default=None, init=False)
 
     def load(self, access: LoadAccess, metas: Sequence[BlockMeta], deadline_s: float) -> LoadReport:
         """Have the engine hold the leading blocks by its deadline, computed by itself or appended as they came.
