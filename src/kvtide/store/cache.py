@@ -66,6 +66,7 @@ class CacheStats(NamedTuple):
     # Prompts that came with advice, one for each group of layers, and those of which no tier took it.
     hints_heard: int
     hints_ignored: int
+    # Those above are sums, counted under these names.
     misses: dict[str, int]
     decisions: str
     tiers: list[TierStats]
@@ -217,7 +218,7 @@ class Cache:
         hint = None if said is None else Hint.parse(said)
         is_taken = self.tiers.note_request(ids, hint, states)
         if said is not None:
-            self._counts.add("hints")
+            self._counts.add("hints_heard")
             self._counts.add("hints_ignored", not is_taken)
 
     def _match(self, ids: Sequence[ObjectId], hint: Advice | None = None, states: States = ()) -> int:
@@ -297,7 +298,7 @@ class Cache:
         give_up_s = self._limits.load_s_max if deadline_s is None else deadline_s
         load = partial(self._load, metas, strategy, give_up_s)
         report = self.guarded("load", load, LoadReport(0, 0, MissReason.FAULT))
-        self._counts.add("loaded", report.blocks)
+        self._counts.add("blocks_loaded", report.blocks)
         if report.reason is not None:
             self._counts.add(report.reason)
         return report
@@ -317,7 +318,7 @@ class Cache:
         storer = self._storer
         for count, block in enumerate(blocks):
             if storer is None or not storer.add(block.meta, partial(self._captured, block)):
-                self._counts.add("dropped", len(blocks) - count)
+                self._counts.add("blocks_dropped", len(blocks) - count)
                 return count
         return len(blocks)
 
@@ -345,17 +346,7 @@ class Cache:
         """Return the counters. tier_names: the tiers to ask, all by default; those of other machines take a while."""
         counts = self._counts.all()
         return CacheStats(
-            blocks_loaded=counts["loaded"],
-            blocks_damaged=counts["damaged"],
-            blocks_stored=counts["stored"],
-            blocks_dropped=counts["dropped"],
-            blocks_unencodable=counts["unfit_blocks"],
-            blocks_without_profile=counts["unprofiled_blocks"],
-            blocks_checked=counts["checked_blocks"],
-            raw_bytes_stored=counts["raw_bytes"],
-            bytes_stored=counts["bytes"],
-            hints_heard=counts["hints"],
-            hints_ignored=counts["hints_ignored"],
+            **{name: counts[name] for name in CacheStats._fields[:-3]},
             misses={reason.value: counts[reason] for reason in MissReason if counts[reason]},
             decisions=decisions_text(self.decisions.counts()),
             tiers=self.tiers.tier_stats(tier_names),

@@ -101,13 +101,13 @@ class ProfileFollower:
                 if self._unchecked[group] >= CHECK_EVERY:
                     codec.check_decoded(meta, bits, sections)
                     self._unchecked[group] = 0
-                    self._access.counts.add("checked_blocks")
+                    self._access.counts.add("blocks_checked")
         except UnencodableBlock as error:
-            level = logging.WARNING if self._access.counts.add("unfit_blocks") == 1 else logging.DEBUG
+            level = logging.WARNING if self._access.counts.add("blocks_unencodable") == 1 else logging.DEBUG
             _log.log(level, "%s can't keep block %s, stored losslessly: %s", codec.codec_id, meta.id, error)
             return None
         if self.is_waiting and not is_exact:
-            self._access.counts.add("unprofiled_blocks")
+            self._access.counts.add("blocks_without_profile")
         return sections
 
     def seek(self, fingerprint: bytes, tenant_salt: bytes, hint: str) -> None:

@@ -232,11 +232,11 @@ class Placer:
         if here is None or here > self._access.quality_max:
             packed, put = pack(), self._tiers.put_from if here is None else self._tiers.replace
             if packed is None or not put(meta.id, packed):
-                self._counts.add("dropped")
+                self._counts.add("blocks_dropped")
                 return False
-            self._counts.add("stored")
-            self._counts.add("raw_bytes", meta.layout.raw_bytes)
-            self._counts.add("bytes", len(packed))
+            self._counts.add("blocks_stored")
+            self._counts.add("raw_bytes_stored", meta.layout.raw_bytes)
+            self._counts.add("bytes_stored", len(packed))
             # The tiers have told where it is now.
             return True
         for number, tier in enumerate(self._tiers.places(meta.id)):

@@ -213,7 +213,7 @@ class LoadAccess:
         left = codec.quality_of(good)
         if left > self.quality_max:
             raise CorruptPayload(f"{stored.meta.id}: the good sections have a KL of {left:.2g}, above what is wanted")
-        self.counts.add("damaged")
+        self.counts.add("blocks_damaged")
         return good
 
     def absent(self, object_id: ObjectId) -> MissReason:
