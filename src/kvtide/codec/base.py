@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
@@ -108,6 +109,13 @@ class ByteReader:
             raise CorruptPayload(f"{size} bytes expected, {len(self.left)} are left")
         piece, self.left = self.left[:size], self.left[size:]
         return piece
+
+    def take_scales(self, *shape: int) -> NDArray[np.uint16]:
+        """Return the next scales, bfloat16 patterns. CorruptPayload unless all are finite and not negative."""
+        scales = np.frombuffer(self.take(2 * math.prod(shape)), dtype="<u2").astype(np.uint16).reshape(shape)
+        if scales.size and int(scales.max()) >= 0x7F80:
+            raise CorruptPayload(f"a scale is not a finite positive bfloat16: {int(scales.max()):#06x}")
+        return scales
 
 
 def layer_views(bits: BlockBits) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from kvtide.block import BlockMeta
 from kvtide.clock import Clock, SystemClock
@@ -30,13 +30,11 @@ from kvtide.store.notes import read_judge, write_judge
 from kvtide.store.profile_follower import ProfileFollower
 from kvtide.store.storing import QUEUE_TIER, PendingBlock, Placer, QueuedBlock, Storer
 from kvtide.tier import stack_of
+from kvtide.tier.base import DeviceMemory
 from kvtide.tier.breaker import until
 from kvtide.tier.stack import TierStack, wants_latest
 from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 from kvtide.wire import object_bytes_max
-
-if TYPE_CHECKING:
-    from kvtide.tier.base import DeviceMemory
 
 _log = logging.getLogger(__name__)
 # What a judge knows is worth no longer wait for a store that is silent.

@@ -298,14 +298,6 @@ def _stored(profile: Profile, name: str, wanted: range) -> list[Distribution]:
     return [Distribution.parse(0, memoryview(shifts[i].tobytes() + by_layer[i]), runs) for i in wanted]
 
 
-def read_scales(data: memoryview) -> NDArray[np.uint16]:
-    """Return scales, bfloat16 patterns, of K and V. CorruptPayload unless all are finite and not negative."""
-    scales = np.frombuffer(data, dtype="<u2").astype(np.uint16).reshape(2, -1)
-    if scales.size and int(scales.max()) >= 0x7F80:
-        raise CorruptPayload(f"a scale is not a finite positive bfloat16: {int(scales.max()):#06x}")
-    return scales
-
-
 _NOTHING = np.empty(0)
 GROUP_TOKENS = 10
 ANCHOR_HALF = 127
@@ -436,7 +428,7 @@ class CachegenCodec(ProfiledCodec):
     def parse_head(self, layout: BlockLayout, layer: int, data: memoryview) -> LayerHead:
         reader = ByteReader(data)
         level, coder, zeros, k_step, v_step, tables_bytes = _PREFIX.unpack(reader.take(_PREFIX.size))
-        scales = read_scales(reader.take(2 * 2 * _groups(layout)))
+        scales = reader.take_scales(2, _groups(layout))
         if level not in LEVELS or zeros or not all(STEP_MIN <= step < math.inf for step in (k_step, v_step)):
             raise CorruptPayload(f"layer {layer}: level {level} with steps {k_step}, {v_step}")
         if coder >= len(CODERS) or tables_bytes > len(reader.left) or (coder and not tables_bytes):
@@ -476,7 +468,7 @@ class ChunkwiseCodec(ProfiledCodec):
         level, zero, zeros = _CHUNKWISE_PREFIX.unpack(reader.take(_CHUNKWISE_PREFIX.size))
         if level not in CHUNKWISE_LEVELS or zero or zeros:
             raise CorruptPayload(f"layer {layer}: chunkwise has no level {level}")
-        scales = read_scales(reader.take(2 * 2 * layout.tokens))
+        scales = reader.take_scales(2, layout.tokens)
         return LayerHead(level, (1.0, 1.0), scales, None, reader.left)
 
 

@@ -193,11 +193,8 @@ def split_base(data: memoryview, shape: tuple[int, ...]) -> tuple[SectionBytes, 
     positions = np.frombuffer(reader.take(2 * count), dtype="<u2").astype(np.uint16)
     if count and (int(positions[-1]) >= tokens or (np.diff(positions.astype(np.int64)) <= 0).any()):
         raise CorruptPayload("tide: positions of tokens that stand apart must grow")
-    heads, heads_count = (layers, 2, count, kv_heads), 2 * layers * count * kv_heads
-    scales = np.frombuffer(reader.take(2 * heads_count), dtype="<u2").astype(np.uint16).reshape(heads)
-    if scales.size and int(scales.max()) >= 0x7F80:
-        raise CorruptPayload("tide: a scale is not a finite positive bfloat16")
-    values = np.frombuffer(reader.take(heads_count * head_dim), dtype=np.int8).reshape(*heads, head_dim)
+    scales = reader.take_scales(layers, 2, count, kv_heads)
+    values = np.frombuffer(reader.take(scales.size * head_dim), dtype=np.int8).reshape(*scales.shape, head_dim)
     return reader.body(), Base(loudness, Apart(positions, scales, values))
 
 
