@@ -175,7 +175,11 @@ def encode_integers(values: Integers, runs: IntegerRuns, distribution: Distribut
     by_run = values.reshape(runs.distributions, runs.symbols)
     symbols = _symbols(by_run, distribution.shifts).reshape(runs.streams, runs.runs * runs.symbols)
     is_escape, coded = symbols == ESCAPE, distribution.tables.encode(symbols, runs.entropy_runs())
-    escapes, planes = values.reshape(runs.streams, -1)[is_escape], _low_planes(by_run, distribution.shifts)
+    escapes, shifts, planes = values.reshape(runs.streams, -1)[is_escape], distribution.shifts, []
+    # Bit 0 of all runs that have one, then bit 1, …, each packed with its first value in the lowest bit.
+    for bit in range(int(shifts.max(initial=0))):
+        bits = (by_run[shifts > bit] >> np.int16(bit)) & np.int16(1)
+        planes.append(np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes())
     written = WrittenIntegers(coded, is_escape.sum(axis=1).tolist(), escapes, b"".join(planes))
     return join_integers(written, distribution, is_shared)
 
@@ -192,15 +196,6 @@ def join_integers(written: WrittenIntegers, distribution: Distribution, is_share
 def plane_bits(shifts: NDArray[np.uint8], symbols: int) -> list[int]:
     """Return how many low bits each plane has; each begins with a byte of its own."""
     return [int((shifts > bit).sum()) * symbols for bit in range(int(shifts.max(initial=0)))]
-
-
-def _low_planes(by_run: Integers, shifts: NDArray[np.uint8]) -> list[bytes]:
-    """Return bit 0 of all runs that have one, then bit 1, …, each packed with its first value in the lowest bit."""
-    planes = []
-    for bit in range(int(shifts.max(initial=0))):
-        bits = (by_run[shifts > bit] >> np.int16(bit)) & np.int16(1)
-        planes.append(np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes())
-    return planes
 
 
 def decode_alike(pieces: Sequence[CodedIntegers], runs: IntegerRuns, distribution: Distribution) -> Integers:

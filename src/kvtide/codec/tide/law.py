@@ -91,21 +91,17 @@ class PositionLaw:
         """Return each block's loss, oldest first, at each KL of the curve, but for the passage's."""
         ranges = np.repeat([self.near.grown(curve), far := self.far.grown(curve)], _RANGES, axis=0)
         terms = np.array((self.sink, *self.by_distance))[:, None] * np.concatenate([[far], ranges])
-        found: _Floats = _tokens_by_term(blocks, block_tokens) @ terms
+        # How much of the sink, and how many thousand tokens of each range of DISTANCES, each block is.
+        edges = block_tokens * np.arange(blocks + 1)
+        sinks = np.diff(np.minimum(edges, SINK_TOKENS)) / SINK_TOKENS
+        distances = (edges[-1] - edges)[:, None] - np.array(DISTANCES)
+        within = -np.diff(np.clip(distances, 0, np.append(np.diff(DISTANCES), np.inf)), axis=0) / 1000
+        found: _Floats = np.column_stack([sinks, within]) @ terms
         return found
 
     def of_passage(self, curve: _Floats) -> _Floats:
         """Return what the copied block's own refinement adds, at each KL of the curve."""
         return self.passage * self.copied.grown(curve)
-
-
-def _tokens_by_term(blocks: int, block_tokens: int) -> _Floats:
-    """Return how much of the sink, and how many thousand tokens of each range of DISTANCES, each block is."""
-    edges = block_tokens * np.arange(blocks + 1)
-    distances = (edges[-1] - edges)[:, None] - np.array(DISTANCES)
-    within = -np.diff(np.clip(distances, 0, np.append(np.diff(DISTANCES), np.inf)), axis=0) / 1000
-    sinks = np.diff(np.minimum(edges, SINK_TOKENS)) / SINK_TOKENS
-    return np.column_stack([sinks, within])
 
 
 # Of `tide-layer` on SmolLM2-135M, eleven prefixes of 1,024 to 4,096 tokens: for a profile without a law.

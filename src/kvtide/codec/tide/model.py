@@ -485,7 +485,15 @@ class Trellis(NamedTuple):
 
 def make_trellis(frequencies: NDArray[np.uint16], curve: NDArray[np.float32] = _NO_CURVE) -> Trellis:
     """Return a trellis of these tables, (TRELLIS_TABLES, 32)."""
-    return Trellis(RansTables(frequencies), curve, _rates(frequencies))
+    tops = frequencies[grid.STATE_TOPS : grid.STATE_DIGITS].astype(np.float64)
+    levels = np.arange(1, _PRICED_LEVELS)
+    either = np.maximum(tops[:, grid.TOP_CENTRE + levels] + tops[:, grid.TOP_CENTRE - levels], 0.5) / 2
+    zero = np.maximum(tops[:, grid.TOP_CENTRE, None], 0.5)
+    bits = np.log2(_TOTAL) - np.log2(np.concatenate([zero, either], axis=1))
+    bits[:, -1] = np.minimum(bits[:, -1], _ESCAPE_BITS - np.log2(np.maximum(tops[:, -1], 0.5) / _TOTAL))
+    whole = np.clip(np.rint(_PRICE * bits), 0, _RATE_MAX).astype(np.int16)
+    rates = np.ascontiguousarray(np.concatenate([whole[: grid.TOPS_TWIN], whole[grid.TOPS_TWIN :]], axis=1))
+    return Trellis(RansTables(frequencies), curve, rates)
 
 
 def first_trellis() -> Trellis:
@@ -499,14 +507,3 @@ def first_trellis() -> Trellis:
         here = counts[grid.STATE_TOPS + quantiser * grid.TOPS_TWIN :][: grid.TOPS]
         here[:, grid.TOP_CENTRE - levels] = here[:, grid.TOP_CENTRE + levels] = 1 + 1e6 * shares
     return make_trellis(RansTables.build(counts.astype(np.uint64)).rows)
-
-
-def _rates(frequencies: NDArray[np.uint16]) -> NDArray[np.int16]:
-    tops = frequencies[grid.STATE_TOPS : grid.STATE_DIGITS].astype(np.float64)
-    levels = np.arange(1, _PRICED_LEVELS)
-    either = np.maximum(tops[:, grid.TOP_CENTRE + levels] + tops[:, grid.TOP_CENTRE - levels], 0.5) / 2
-    zero = np.maximum(tops[:, grid.TOP_CENTRE, None], 0.5)
-    bits = np.log2(_TOTAL) - np.log2(np.concatenate([zero, either], axis=1))
-    bits[:, -1] = np.minimum(bits[:, -1], _ESCAPE_BITS - np.log2(np.maximum(tops[:, -1], 0.5) / _TOTAL))
-    whole = np.clip(np.rint(_PRICE * bits), 0, _RATE_MAX).astype(np.int16)
-    return np.ascontiguousarray(np.concatenate([whole[: grid.TOPS_TWIN], whole[grid.TOPS_TWIN :]], axis=1))

@@ -90,13 +90,6 @@ def mix(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def _mixed(word: int) -> int:
-    """Do what `mix` does to one word, without the price of an array."""
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
-    return word ^ (word >> 31)
-
-
 class Placement:
     """A map made ready for look-ups."""
 
@@ -107,7 +100,11 @@ class Placement:
 
     def slot(self, key: BlockKey) -> int:
         """Return the slot of a key."""
-        return _mixed(int.from_bytes(key[:8], "little")) & (self.map.slots - 1)
+        # What `mix` does to one word, without the price of an array.
+        word = int.from_bytes(key[:8], "little")
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
+        return (word ^ (word >> 31)) & (self.map.slots - 1)
 
     def owners(self, key: BlockKey) -> tuple[int, ...]:
         """Return the positions in `map.servers` of a key's servers, best first."""
