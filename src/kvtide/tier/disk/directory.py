@@ -345,21 +345,17 @@ class SegmentDirectory:
         page = memoryview(bytearray(ALIGN_BYTES))
         with suppress(FileNotFoundError), self._files.opened(self.path(expected.segment), os.O_RDWR) as descriptor:
             # First: a checkpoint with another count is older than this removal, whatever becomes of it.
-            self._count_removal(descriptor, page)
+            self._files.read_full(descriptor, [page], 0)
+            if (header := parse_segment_header(page)) is not None:
+                header = replace(header, removals=header.removals + 1)
+                self._files.write_full(descriptor, [pack_segment_header(header)], 0)
+                with self._lock:
+                    if header.number in self.segments:
+                        self.segments[header.number].header = header
             self._files.read_full(descriptor, [page], expected.offset)
             if record_state(page, expected) is RecordState.LIVE:
                 removed = replace(expected, state=RecordState.REMOVED)
                 self._files.write_full(descriptor, [pack_record_header(removed)], expected.offset)
-
-    def _count_removal(self, descriptor: int, page: memoryview) -> None:
-        self._files.read_full(descriptor, [page], 0)
-        header = parse_segment_header(page)
-        if header is not None:
-            header = replace(header, removals=header.removals + 1)
-            self._files.write_full(descriptor, [pack_segment_header(header)], 0)
-            with self._lock:
-                if header.number in self.segments:
-                    self.segments[header.number].header = header
 
     def save_checkpoint(self) -> None:
         """Write the catalog beside the segments unless it is too large. Call it under the lock. OSError if it fails."""
