@@ -12,9 +12,11 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 import typer
 from rich.console import Console
 from tests.doors.user import kvtide
@@ -28,7 +30,7 @@ from typer.testing import CliRunner
 from kvtide.block import BlockLayout
 from kvtide.cli import demo_run
 from kvtide.cli.app import app, run
-from kvtide.cli.demo import DemoRequest, shown
+from kvtide.cli.demo import DemoJob, DemoRequest, shown
 from kvtide.clock import SystemClock
 from kvtide.importance import UseRecord, record_id
 from kvtide.plan import JudgeRecord
@@ -155,6 +157,17 @@ def test_demo_s_processes_end_by_ctrl_c_without_a_traceback(monkeypatch: pytest.
     monkeypatch.setattr(sys, "stdin", ())
     demo_run.main()
     assert handlers == {signal.SIGINT: signal.SIG_DFL}
+
+
+def test_demo_makes_no_store_smaller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An engine gave its disk more than the usual room: what is above that is not evicted."""
+    attach, ids = Mock(side_effect=ValueError), Mock(input_ids=torch.tensor([1, 2]))
+    monkeypatch.setattr("kvtide.engines.transformers.attach", attach)
+    monkeypatch.setattr("kvtide.engines.transformers.model_fingerprint", Mock())
+    tokenizer = Mock(return_value=ids, **{"apply_chat_template.return_value": "a<<said>>b"})
+    with pytest.raises(ValueError):
+        next(demo_run._runs(DemoJob("", str(tmp_path), "raw", 256, 2, ["What?"], [1, 2, 3]), tokenizer, Mock()))
+    assert attach.call_args.kwargs["limits"].disk_bytes_max > 1 << 60
 
 
 def test_example_configuration_is_valid() -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from kvtide.cli.demo import DemoAnswer, DemoJob, DemoRun
+from kvtide.cli.store import LIMITS
 from kvtide.clock import SystemClock
 from kvtide.engines import installed_profiles
 
@@ -51,10 +53,8 @@ def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
     chat, clock, times_s = job.chat, SystemClock(), list[float]()
     # generate puts the prompt into it, then each token.
     watch = SimpleNamespace(put=lambda tokens: times_s.append(clock.monotonic_s()), end=lambda: None)
-    known: dict[str, Any] = {}
-    if job.store:
-        known = {"profiles": installed_profiles(), "fingerprint": model_fingerprint(model)}
-    with attach(model, job.store, codec=job.codec, **known) if job.store else nullcontext() as cached:
+    attached = partial(attach, model, job.store, codec=job.codec, profiles=installed_profiles(), limits=LIMITS)
+    with attached(fingerprint=model_fingerprint(model)) if job.store else nullcontext() as cached:
         layout = cached.identity.layout if cached else None
         for question in job.questions:
             prompt_ids = _prompt_ids(tokenizer, job, chat, question)
@@ -87,7 +87,7 @@ def _llama_runs(job: DemoJob) -> Iterator[DemoRun]:
     chat = list(job.chat) or llm.tokenize(_text(size).encode())[:size]
     # The first tokens in a process pay for warm-up.
     llm.eval(chat[:8])
-    with attach_llama(llm, job.store, codec=job.codec) if job.store else nullcontext() as cached:
+    with attach_llama(llm, job.store, codec=job.codec, limits=LIMITS) if job.store else nullcontext() as cached:
         for question in job.questions:
             prompt = [*chat, *llm.tokenize(f"\n\nQuestion: {question}\nAnswer:".encode(), add_bos=False)]
             llm.reset()

@@ -35,7 +35,7 @@ _HEAD_BYTES = 4096
 STATS_LIMIT = 10_000
 LS_LIMIT = 50
 # Engines may have given a disk more room than is usual: no command makes it smaller.
-_LIMITS = Limits(disk_bytes_max=1 << 62)
+LIMITS = Limits(disk_bytes_max=1 << 62)
 # Objects of which `ping` takes the rate, the largest ones, and how long that may take.
 OBJECTS_MAX = 16
 READ_S_MAX = 5.0
@@ -67,7 +67,7 @@ def adding(url: str) -> AbstractContextManager[Tier]:
     """Open a store to add to it; a folder is made. ValueError for memory of this process, or if it does not answer."""
     if url.startswith("memory://"):
         raise ValueError("memory:// is gone when this command ends: give a store that engines open too")
-    tier = open_tier(url, _LIMITS, SystemClock(), lambda key: False)
+    tier = open_tier(url, LIMITS, SystemClock(), lambda key: False)
     return _opened(tier, tier.open)
 
 
@@ -83,7 +83,7 @@ def _tier_at(url: str) -> Tier:
     if path is not None and not (path / "segments").is_dir():
         what = "kvtide demo stores a chat" if url == DEFAULT_STORE else "kvtide doctor --store URL looks at the place"
         raise ValueError(f"no store at {path}: it has no folder named segments, nothing was ever stored there: {what}")
-    return open_tier(url, _LIMITS, SystemClock(), lambda key: False)
+    return open_tier(url, LIMITS, SystemClock(), lambda key: False)
 
 
 @contextmanager
