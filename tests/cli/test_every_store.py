@@ -122,6 +122,8 @@ def test_profiles_come_and_go(store: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert (row["profile"], row["found"], row["is_newest"], row["objects"]) == (digest, "store", True, 0)
     kvtide("profile", "get", digest[:8], "-o", back, "--store", store)
     assert back.read_bytes() == file.read_bytes()
+    # A script's variable that is empty names no profile, not the only one.
+    assert "named by ''" in refused("profile", "rm", "", "--store", store)
     assert kvtide("profile", "rm", digest[:8], "--store", store)["names"] == 1
     assert kvtide("profile", "ls", "--store", store)["rows"] == []
     # Blocks are as before; what is left says that the model lost its profile.

@@ -214,10 +214,10 @@ def rm(
 
 
 def _chosen(store: ProfileStore, digits: str) -> bytes:
-    """The digest of the one profile that begins so. ValueError for none or several."""
-    found = {each.digest for each in store.all() if each.digest.startswith(digits.lower())}
+    """The digest of the one profile that begins so. ValueError for none or several, and for no digit."""
+    found = {each.digest for each in store.all() if digits and each.digest.startswith(digits.lower())}
     if len(found) != 1:
-        raise ValueError(f"{len(found)} profiles of the store begin with {digits!r}: see `kvtide profile ls`")
+        raise ValueError(f"{len(found)} profiles of the store are named by {digits!r}: see `kvtide profile ls`")
     return bytes.fromhex(found.pop())
 
 
