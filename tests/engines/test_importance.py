@@ -2,9 +2,11 @@
 
 import math
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from transformers import DynamicCache, FalconConfig, FalconForCausalLM
 
 from kvtide.codec import CodecRegistry
 from kvtide.codec.packed import ImpressCodec, PackedCodec
+from kvtide.config import Limits
 from kvtide.engines.transformers import Impress, attach, selective
 from kvtide.engines.transformers.groups import RestoredRoom, filled_cache, model_layout
 from kvtide.engines.transformers.importance import REPACK_USES, Learner, Ways
@@ -111,6 +114,20 @@ def test_uses_are_learnt_and_blocks_packed_anew_stay_exact(tiny_model: Any, tmp_
             cached._importance.ways.note(True, is_near, 1000, 2.0, cached._clock.monotonic_s())
         assert torch.equal(cached.generate(PROMPT, **GREEDY), tiny_model.generate(PROMPT, **GREEDY))
         assert (cached.last.hit_tokens, cached.last.selected) == (96, None)
+
+
+def test_part_is_awaited_no_longer_than_computing_takes(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attach(tiny_model, tmp_path, importance=Impress(0.25, is_guarded=False), block_tokens=16) as cached:
+        cached.generate(PROMPT, **GREEDY)
+        assert cached.flush(60)
+        cached.cache.judge.note_prefill(0, 1000, 1.0)
+        opened, started_s = Mock(return_value=0), time.monotonic()
+        monkeypatch.setattr(SparseLoad, "open", opened)
+        cached.generate(PROMPT, **GREEDY)
+    until_s = opened.call_args.args[4]
+    assert until_s < started_s + Limits().load_s_max / 2
 
 
 @pytest.mark.parametrize("importance", [0, 1.5, -1])

@@ -95,7 +95,7 @@ class ImportanceLoads:
         layout = metas[0].layout
         pages = RestoredRoom(layout, len(metas) * layout.tokens, spare_tokens=spare_tokens + ANSWER_ROOM)
         sparse = Sparse(pages.write, self._settings.tokens_ahead(layout.tokens))
-        self._cache.load(metas, sparse)
+        self._cache.load(metas, sparse, self._cache.judge.deadline_s(len(metas) * layout.tokens))
         if sparse.opened is None:
             return None
         past = DynamicCache(config=model.config)
