@@ -1,10 +1,13 @@
 """Plans: contexts, progress, chunks, speeds as they are measured, and whether to load or to compute."""
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import count, takewhile
 from typing import Any
 
 import msgspec
@@ -181,6 +184,23 @@ def test_rate_is_what_the_link_carried(
     for transfer in transfers:
         estimator.add(*transfer)
     assert estimator.bytes_per_s() == (None if expected is None else pytest.approx(expected))
+
+
+def test_rate_is_asked_for_while_other_loads_add_to_it() -> None:
+    estimator, is_over = HarmonicRate(), threading.Event()
+    estimator.add(1000, 0.0, 1.0)
+
+    def add() -> None:
+        for second in takewhile(lambda _: not is_over.is_set(), count(1)):
+            estimator.add(1000, float(second), second + 1.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        adding = pool.submit(add)
+        try:
+            assert all(estimator.bytes_per_s() == 1000.0 for _ in range(100_000))
+        finally:
+            is_over.set()
+        adding.result()
 
 
 def test_slower_load_is_declined_once_both_speeds_are_known_and_until_it_is_forgotten() -> None:

@@ -36,9 +36,9 @@ class HarmonicRate:
 
     def bytes_per_s(self) -> float | None:
         """Return the rate to expect, None before the first transfer."""
-        if not self._samples:
-            return None
-        return sum(size for size, _ in self._samples) / sum(seconds for _, seconds in self._samples)
+        # At once: other loads add theirs meanwhile.
+        samples = [*self._samples]
+        return sum(size for size, _ in samples) / sum(seconds for _, seconds in samples) if samples else None
 
 
 # What a sample weighs once a newer one has come.
