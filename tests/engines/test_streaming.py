@@ -146,6 +146,19 @@ def test_link_known_to_be_too_slow_is_left_alone(stored: Stored, deadline_s: flo
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
+def test_block_that_waits_to_be_stored_has_none_over_a_link_loaded_whole(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the next turn of a chat: a whole load does not end when the stream should, and nothing is computed."""
+    read_whole = Mock(return_value=None)
+    monkeypatch.setattr(MadeTier, "get_into", read_whole)
+    access, engine = access_of(MadeSource(stored.objects)), StreamedPrefill(stored.model, stored.ids, stored.layout)
+    access.queued = lambda object_id: Mock() if object_id == stored.metas[-1].id else None
+    Streamed(engine, LoadRequest(SPEED, 0.0)).load(access, stored.metas, 30.0)
+    assert not read_whole.called
+    assert torch.equal(stored.answer(engine), stored.plain_answer())
+
+
 @pytest.mark.parametrize("fault", ["the source dies", "a block is damaged"])
 def test_what_does_not_come_is_computed(stored: Stored, fault: str) -> None:
     objects = dict(stored.objects)

@@ -185,8 +185,10 @@ class Streamed:
         The engine computes from the first moment on: where nothing can be loaded no time is lost. CorruptPayload never
         leaves it: such blocks are removed.
         """
-        if any(access.queued(meta.id) is not None for meta in metas):
-            # What waits to be stored lies in memory whole.
+        waiting = {meta.id for meta in metas if access.queued(meta.id) is not None}
+        far = (meta for meta in metas if meta.id not in waiting and not access.tiers.is_near(meta.id))
+        if waiting and not (self.computes and any(far)):
+            # What waits to be stored lies in memory whole. An engine computes it behind what comes over a link.
             return self._load_whole(access, metas, deadline_s)
         with access.backfill.paused():
             self.report = report = _Stream(access, self, metas, deadline_s).run()
