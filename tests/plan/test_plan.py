@@ -243,10 +243,18 @@ def test_what_one_process_learnt_is_where_the_next_begins() -> None:
     judge.note_decode("tide-1", 1000, 0.5)
     later = Judge()
     later.restore(msgspec.json.decode(msgspec.json.encode(judge.record()), type=JudgeRecord))
-    assert later.decide(TEN, "tide-1") == judge.decide(TEN, "tide-1")
+    assert later.decide(TEN, "tide-1", 0.0) == judge.decide(TEN, "tide-1", 0.0)
     assert (later.deadline_s(1000), later.latency_s()) == (pytest.approx(2.0), 0.02)
     later.note_prefill(0, 1000, 4.0)
     assert later.deadline_s(1000) == pytest.approx(4.0), "what this process measured counts"
+
+
+def test_stream_that_was_too_slow_gets_another_chance() -> None:
+    """Nobody measures a link that is left alone."""
+    judge = Judge()
+    judge.restore(JudgeRecord(bytes_per_s=10.0))
+    whys = [judge.decide(TEN, "tide-1", now_s).why for now_s in (0.0, MEMORY_S, MEMORY_S + 1, MEMORY_S + 2)]
+    assert whys == [Why.LINK_SLOWER, Why.LINK_SLOWER, Why.UNKNOWN_LINK, Why.LINK_SLOWER]
 
 
 def test_decoding_counts_where_it_is_slower_than_the_link() -> None:

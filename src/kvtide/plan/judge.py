@@ -44,10 +44,8 @@ def decide(
     assert min(latency_s, decode_token_s) >= 0
     assert bytes_per_s is None or bytes_per_s >= 0
     recompute_s = request.prefill.seconds(0, request.tokens)
-    if bytes_per_s is None:
-        return Decision(Why.UNKNOWN_LINK, math.inf, recompute_s)
     if not bytes_per_s:
-        return Decision(Why.LINK_SLOWER, math.inf, recompute_s)
+        return Decision(Why.UNKNOWN_LINK if bytes_per_s is None else Why.LINK_SLOWER, math.inf, recompute_s)
     load_s, both_s = latency_s, recompute_s
     for chunk in reversed(request.chunks):
         load_s += chunk.sizes[0] / bytes_per_s
@@ -129,6 +127,7 @@ class Judge:
         self._restored = JudgeRecord()
         self._load = Speed()
         self._decode_token_s: dict[str, float] = {}
+        self._left_alone_since_s = math.inf
 
     def note_prefill(self, start: int, stop: int, seconds: float) -> None:
         """Take the duration of a pass over tokens [start, stop) of a prompt; short ones are ignored."""
@@ -168,9 +167,13 @@ class Judge:
         """Return the link's delay, 0 while it is unknown."""
         return self._restored.latency_s if math.isinf(self.link.latency_s) else self.link.latency_s
 
-    def decide(self, request: Request, codec_id: str) -> Decision:
-        """Choose the way to the earliest start."""
-        return decide(request, self.bytes_per_s(), self.latency_s(), self.decode_token_s(codec_id))
+    def decide(self, request: Request, codec_id: str, now_s: float) -> Decision:
+        """Choose the way to the earliest start. A link that was left alone for `MEMORY_S` is unknown, once."""
+        found = decide(request, self.bytes_per_s(), self.latency_s(), self.decode_token_s(codec_id))
+        since_s = min(self._left_alone_since_s, now_s) if found.why is Why.LINK_SLOWER else math.inf
+        is_over = now_s - since_s > MEMORY_S
+        self._left_alone_since_s = math.inf if is_over else since_s
+        return found._replace(why=Why.UNKNOWN_LINK) if is_over else found
 
     def is_load_faster(self, tokens: int, now_s: float) -> bool:
         """Tell whether loading whole blocks should end before computing would; True while a speed is unknown."""

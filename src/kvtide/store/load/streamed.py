@@ -276,7 +276,7 @@ class _Stream:
             if codec is None or len(stored) * self._tokens <= done or len(stored) * self._tokens < under_way:
                 return None
             job = self._job([*coarser, stored], codec, done, under_way)
-            decision = access.judge.decide(job.request, codec.codec_id)
+            decision = access.judge.decide(job.request, codec.codec_id, access.clock.monotonic_s())
             # The rule for levels says itself when computing fits.
             is_declined = decision.why is Why.LINK_SLOWER and how.computes and not self._is_by_level
             load = None if is_declined else StreamedLoad(access, job, how, self._give_up_s)
