@@ -171,21 +171,24 @@ def pack_object(
         room[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
         offset += len(data)
     assert offset == object_bytes
-    _pack_header(packed, meta, codec_bytes, len(sections), profile or _NO_PROFILE, _quality_code(quality))
+    quality_code = _quality_code(quality) if quality else 0
+    _pack_header(packed, meta, codec_bytes, len(sections), profile or _NO_PROFILE, quality_code)
     return packed
 
 
-def pack_around(packed: memoryview, meta: BlockMeta, codec_id: str, section_id: SectionId, quality: float) -> None:
+def pack_around(
+    packed: memoryview, meta: BlockMeta, codec_id: str, section_id: SectionId, quality: float = 0.0
+) -> None:
     """Make an object of one section whose bytes lie after `head_bytes(1)` already: write what comes before them."""
     body = packed[head_bytes(1) :]
     entry = SectionEntry(section_id, head_bytes(1), len(body), xxhash.xxh3_128_digest(body))
     packed[HEADER_BYTES : head_bytes(1)] = entry.to_bytes()
-    _pack_header(packed, meta, codec_id.encode("ascii"), 1, _NO_PROFILE, _quality_code(quality))
+    _pack_header(packed, meta, codec_id.encode("ascii"), 1, _NO_PROFILE, _quality_code(quality) if quality else 0)
 
 
 def _quality_code(quality: float) -> int:
-    assert quality >= 0
-    return min(max(math.ceil(_QUALITY_STEPS * (math.log2(quality) + _QUALITY_OCTAVES)), 1), 0xFFFF) if quality else 0
+    assert quality > 0
+    return min(max(math.ceil(_QUALITY_STEPS * (math.log2(quality) + _QUALITY_OCTAVES)), 1), 0xFFFF)
 
 
 def _quality_of(code: int) -> float:
