@@ -28,7 +28,13 @@ from kvtide.engines.surface import Sources, snapshots, version_numbers
 from kvtide.engines.vllm import connector as module
 from kvtide.engines.vllm import pages as vllm_pages
 from kvtide.engines.vllm.connector import KVTideConnector
-from kvtide.engines.vllm.model import ServedRequest, check_policy, check_version, served_model
+from kvtide.engines.vllm.model import (
+    ServedRequest,
+    check_policy,
+    check_version,
+    profile_fingerprint,
+    served_model,
+)
 from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.stats import option_counts
 from kvtide.engines.vllm.tiering import KVTideTier
@@ -60,6 +66,7 @@ def _config(**changes: Any) -> Any:
         speculative_config=changes.pop("draft", None),
         cache_config=SimpleNamespace(cache_dtype=changes.pop("cache", "auto"), enable_prefix_caching=True),
         device_config=SimpleNamespace(device_type=changes.pop("device", "cpu")),
+        load_config=SimpleNamespace(download_dir=None),
     )
 
 
@@ -479,6 +486,25 @@ def test_longest_prompt_is_part_of_the_name_where_keys_go_by_it(
         model = _served(served, _caches(_spec()), ConnectorSettings.parse({"store": "memory://"}))
         names.add(model.namespaces(b""))
     assert (len(names) == 2) == is_other
+
+
+def test_weights_are_those_of_the_folder_that_the_engine_downloads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def downloaded(name: str, revision: str, cache_dir: str | None, local_files_only: bool) -> str:
+        return f"{cache_dir or tmp_path / 'usual'}/{name}-{revision}"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
+    served, names = _config(), set()
+    own = {"model": "toy", "revision": "r", "quantization": None, "max_model_len": 1}
+    vars(served.model_config).update(own, hf_config=SimpleNamespace(to_dict=dict))
+    for folder in ("usual", "other"):
+        (tmp_path / folder / "toy-r").mkdir(parents=True)
+        (tmp_path / folder / "toy-r" / "model.safetensors").write_text(folder)
+        served.load_config.download_dir = str(tmp_path / folder) if folder == "other" else None
+        model = _served(served, _caches(_spec()), ConnectorSettings.parse({"store": "memory://"}))
+        names |= {model.namespaces(b""), profile_fingerprint(served, ConnectorSettings.parse({"store": "memory://"}))}
+    assert len(names) == 4
 
 
 @pytest.mark.parametrize(

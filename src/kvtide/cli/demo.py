@@ -104,7 +104,7 @@ def demo(
     engine = "transformers" if model is None else "llama_cpp"
     if importlib.util.find_spec(engine) is None:
         raise ModuleNotFoundError(f"no module {engine}", name=engine)
-    store = str(path.absolute())
+    store = url if "://" in url else str(path.absolute())
     job = DemoJob(str(model or ""), store, codec, prefix_tokens, answer_tokens, QUESTIONS[:_BEFORE])
     with _processes() as ask:
 

@@ -11,6 +11,7 @@ import typer
 
 from kvtide.cli.store import DEFAULT_STORE
 from kvtide.config import TENANT_SALT_VARIABLE
+from kvtide.engines import option_bytes
 
 
 def llama(
@@ -35,4 +36,4 @@ def llama(
     options = {"n_ctx": context, "n_batch": batch, "n_ubatch": batch, "n_gpu_layers": gpu_layers}
     options |= {"flash_attn": flash_attention, "n_threads": threads, "n_threads_batch": threads}
     say = partial(print, flush=True)
-    serve_model(model, url, host, port, options, say, codec=codec, tenant_salt=tenant_salt.encode())
+    serve_model(model, url, host, port, options, say, codec=codec, tenant_salt=option_bytes(tenant_salt))

@@ -313,30 +313,32 @@ def _namespaces(
 
 
 def _fingerprint(vllm_config: Any) -> bytes:
-    model = vllm_config.model_config
+    model, downloads = vllm_config.model_config, vllm_config.load_config.download_dir
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _VOLATILE_CONFIG}
     what = {"config": config, "dtype": str(model.dtype), "quantization": str(model.quantization)}
     if any(name in repr(config) for name in _BY_LENGTH):
         what["tokens"] = model.max_model_len
     if _is_drafted(vllm_config):
         draft = vllm_config.speculative_config.draft_model_config
-        what["draft"] = files_fingerprint(model_folder(draft.model, draft.revision), {}).hex()
-    return files_fingerprint(model_folder(model.model, model.revision), what)
+        what["draft"] = files_fingerprint(model_folder(draft.model, draft.revision, downloads), {}).hex()
+    return files_fingerprint(model_folder(model.model, model.revision, downloads), what)
 
 
 def profile_fingerprint(vllm_config: Any, settings: ConnectorSettings) -> bytes:
     """Return the fingerprint by which the model's profiles are kept: they don't depend on how the weights are run."""
-    model = vllm_config.model_config
-    return settings.fingerprint.encode() or files_fingerprint(model_folder(model.model, model.revision), {})
+    if settings.fingerprint:
+        return settings.fingerprint.encode()
+    model, downloads = vllm_config.model_config, vllm_config.load_config.download_dir
+    return files_fingerprint(model_folder(model.model, model.revision, downloads), {})
 
 
-def model_folder(name: str, revision: str | None = None) -> Path:
+def model_folder(name: str, revision: str | None = None, downloads: str | None = None) -> Path:
     """Return the folder of a model that vLLM has loaded: the name itself, or where the hub's client put it."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    return Path(snapshot_download(name, revision=revision, cache_dir=downloads, local_files_only=True))
 
 
 class ServedRequest(NamedTuple):
