@@ -20,7 +20,7 @@ from kvtide.config import Limits
 from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide.engines.transformers import CachedModel, Impress, attach, load_tokenizer
 from kvtide.engines.transformers.fingerprint import ModelIdentity
-from kvtide.engines.transformers.groups import groups_of
+from kvtide.engines.transformers.groups import groups_of, model_groups
 from kvtide.engines.transformers.smollm2 import _begin_texts
 from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind
@@ -237,6 +237,13 @@ def test_states_of_another_transformers_are_not_ours(monkeypatch: pytest.MonkeyP
 def test_models_whose_states_do_not_go_on_are_refused_with_the_reason(family: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"not known to go on|cache of its own"):
         attach(model_of(family), tmp_path)
+
+
+def test_model_over_several_devices_is_refused(tiny_model: Any) -> None:
+    cache = tiny_model(torch.tensor([[0, 1]])).past_key_values
+    cache.layers[-1].keys = cache.layers[-1].keys.to("meta")
+    with pytest.raises(UnsupportedModel, match="its layers are on cpu, meta: load it onto one device"):
+        model_groups(tiny_model, cache, BLOCK)
 
 
 # Of several groups, of windows alone, of latents, of states alone.

@@ -149,6 +149,9 @@ def model_groups(model: Any, cache: DynamicCache, block_tokens: int) -> tuple[Mo
     has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
     if has_states and kind not in _STATES_GO_ON:
         raise UnsupportedModel(f"the states of {kind} models are not known to go on exactly from one pass to the next")
+    plain = (layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized)
+    if len(devices := {str(layer.keys.device) for layer in plain}) > 1:
+        raise UnsupportedModel(f"its layers are on {', '.join(sorted(devices))}: load it onto one device")
     rows: dict[TokenRows, list[int]] = {}
     states: dict[torch.dtype, dict[int, tuple[StateTensor, ...]]] = {}
     for number, layer in enumerate(cache.layers):
