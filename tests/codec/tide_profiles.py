@@ -11,7 +11,7 @@ from tests.suites import block_meta, smooth_bits
 from kvtide.block import BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import Profile
 from kvtide.codec.rotary import Frequencies, Pairs, Rotary
-from kvtide.codec.tide import fit
+from kvtide.codec.tide import APART_TOKENS, fit
 from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profiles, finished_profile
 
 # Three ranges of five layers.
@@ -36,7 +36,7 @@ def rotary_by(theta: float, dims: int) -> Rotary:
 @cache
 def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 12) -> Profile:
     """A profile of normally distributed values."""
-    meta = block_meta(layout, 0, 1)
+    meta = block_meta(layout, 0, -(-APART_TOKENS // layout.tokens))
     return fitted_to(layout, cost, rotary_of(layout), [(meta, smooth_bits(layout, seed)) for seed in range(blocks)])
 
 
@@ -51,7 +51,7 @@ def alike_bits(layout: BlockLayout, seed: int) -> BlockBits:
 
 def of_alike(layout: BlockLayout, cost: str) -> Profile:
     """A profile of blocks whose heads have most in common."""
-    pairs = [(block_meta(layout, 0, 1), alike_bits(layout, seed)) for seed in range(12)]
+    pairs = [(block_meta(layout, 0, -(-APART_TOKENS // layout.tokens)), alike_bits(layout, seed)) for seed in range(12)]
     return fitted_to(layout, cost, rotary_of(layout), pairs)
 
 
@@ -73,13 +73,13 @@ def out_of_line_bits(layout: BlockLayout, seed: int) -> BlockBits:
 
 def out_of_line(layout: BlockLayout, cost: str = "layer") -> Profile:
     """The profile of such blocks, whose loud dims the model reads as much more softly."""
-    pairs = [(block_meta(layout, 0, 1), out_of_line_bits(layout, seed)) for seed in range(12)]
+    pairs = [(block_meta(layout, 0, -(-APART_TOKENS // layout.tokens)), out_of_line_bits(layout, seed)) for seed in range(12)]
     return fitted_to(layout, cost, None, pairs, np.tile(LOUDER, (1, layout.kv_heads)) ** -2)
 
 
 def in_line(layout: BlockLayout, cost: str = "layer") -> Profile:
     """The profile of the same blocks without that."""
-    pairs = [(block_meta(layout, 0, 1), smooth_bits(layout, seed)) for seed in range(12)]
+    pairs = [(block_meta(layout, 0, -(-APART_TOKENS // layout.tokens)), smooth_bits(layout, seed)) for seed in range(12)]
     return fitted_to(layout, cost, None, pairs)
 
 

@@ -154,7 +154,7 @@ def test_block_that_waits_to_be_stored_has_none_over_a_link_loaded_whole(
     monkeypatch.setattr(MadeTier, "get_into", read_whole)
     access, engine = access_of(MadeSource(stored.objects)), StreamedPrefill(stored.model, stored.ids, stored.layout)
     access.queued = lambda object_id: Mock() if object_id == stored.metas[-1].id else None
-    Streamed(engine, LoadRequest(SPEED, 0.0)).load(access, stored.metas, 30.0)
+    Streamed(engine, LoadRequest(SPEED, 0.0), TwoEnded()).load(access, stored.metas, 30.0)
     assert not read_whole.called
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 

@@ -140,7 +140,6 @@ def test_dead_server_costs_no_hit_and_many_look_ups_find_what_single_ones_find(p
     assert len(stack.run_places(ids)) == OBJECTS, "and what the new owner lacks is where it was"
 
 
-@pytest.mark.real_time
 def test_silent_servers_keep_nobody_beyond_the_deadline(stack: ExitStack) -> None:
     silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
     with opened(pool_tier(f"pool://127.0.0.1:{silent[0]},127.0.0.1:{silent[1]}", SystemClock())) as tier:

@@ -190,7 +190,8 @@ class Placer:
         # Once: a profile that comes meanwhile is not that of the bytes.
         codec = self._profiles.newest_codec(block.group)
         if block.orders is not None and isinstance(codec, OrderingCodec):
-            codec = guarded("order", partial(codec.ordered, block.orders), LosslessCodec())
+            exact: Codec = LosslessCodec()
+            codec = guarded("order", partial(codec.ordered, block.orders), exact)
         # A block computed on top of blocks of this quality is no better, however it is encoded.
         pack = partial(self._packed, block, self._access.quality, codec, LosslessCodec())
         guarded("store", partial(self.place, block.meta, pack), False)
