@@ -34,9 +34,14 @@ def rotary_by(theta: float, dims: int) -> Rotary:
 
 
 @cache
+def behind_the_first(layout: BlockLayout) -> BlockMeta:
+    """A block behind the tokens that are kept apart wherever they are."""
+    return block_meta(layout, 0, -(-APART_TOKENS // layout.tokens))
+
+
 def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 12) -> Profile:
     """A profile of normally distributed values."""
-    meta = block_meta(layout, 0, -(-APART_TOKENS // layout.tokens))
+    meta = behind_the_first(layout)
     return fitted_to(layout, cost, rotary_of(layout), [(meta, smooth_bits(layout, seed)) for seed in range(blocks)])
 
 
@@ -51,7 +56,7 @@ def alike_bits(layout: BlockLayout, seed: int) -> BlockBits:
 
 def of_alike(layout: BlockLayout, cost: str) -> Profile:
     """A profile of blocks whose heads have most in common."""
-    pairs = [(block_meta(layout, 0, -(-APART_TOKENS // layout.tokens)), alike_bits(layout, seed)) for seed in range(12)]
+    pairs = [(behind_the_first(layout), alike_bits(layout, seed)) for seed in range(12)]
     return fitted_to(layout, cost, rotary_of(layout), pairs)
 
 
@@ -73,13 +78,13 @@ def out_of_line_bits(layout: BlockLayout, seed: int) -> BlockBits:
 
 def out_of_line(layout: BlockLayout, cost: str = "layer") -> Profile:
     """The profile of such blocks, whose loud dims the model reads as much more softly."""
-    pairs = [(block_meta(layout, 0, -(-APART_TOKENS // layout.tokens)), out_of_line_bits(layout, seed)) for seed in range(12)]
+    pairs = [(behind_the_first(layout), out_of_line_bits(layout, seed)) for seed in range(12)]
     return fitted_to(layout, cost, None, pairs, np.tile(LOUDER, (1, layout.kv_heads)) ** -2)
 
 
 def in_line(layout: BlockLayout, cost: str = "layer") -> Profile:
     """The profile of the same blocks without that."""
-    pairs = [(block_meta(layout, 0, -(-APART_TOKENS // layout.tokens)), smooth_bits(layout, seed)) for seed in range(12)]
+    pairs = [(behind_the_first(layout), smooth_bits(layout, seed)) for seed in range(12)]
     return fitted_to(layout, cost, None, pairs)
 
 
