@@ -238,14 +238,6 @@ def gemma() -> Any:
         pytest.skip(str(error))
 
 
-@pytest.fixture
-def prompt() -> Any:
-    """100 token ids, (1, 100)."""
-    import torch
-
-    return torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.fixture(scope="module")
 def any_block_fits() -> Iterator[None]:
     """Let profiles of a few made-up blocks take any other."""

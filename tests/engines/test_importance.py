@@ -242,9 +242,9 @@ class Prefix:
 
 
 @pytest.fixture
-def prefix(tiny_model: Any, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Prefix:
+def prefix(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> Prefix:
     monkeypatch.setattr("kvtide.store.load.sparse.GAP_BYTES", 0)
-    return Prefix(tiny_model, prompt)
+    return Prefix(tiny_model, PROMPT)
 
 
 def test_selected_tokens_are_exact_and_the_rest_is_rough(prefix: Prefix) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.doors.user import PROMPT
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvtide.block import BlockLayout, KVDtype
@@ -152,18 +153,18 @@ def with_images() -> tuple[Any, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("make", [with_an_encoder, with_images])
 def test_text_is_restored_and_what_attends_to_another_input_runs_without_the_cache(
-    make: Callable[[], tuple[Any, dict[str, torch.Tensor]]], prompt: torch.Tensor, tmp_path: Path
+    make: Callable[[], tuple[Any, dict[str, torch.Tensor]]], tmp_path: Path
 ) -> None:
     model, other = make()
-    plain, answer = model.generate(prompt, **GREEDY), model.generate(prompt, **GREEDY, **other)
+    plain, answer = model.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY, **other)
     # Else nothing would be shown.
     assert not torch.equal(plain, answer)
     for hit_tokens in (0, 96):
         with attach(model, tmp_path, block_tokens=BLOCK) as cached:
-            assert torch.equal(cached.generate(prompt, **GREEDY, **other), answer)
+            assert torch.equal(cached.generate(PROMPT, **GREEDY, **other), answer)
             assert cached.last is not None and str(cached.last.bypass).startswith("the answer may depend on")
             assert cached.last.blocks_queued == 0
-            assert torch.equal(cached.generate(prompt, **GREEDY), plain)
+            assert torch.equal(cached.generate(PROMPT, **GREEDY), plain)
             assert cached.last.hit_tokens == hit_tokens
             assert cached.flush(60)
             cached.cache.check()

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tests.doors.user import PROMPT
 from tests.store.load.sources import MadeSource, MadeTier, access_of
 from tests.stores import read_object
 
@@ -105,8 +106,10 @@ class Stored:
 
 
 @pytest.fixture
-def stored(tiny_model: Any, prompt: torch.Tensor) -> Stored:
-    return Stored(tiny_model, prompt, LosslessCodec())
+def stored(
+    tiny_model: Any,
+) -> Stored:
+    return Stored(tiny_model, PROMPT, LosslessCodec())
 
 
 @pytest.mark.parametrize("bytes_per_s", [2e4, 1e5, 1e6])
@@ -173,8 +176,10 @@ def test_what_does_not_come_is_computed(stored: Stored, fault: str) -> None:
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
-def test_part_of_an_object_that_is_used_whole_is_not_used(tiny_model: Any, prompt: torch.Tensor) -> None:
-    stored = Stored(tiny_model, prompt, ChunkwiseCodec(2))
+def test_part_of_an_object_that_is_used_whole_is_not_used(
+    tiny_model: Any,
+) -> None:
+    stored = Stored(tiny_model, PROMPT, ChunkwiseCodec(2))
     object_id = stored.metas[4].id
     # The last deltas: what came before them could be decoded, to something.
     stored.objects[object_id] = stored.objects[object_id][:-1] + bytes([stored.objects[object_id][-1] ^ 1])

@@ -305,33 +305,33 @@ def restored(cached: CachedModel, prompt: torch.Tensor, **arguments: Any) -> int
 
 
 def test_request_for_the_latest_finds_what_another_region_has_and_no_stale_copy(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Engines hear of what is invalidated when they start, and not again.
     monkeypatch.setattr("kvtide.tier.stack.invalidation._POLL_S", 3600.0)
     with region_processes(tmp_path) as regions, ExitStack() as stack:
         one, two = (stack.enter_context(attach(tiny_model, url, block_tokens=16)) for url in regions)
-        assert restored(one, prompt) == 0
-        assert restored(two, prompt, kvtide_force_latest=True) == 96
-        assert restored(one, prompt, kvtide_force_latest=True) == 96
+        assert restored(one, PROMPT) == 0
+        assert restored(two, PROMPT, kvtide_force_latest=True) == 96
+        assert restored(one, PROMPT, kvtide_force_latest=True) == 96
         invalidate(regions[1], one.identity.namespace)
-        assert restored(one, prompt) == 96, "its memory has not heard of it"
-        assert restored(one, prompt, kvtide_force_latest=True) == 0
+        assert restored(one, PROMPT) == 96, "its memory has not heard of it"
+        assert restored(one, PROMPT, kvtide_force_latest=True) == 0
 
 
-def test_latest_of_a_store_without_servers_is_what_it_has(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
+def test_latest_of_a_store_without_servers_is_what_it_has(tiny_model: Any, tmp_path: Path) -> None:
     with attach(tiny_model, str(tmp_path), block_tokens=16) as cached:
-        assert [restored(cached, prompt, kvtide_force_latest=True) for _ in range(2)] == [0, 96]
+        assert [restored(cached, PROMPT, kvtide_force_latest=True) for _ in range(2)] == [0, 96]
 
 
-def test_latest_that_nobody_can_tell_is_a_miss(tiny_model: Any, prompt: torch.Tensor) -> None:
+def test_latest_that_nobody_can_tell_is_a_miss(
+    tiny_model: Any,
+) -> None:
     server = ServerProcess()
     with attach(tiny_model, server.url, block_tokens=16) as cached:
-        assert restored(cached, prompt) == 0
+        assert restored(cached, PROMPT) == 0
         server.kill()
-        assert [restored(cached, prompt, kvtide_force_latest=latest) for latest in (True, False)] == [0, 96]
+        assert [restored(cached, PROMPT, kvtide_force_latest=latest) for latest in (True, False)] == [0, 96]
 
 
 def test_server_that_is_silent_holds_up_one_look_up(tiny_model: Any) -> None:
@@ -346,12 +346,14 @@ def test_server_that_is_silent_holds_up_one_look_up(tiny_model: Any) -> None:
             assert time.monotonic() - started_s < 9
 
 
-def test_server_says_which_tokens_its_engines_restored(tiny_model: Any, prompt: torch.Tensor) -> None:
+def test_server_says_which_tokens_its_engines_restored(
+    tiny_model: Any,
+) -> None:
     # Three turns of 2, 4 and 6 full blocks of 16 tokens: each finds what the one before has stored, 6 of 12.
     with running_server() as server:
         for tokens in (33, 65, 97):
             with attach(tiny_model, server.url, block_tokens=16) as cached:
-                cached.generate(prompt[:, :tokens], max_new_tokens=1, do_sample=False)
+                cached.generate(PROMPT[:, :tokens], max_new_tokens=1, do_sample=False)
                 assert cached.cache.flush(60)
     space = cached.identity.namespace.hex()[:12]
     metric, labels = "kvtide_prompt_tokens_total", {"namespace": space, "tenant": "(open)"}

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chaos import ChaosProxy, Fault, Kind
-from tests.doors.user import answer
+from tests.doors.user import PROMPT, answer
 from tests.engines.test_streaming import SlowPrefill, Stored
 from tests.faults.conftest import Tally
 from tests.faults.writers import use_server, writing
@@ -241,10 +241,8 @@ def test_deadline_is_kept_with_the_engine_computing_meanwhile(tmp_path: Path, st
     assert engine.spans[-1][1] >= 40
 
 
-def test_answer_is_right_whatever_fails(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, stack: ExitStack
-) -> None:
-    stored = Stored(tiny_model, prompt, LosslessCodec())
+def test_answer_is_right_whatever_fails(tiny_model: Any, tmp_path: Path, stack: ExitStack) -> None:
+    stored = Stored(tiny_model, PROMPT, LosslessCodec())
     servers = Servers(tmp_path, stored.objects, 1e4, stack)
     fail_later(servers, stack, cut_s=1.0, kill_at=5000, cut_at=10_000)
     engine: StreamedPrefill = SlowPrefill(stored.model, stored.ids[:96], stored.layout)
@@ -402,28 +400,28 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_read_only_store_is_read_and_never_written(
-    tiny_model: Any, prompt: torch.Tensor, small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    tiny_model: Any, small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = small_disk("size=512k")
-    expected = answer(tiny_model, disk, prompt[:, :50]).output
+    expected = answer(tiny_model, disk, PROMPT[:, :50]).output
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    assert answer(tiny_model, disk, prompt).hit_tokens == 48
-    assert torch.equal(answer(tiny_model, disk, prompt[:, :50]).output, expected)
+    assert answer(tiny_model, disk, PROMPT).hit_tokens == 48
+    assert torch.equal(answer(tiny_model, disk, PROMPT[:, :50]).output, expected)
     assert len([message for message in messages(caplog) if "Read-only" in message]) == 1
 
 
 def test_full_disk_still_answers_and_reads_go_on(
-    tiny_model: Any, prompt: torch.Tensor, small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    tiny_model: Any, small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = small_disk("size=512k")
-    answer(tiny_model, disk, prompt[:, :50])
+    answer(tiny_model, disk, PROMPT[:, :50])
     ballast = os.open(disk / "ballast", os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="No space"):
         while True:
             os.write(ballast, bytes(4096))
     os.close(ballast)
-    found = answer(tiny_model, disk, prompt)
+    found = answer(tiny_model, disk, PROMPT)
     assert found.hit_tokens == 48
-    assert torch.equal(found.output, tiny_model.generate(prompt, max_new_tokens=4, do_sample=False))
+    assert torch.equal(found.output, tiny_model.generate(PROMPT, max_new_tokens=4, do_sample=False))
     assert len([message for message in messages(caplog) if "No space" in message]) == 1
     assert list(disk.glob("*.part")) == []

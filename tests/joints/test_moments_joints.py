@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.doors.user import answer
-from tests.engines.paged.pools import PROMPT, ToyEngine
+from tests.doors.user import PROMPT, answer
+from tests.engines.paged import pools
 from tests.joints.changes import CHANGES, USES, make_model, use_cache
 from tests.joints.conftest import HoldBack, attached, in_part, no_threads
 from tests.joints.operations import in_child
@@ -37,44 +37,42 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 
 @pytest.fixture
-def store(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> Path:
-    answer(tiny_model, tmp_path, prompt)
+def store(tiny_model: Any, tmp_path: Path) -> Path:
+    answer(tiny_model, tmp_path, PROMPT)
     return tmp_path
 
 
-def test_without_threads_requests_run(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    plain = tiny_model.generate(prompt, **GREEDY)
+def test_without_threads_requests_run(tiny_model: Any, store: Path) -> None:
+    plain = tiny_model.generate(PROMPT, **GREEDY)
     with attached(tiny_model, store) as cached:
         with no_threads():
-            assert torch.equal(cached.generate(prompt, **GREEDY), plain)
+            assert torch.equal(cached.generate(PROMPT, **GREEDY), plain)
             assert cached.last is not None and cached.last.hit_tokens == 0
-        assert torch.equal(cached.generate(prompt, **GREEDY), plain)
+        assert torch.equal(cached.generate(PROMPT, **GREEDY), plain)
         assert cached.last.hit_tokens == 96
 
 
-def test_a_cache_that_opened_without_threads_stores_once_there_are_some(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
+def test_a_cache_that_opened_without_threads_stores_once_there_are_some(tiny_model: Any, tmp_path: Path) -> None:
     with no_threads():
         cached = attached(tiny_model, tmp_path)
         cached.cache.open()
-        assert torch.equal(cached.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
-    cached.generate(prompt, **GREEDY)
+        assert torch.equal(cached.generate(PROMPT, **GREEDY), tiny_model.generate(PROMPT, **GREEDY))
+    cached.generate(PROMPT, **GREEDY)
     assert cached.last is not None and cached.last.blocks_queued == 6
     cached.cache.close()
 
 
-def test_before_open_and_after_close_everything_is_a_miss(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    plain = tiny_model.generate(prompt, **GREEDY)
+def test_before_open_and_after_close_everything_is_a_miss(tiny_model: Any, store: Path) -> None:
+    plain = tiny_model.generate(PROMPT, **GREEDY)
     cached = attached(tiny_model, store)
     for _ in range(2):
-        assert cached.hit_tokens(prompt) == 0
-        assert torch.equal(cached.generate(prompt, **GREEDY), plain)
+        assert cached.hit_tokens(PROMPT) == 0
+        assert torch.equal(cached.generate(PROMPT, **GREEDY), plain)
         assert cached.last is not None and (cached.last.hit_tokens, cached.last.blocks_queued) == (0, 0)
-        assert cached.restored(prompt).get_seq_length() == 0
+        assert cached.restored(PROMPT).get_seq_length() == 0
         assert cached.flush(1)
         with cached:
-            assert cached.hit_tokens(prompt) == 96
+            assert cached.hit_tokens(PROMPT) == 96
 
 
 def test_closing_beside_loads_makes_them_misses(
@@ -173,7 +171,7 @@ def test_a_child_of_multiprocessing_ends_at_once(
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 @pytest.mark.parametrize("is_in_config", [False, True])
 def test_outputs_of_every_token_have_a_part_for_every_token(
-    name: str, is_in_config: bool, tiny_model: Any, prompt: torch.Tensor, store: Path
+    name: str, is_in_config: bool, tiny_model: Any, store: Path
 ) -> None:
     model, arguments = copy.deepcopy(tiny_model), {**GREEDY, "return_dict_in_generate": True}
     model.set_attn_implementation("eager")
@@ -183,27 +181,27 @@ def test_outputs_of_every_token_have_a_part_for_every_token(
     else:
         arguments[name] = True
     with attached(model, store) as cached:
-        found = cached.generate(prompt, **arguments)
+        found = cached.generate(PROMPT, **arguments)
         field = name.removeprefix("output_")
-        assert found[field][0][0].shape == model.generate(prompt, **arguments)[field][0][0].shape
+        assert found[field][0][0].shape == model.generate(PROMPT, **arguments)[field][0][0].shape
         assert cached.last is not None and name in str(cached.last.bypass)
 
 
-def test_calls_are_those_of_the_plain_model(tiny_model: Any, prompt: torch.Tensor, store: Path) -> None:
-    plain, config = tiny_model.generate(prompt, **GREEDY), GenerationConfig(**GREEDY, pad_token_id=0)
+def test_calls_are_those_of_the_plain_model(tiny_model: Any, store: Path) -> None:
+    plain, config = tiny_model.generate(PROMPT, **GREEDY), GenerationConfig(**GREEDY, pad_token_id=0)
     with attached(tiny_model, store) as cached:
-        assert torch.equal(cached.generate(prompt, config), plain)
-        assert torch.equal(cached.generate(inputs=prompt, **GREEDY), plain)
-        assert torch.equal(cached.generate(input_ids=prompt, generation_config=config), plain)
+        assert torch.equal(cached.generate(PROMPT, config), plain)
+        assert torch.equal(cached.generate(inputs=PROMPT, **GREEDY), plain)
+        assert torch.equal(cached.generate(input_ids=PROMPT, generation_config=config), plain)
         for names in (
             ("past_key_values",),
             ("past_key_values", "attention_mask", "position_ids", "inputs_embeds"),
             ("stopping_criteria", "logits_processor", "generation_config", "streamer"),
         ):
             unset: dict[str, Any] = dict.fromkeys(names)
-            assert torch.equal(cached.generate(prompt, **GREEDY, **unset), plain)
+            assert torch.equal(cached.generate(PROMPT, **GREEDY, **unset), plain)
             assert cached.last is not None and cached.last.hit_tokens == 96
-        embedded = {"inputs_embeds": tiny_model.model.embed_tokens(prompt), **GREEDY}
+        embedded = {"inputs_embeds": tiny_model.model.embed_tokens(PROMPT), **GREEDY}
         assert torch.equal(cached.generate(**embedded), tiny_model.generate(**embedded))
 
 
@@ -245,42 +243,42 @@ def test_a_block_that_waits_is_not_queued_again(
     cache.check()
 
 
-def test_what_was_queued_and_not_stored_is_a_miss(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+def test_what_was_queued_and_not_stored_is_a_miss(tiny_model: Any, tmp_path: Path) -> None:
     with attached(tiny_model, tmp_path) as cached:
         cached.cache.tiers.put_from = lambda *rest: False  # type: ignore[method-assign]
-        cached.generate(prompt, max_new_tokens=2)
-        assert cached.flush(60) and cached.hit_tokens(prompt) == 0
+        cached.generate(PROMPT, max_new_tokens=2)
+        assert cached.flush(60) and cached.hit_tokens(PROMPT) == 0
 
 
 def test_connectors_find_what_their_workers_have_queued(
     open_cache: Callable[..., Cache], tmp_path: Path, held_back: HoldBack
 ) -> None:
-    engine = ToyEngine(open_cache, str(tmp_path))
+    engine = pools.ToyEngine(open_cache, str(tmp_path))
     held_back(engine.worker.cache)
     engine.worker.cache.flush = lambda timeout_s: True  # type: ignore[method-assign]
-    engine.compute("a", PROMPT)
-    assert engine.load("b", PROMPT)[0::2] == (24, set())
+    engine.compute("a", pools.PROMPT)
+    assert engine.load("b", pools.PROMPT)[0::2] == (24, set())
     engine.finish("a")
     engine.finish("b")
 
 
-def test_importance_stores_what_is_new(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+def test_importance_stores_what_is_new(tiny_model: Any, tmp_path: Path) -> None:
     hits = []
     with in_part(tiny_model, tmp_path) as cached:
         for tokens in (40, 70, 100, 100):
-            cached.generate(prompt[:, :tokens], max_new_tokens=2)
+            cached.generate(PROMPT[:, :tokens], max_new_tokens=2)
             assert cached.flush(60) and cached.last is not None
             hits.append(cached.last.hit_tokens)
     assert hits == [0, 32, 64, 96]
 
 
-def test_importance_loads_whole_what_is_faster_whole(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+def test_importance_loads_whole_what_is_faster_whole(tiny_model: Any, tmp_path: Path) -> None:
     def selects(known: tuple[float, float]) -> bool:
         with in_part(tiny_model, tmp_path) as cached:
             for is_part, seconds in zip((True, False), known, strict=True):
                 for is_near in (False, True):
                     cached._importance.ways.note(is_part, is_near, 1000, seconds, cached._clock.monotonic_s())
-            cached.generate(prompt, max_new_tokens=2)
+            cached.generate(PROMPT, max_new_tokens=2)
             assert cached.flush(60) and cached.last is not None
             return cached.last.selected is not None
 
@@ -306,9 +304,7 @@ def test_a_part_that_gains_next_to_nothing_is_not_taken(part_s: float, is_taken:
     assert ways.is_part_faster(False, 0.0) == is_taken
 
 
-def test_two_models_with_importance_do_not_touch_each_other(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
+def test_two_models_with_importance_do_not_touch_each_other(tiny_model: Any, tmp_path: Path) -> None:
     other = copy.deepcopy(tiny_model)
     with torch.no_grad():
         other.lm_head.weight.copy_(other.lm_head.weight.flip(0))
@@ -318,13 +314,13 @@ def test_two_models_with_importance_do_not_touch_each_other(
         with in_part(models[number], tmp_path / str(number)) as cached:
             # What is learnt would change what is selected.
             cached._importance.learner.note = lambda *arguments: False  # type: ignore[method-assign]
-            cached.generate(prompt, **SHORT)
+            cached.generate(PROMPT, **SHORT)
             assert cached.flush(60)
             found = []
             for _ in range(8):
                 cached._importance.ways = Ways()
                 cached._importance.refused_s.clear()
-                found.append(cached.generate(prompt, **SHORT))
+                found.append(cached.generate(PROMPT, **SHORT))
                 assert cached.last is not None and cached.last.selected is not None
             return found
 
@@ -342,28 +338,26 @@ WITH_CACHE = {**GREEDY, "return_dict_in_generate": True}
 
 @pytest.mark.parametrize("use", USES)
 def test_use_of_the_returned_cache_changes_nothing_that_was_queued(
-    use: str, tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, held_back: HoldBack
+    use: str, tiny_model: Any, tmp_path: Path, held_back: HoldBack
 ) -> None:
     with attached(tiny_model, tmp_path) as cached:
         gate = held_back(cached.cache)
-        use_cache(use, tiny_model, cached.generate(prompt, **WITH_CACHE).past_key_values, prompt, back=60)
+        use_cache(use, tiny_model, cached.generate(PROMPT, **WITH_CACHE).past_key_values, PROMPT, back=60)
         gate.set()
-    plain = prefill(tiny_model, prompt)
+    plain = prefill(tiny_model, PROMPT)
     with attached(tiny_model, tmp_path) as again:
-        restored = again.restored(prompt)
+        restored = again.restored(PROMPT)
         assert restored.get_seq_length() == 96
         for one, other in zip(restored.layers, plain.layers, strict=True):
             assert torch.allclose(one.keys, other.keys[:, :, :96], atol=1e-5)
             assert torch.allclose(one.values, other.values[:, :, :96], atol=1e-5)
-        assert torch.equal(again.generate(prompt, **GREEDY), tiny_model.generate(prompt, **GREEDY))
+        assert torch.equal(again.generate(PROMPT, **GREEDY), tiny_model.generate(PROMPT, **GREEDY))
 
 
-def test_queued_blocks_keep_no_cache_alive(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path, held_back: HoldBack
-) -> None:
+def test_queued_blocks_keep_no_cache_alive(tiny_model: Any, tmp_path: Path, held_back: HoldBack) -> None:
     with attached(tiny_model, tmp_path) as cached:
         gate = held_back(cached.cache)
-        output = cached.generate(prompt, **WITH_CACHE)
+        output = cached.generate(PROMPT, **WITH_CACHE)
         layers = [weakref.ref(layer.keys) for layer in output.past_key_values.layers]
         del output
         gc.collect()
@@ -372,27 +366,25 @@ def test_queued_blocks_keep_no_cache_alive(
         gate.set()
 
 
-def test_loadings_that_differ_in_buffers_alone_share_nothing(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
+def test_loadings_that_differ_in_buffers_alone_share_nothing(tiny_model: Any, tmp_path: Path) -> None:
     """As `from_pretrained(dtype=bfloat16)`, which keeps frequencies in float32, and `.to(bfloat16)`, which does not."""
     cast = copy.deepcopy(tiny_model).to(torch.bfloat16)
     loaded = copy.deepcopy(cast)
     loaded.model.rotary_emb.inv_freq = tiny_model.model.rotary_emb.inv_freq.clone()
-    answer(cast, tmp_path, prompt)
+    answer(cast, tmp_path, PROMPT)
     with attached(loaded, tmp_path) as cached:
-        assert cached.hit_tokens(prompt) == 0
-    assert answer(copy.deepcopy(loaded), tmp_path, prompt).hit_tokens == 0
+        assert cached.hit_tokens(PROMPT) == 0
+    assert answer(copy.deepcopy(loaded), tmp_path, PROMPT).hit_tokens == 0
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("is_inferred", [False, True])
 def test_a_changed_model_is_another_model_until_it_is_changed_back(
-    kind: str, is_inferred: bool, prompt: torch.Tensor, tmp_path: Path
+    kind: str, is_inferred: bool, tmp_path: Path
 ) -> None:
     with torch.inference_mode(is_inferred):
         model = make_model()
-    ids = prompt % model.config.vocab_size
+    ids = PROMPT % model.config.vocab_size
     with attached(model, tmp_path) as cached:
         plain = cached.generate(ids, **GREEDY)
         assert cached.flush(60)
@@ -406,23 +398,21 @@ def test_a_changed_model_is_another_model_until_it_is_changed_back(
         assert torch.equal(cached.generate(ids, **GREEDY), plain)
 
 
-def test_a_fingerprint_of_the_users_own_names_the_model_until_it_changes(
-    tiny_model: Any, prompt: torch.Tensor, tmp_path: Path
-) -> None:
+def test_a_fingerprint_of_the_users_own_names_the_model_until_it_changes(tiny_model: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny_model)
     with attached(model, tmp_path, fingerprint=b"release 7") as cached:
-        cached.generate(prompt, **GREEDY)
-        assert cached.flush(60) and cached.hit_tokens(prompt) == 96
+        cached.generate(PROMPT, **GREEDY)
+        assert cached.flush(60) and cached.hit_tokens(PROMPT) == 96
         model.model.layers[1].self_attn.k_proj.weight.data.mul_(1.5)
-        cached.generate(prompt, **GREEDY)
+        cached.generate(PROMPT, **GREEDY)
         assert cached.last is not None and cached.last.hit_tokens == 0
         cached.weights_changed(b"release 8")
-        assert cached.hit_tokens(prompt) == 0
+        assert cached.hit_tokens(PROMPT) == 0
 
 
-def test_autocast_is_left_alone(tiny_model: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
+def test_autocast_is_left_alone(tiny_model: Any, tmp_path: Path) -> None:
     with attached(tiny_model, tmp_path) as cached, torch.autocast("cpu", torch.bfloat16):
-        cached.generate(prompt, **GREEDY)
+        cached.generate(PROMPT, **GREEDY)
         assert cached.last is not None and "autocast" in str(cached.last.bypass)
 
 
@@ -443,10 +433,12 @@ def test_padding_that_transformers_hides_is_hidden(tiny_model: Any, tmp_path: Pa
         assert "hides tokens" in str(cached.last.bypass)
 
 
-def test_valkey_holds_the_finest(tiny_model: Any, prompt: torch.Tensor) -> None:
+def test_valkey_holds_the_finest(
+    tiny_model: Any,
+) -> None:
     with valkey_server() as valkey:
         for codec, expected in (("cachegen:4", 0), ("cachegen:1", 0), ("cachegen:4", 96), ("cachegen:1", 96)):
-            found = answer(tiny_model, f"valkey://127.0.0.1:{valkey.port}", prompt, codec=codec)
+            found = answer(tiny_model, f"valkey://127.0.0.1:{valkey.port}", PROMPT, codec=codec)
             assert found.hit_tokens == expected
 
 
