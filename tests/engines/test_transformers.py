@@ -309,12 +309,12 @@ def test_request_for_the_latest_finds_what_another_region_has_and_no_stale_copy(
 ) -> None:
     # Engines hear of what is invalidated when they start, and not again.
     monkeypatch.setattr("kvtide.tier.stack.invalidation._POLL_S", 3600.0)
-    with region_processes(tmp_path) as regions, ExitStack() as stack:
-        one, two = (stack.enter_context(attach(tiny_model, url, block_tokens=16)) for url in regions)
+    with region_processes(tmp_path) as (_, *regions), ExitStack() as stack:
+        one, two = (stack.enter_context(attach(tiny_model, each.url, block_tokens=16)) for each in regions)
         assert restored(one, PROMPT) == 0
         assert restored(two, PROMPT, kvtide_force_latest=True) == 96
         assert restored(one, PROMPT, kvtide_force_latest=True) == 96
-        invalidate(regions[1], one.identity.namespace)
+        invalidate(regions[1].url, one.identity.namespace)
         assert restored(one, PROMPT) == 96, "its memory has not heard of it"
         assert restored(one, PROMPT, kvtide_force_latest=True) == 0
 

@@ -85,19 +85,19 @@ class World:
 
 
 @contextmanager
-def region_processes(folder: Path) -> Iterator[list[str]]:
-    """Run two regions and their centre, each a process; yield the regions' URLs."""
+def region_processes(folder: Path, *second: str) -> Iterator[list[ServerProcess]]:
+    """Run a centre and two regions, each a process. second: more arguments of the second region."""
     ports = free_ports(3)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     centre = ["--region", urls[1], "--region", urls[2]]
     own = [["--central", urls[0], "--manifest", str(folder / f"manifest-{number}")] for number in (1, 2)]
     with ExitStack() as stack:
-        words = zip(ports, [centre, *own], strict=True)
+        words = zip(ports, [centre, own[0], [*own[1], *second]], strict=True)
         servers = [stack.enter_context(server_process(*arguments, port=port)) for port, arguments in words]
         for server in servers[1:]:
             # A region says nothing of the latest before it has heard its centre's records; those wait for all regions.
             wait_until(lambda s=server: ask(s, "HEAD", 0, Force_Latest="1")[0].status == 404, "it to know the latest")  # type: ignore[misc]
-        yield urls[1:]
+        yield servers
 
 
 def invalidate(region: str, namespace: Namespace) -> None:

@@ -145,12 +145,12 @@ def test_request_for_the_latest_takes_no_stale_copy_and_what_any_region_has(
         engine.finish(request)
         return 0 if failed else hit // BLOCK
 
-    with region_processes(tmp_path) as regions:
-        one, two = (engines(url, kept_bytes_max=kept_bytes_max) for url in regions)
+    with region_processes(tmp_path) as (_, *regions):
+        one, two = (engines(each.url, kept_bytes_max=kept_bytes_max) for each in regions)
         one.compute("a", PROMPT)
         assert [loaded(engine, "b", is_latest=True) for engine in (one, two)] == [3, 3]
         (namespace,) = namespaces()(b"")
-        invalidate(regions[1], namespace)
+        invalidate(regions[1].url, namespace)
         assert [loaded(one, "c", is_latest=False), loaded(one, "d", is_latest=True)] == [3, 0]
 
 
