@@ -142,9 +142,6 @@ def test_what_a_beginner_meets_is_found_with_the_next_command(
     assert found.status == ("off" if fault in {"torch cuda", "disk slow", "server"} else "bad")
 
 
-# Sealed stores
-
-
 def test_doctor_says_by_which_key_a_store_is_sealed(tmp_path: Path, layout: BlockLayout, open_cache: Any) -> None:
     pytest.importorskip("cryptography")
     keys, others = tmp_path / "keys", tmp_path / "others"

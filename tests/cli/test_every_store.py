@@ -131,9 +131,6 @@ def test_profiles_come_and_go(store: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert rows == {"lossless-2": BLOCKS, "profile-of-1": 2}
 
 
-# Looking
-
-
 def snapshot(folder: Path) -> dict[str, Any]:
     return {
         str(path): (path.lstat().st_mtime_ns, path.lstat().st_size, path.read_bytes() if path.is_file() else b"")

@@ -156,9 +156,6 @@ def test_tenant_namespaces_differ_for_each_pair() -> None:
     assert stored_namespace("", object_id(1).namespace) == object_id(1).namespace
 
 
-# --- TLS
-
-
 def test_objects_travel_over_tls(certificates: Path, tmp_path: Path, local_url: str) -> None:
     tls = TlsSettings(cert_file=certificates / "server.pem", key_file=certificates / "server.key")
     token_file = tmp_path / "token"
@@ -200,9 +197,6 @@ def test_missing_tls_file_is_a_value_error(certificates: Path, name: str) -> Non
     settings = ServerSettings(tls=TlsSettings(**{**files, name: certificates / "absent"}))
     with pytest.raises(ValueError, match="TLS"):
         Service(settings, backing_for(settings, SystemClock()), SystemClock())
-
-
-# --- Timing
 
 
 def mann_whitney_p(one: np.ndarray, other: np.ndarray) -> float:

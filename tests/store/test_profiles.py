@@ -113,9 +113,6 @@ def test_profile_too_large_for_a_store_is_refused(shelf: ProfileStore, monkeypat
         shelf.put(FIRST, [NAME], 1.0)
 
 
-# Caches
-
-
 def awaiting(store: Path | str, clock: ManualClock, memory_bytes_max: int = 1 << 26) -> Cache:
     registry = CodecRegistry()
     codec = registry.make_by_group("tide:1e-3", [ProfileShape(LAYOUT)])

@@ -233,9 +233,6 @@ def test_same_bytes_are_never_sealed_the_same_way_twice(ring: Keyring) -> None:
     assert a[304 + 32 : 304 + 64] != a[304 + step + 32 : 304 + step + 64], "nor are equal pieces of one object"
 
 
-# Damage
-
-
 def test_damaged_objects_are_misses_or_refused_never_wrong_bytes(ring: Keyring) -> None:
     tier, size, rng = SealedTier(open_memory(), ring), 2 * PIECE + 100, random.Random(7)
     tier.put_from(object_id(1), object_bytes(1, size))
@@ -272,9 +269,6 @@ def test_swapped_objects_and_pieces_are_refused(ring: Keyring) -> None:
         expected = bytearray(object_bytes(1, size))
         expected[zeros.start : zeros.stop] = bytes(len(zeros))
         assert read_all(tier, 1, size + 1) == expected
-
-
-# Keys
 
 
 @pytest.mark.parametrize("verb", ["put_from", "replace"])
@@ -354,9 +348,6 @@ def test_file_without_a_good_key_is_refused_without_showing_it(content: str, tmp
     with pytest.raises(ValueError, match="keys") as caught:
         keyring(tmp_path, content)
     assert ONE[:-2] not in str(caught.value)
-
-
-# By URL
 
 
 def test_url_seals_every_kind_of_store_but_memory(tmp_path: Path) -> None:
