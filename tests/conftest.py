@@ -140,10 +140,10 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def open_cache(stack: ExitStack) -> Callable[..., Cache]:
+def open_cache(tmp_path: Path, stack: ExitStack) -> Callable[..., Cache]:
     """Open caches that are closed when the test ends."""
 
-    def open_one(store: Path | str, codec: str = "lossless", **limits: Any) -> Cache:
+    def open_one(store: Path | str = tmp_path, codec: str = "lossless", **limits: Any) -> Cache:
         # Small segments: some file systems let a search for records read all the space that one reserves.
         bounds = Limits(**{"disk_bytes_max": 1 << 30, **limits})
         cache = cache_for(str(store), CodecRegistry().make(codec), limits=bounds)

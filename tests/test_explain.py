@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,17 +18,16 @@ from kvtide.store.cache import Cache
 from kvtide.types import Namespace, ObjectId
 from kvtide.wire import pack_object
 from tests.codec.test_quantise import fitted
-from tests.store.test_cache import fill, metas_of
+from tests.store.test_cache import OpenCache, fill, metas_of
 from tests.stores import stored_records
 from tests.suites import namespace, smooth_bits
 
-OpenCache = Callable[..., Cache]
 PROMPT = range(70)  # four full blocks of 16, and 6 tokens
 
 
 @pytest.fixture
-def stored(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> Cache:
-    cache = open_cache(tmp_path)
+def stored(layout: BlockLayout, open_cache: OpenCache) -> Cache:
+    cache = open_cache()
     fill(cache, metas_of(layout, 4))
     cache.tiers._places[0].tier.close()  # what memory still has must not hide the disk
     return cache

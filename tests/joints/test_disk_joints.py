@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from tests.store.test_cache import Collector, fill, ids, metas_of
+from tests.store.test_cache import Collector, OpenCache, fill, ids, metas_of
 from tests.stores import disk_bytes, nothing_pinned, open_disk, stored_records
 from tests.suites import namespace
 from tests.suites.tier_suite import object_bytes, object_id, put_all, read_all
@@ -27,7 +27,6 @@ from kvtide.types import Section, SectionId, SectionKind
 from kvtide.wire import pack_object
 
 pytestmark = pytest.mark.timeout(60)
-OpenCache = Callable[..., Cache]
 DISK_BYTES = 4 << 20
 # 16 KB each, raw.
 BIG = BlockLayout(layers=2, tokens=16, kv_heads=4, head_dim=16, dtype=KVDtype.FLOAT32)
@@ -227,9 +226,9 @@ def test_record_that_its_segment_is_too_short_for_is_not_listed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("bytes_max", [65_000, 100_000, 250_000])
-def test_prompt_longer_than_the_disk_keeps_its_beginning(bytes_max: int, tmp_path: Path, open_cache: OpenCache) -> None:
+def test_prompt_longer_than_the_disk_keeps_its_beginning(bytes_max: int, open_cache: OpenCache) -> None:
     """Also behind what was there before, when it is stored again, and over a restart."""
-    cache = open_cache(tmp_path, "raw", memory_bytes_max=1, disk_bytes_max=bytes_max)
+    cache = open_cache(codec="raw", memory_bytes_max=1, disk_bytes_max=bytes_max)
     other = [replace(meta, id=object_id(number), start=0) for number, meta in enumerate(metas_of(BIG, 4))]
     metas = metas_of(BIG, 20)
     fill(cache, other)
@@ -240,11 +239,11 @@ def test_prompt_longer_than_the_disk_keeps_its_beginning(bytes_max: int, tmp_pat
         room = (bytes_max - 4 * ALIGN_BYTES) // (7 * ALIGN_BYTES)
         assert run == sum(held) >= room, "a leading run, and no block behind it"
     assert not any(cache.tiers.contains(meta.id) for meta in other), "older prompts went first"
-    assert open_cache(tmp_path, "raw", memory_bytes_max=1, disk_bytes_max=bytes_max).match(ids(metas)) == run
+    assert open_cache(codec="raw", memory_bytes_max=1, disk_bytes_max=bytes_max).match(ids(metas)) == run
 
 
-def test_other_prompt_takes_the_place_of_one_that_was_refused_its_end(tmp_path: Path, open_cache: OpenCache) -> None:
-    cache = open_cache(tmp_path, "raw", memory_bytes_max=1, disk_bytes_max=100_000)
+def test_other_prompt_takes_the_place_of_one_that_was_refused_its_end(open_cache: OpenCache) -> None:
+    cache = open_cache(codec="raw", memory_bytes_max=1, disk_bytes_max=100_000)
     first, second = metas_of(BIG, 8), metas_of(BIG, 8, namespace("another"))
     fill(cache, first)
     fill(cache, second)

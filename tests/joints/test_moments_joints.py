@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.joints.changes import CHANGES, USES, make_model, use_cache
 from tests.joints.conftest import HoldBack, attached, in_part, no_threads
 from tests.joints.operations import in_child
 from tests.joints.truth import prefill
-from tests.store.test_cache import fill, metas_of
+from tests.store.test_cache import OpenCache, fill, metas_of
 from tests.suites import smooth_bits
 from transformers import GenerationConfig
 
@@ -75,18 +74,16 @@ def test_before_open_and_after_close_everything_is_a_miss(tiny_model: Any, store
             assert cached.hit_tokens(PROMPT) == 96
 
 
-def test_closing_beside_loads_makes_them_misses(
-    layout: BlockLayout, open_cache: Callable[..., Cache], tmp_path: Path
-) -> None:
+def test_closing_beside_loads_makes_them_misses(layout: BlockLayout, open_cache: OpenCache) -> None:
     metas = metas_of(layout, 8)
-    fill(open_cache(tmp_path, "raw"), metas)
+    fill(open_cache(codec="raw"), metas)
 
     def load_until_closed(cache: Cache) -> None:
         while cache.load(metas, Whole(lambda position, bits: None)).reason is not MissReason.CLOSED:
             cache.match([meta.id for meta in metas])
 
     for pause_s in (0.0, 0.001, 0.003, 0.01, 0.03):
-        cache = open_cache(tmp_path, "raw")
+        cache = open_cache(codec="raw")
         with ThreadPoolExecutor(3) as pool:
             loading = [pool.submit(load_until_closed, cache) for _ in range(3)]
             time.sleep(pause_s)
@@ -97,7 +94,7 @@ def test_closing_beside_loads_makes_them_misses(
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_misses_at_once_and_writes_nothing(
-    layout: BlockLayout, open_cache: Callable[..., Cache], tmp_path: Path
+    layout: BlockLayout, open_cache: OpenCache, tmp_path: Path
 ) -> None:
     metas = metas_of(layout, 4)
     cache = open_cache(tmp_path, "raw", load_s_max=300, close_s_max=300)
@@ -156,10 +153,8 @@ cache.store(pending)
     assert (ended.returncode, ended.stdout.strip()) == (0, "MissReason.CLOSED 0"), ended.stderr
 
 
-def test_a_child_of_multiprocessing_ends_at_once(
-    layout: BlockLayout, open_cache: Callable[..., Cache], tmp_path: Path
-) -> None:
-    cache = open_cache(tmp_path, "raw")
+def test_a_child_of_multiprocessing_ends_at_once(layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache = open_cache(codec="raw")
     fill(cache, metas_of(layout, 1))
     with pytest.warns(DeprecationWarning) if sys.version_info >= (3, 12) else nullcontext():
         child = multiprocessing.get_context("fork").Process(target=cache.close)
@@ -227,7 +222,7 @@ def test_every_turn_finds_the_turns_before_it(codec: str, tiny_model: Any, tmp_p
 
 
 def test_a_block_that_waits_is_not_queued_again(
-    layout: BlockLayout, open_cache: Callable[..., Cache], held_back: HoldBack
+    layout: BlockLayout, open_cache: OpenCache, held_back: HoldBack
 ) -> None:
     cache = open_cache("memory://")
     gate, captured = held_back(cache), []
@@ -251,7 +246,7 @@ def test_what_was_queued_and_not_stored_is_a_miss(tiny_model: Any, tmp_path: Pat
 
 
 def test_connectors_find_what_their_workers_have_queued(
-    open_cache: Callable[..., Cache], tmp_path: Path, held_back: HoldBack
+    open_cache: OpenCache, tmp_path: Path, held_back: HoldBack
 ) -> None:
     engine = pools.ToyEngine(open_cache, str(tmp_path))
     held_back(engine.worker.cache)
@@ -443,7 +438,7 @@ def test_valkey_holds_the_finest(
 
 
 def test_look_up_waits_once_for_a_silent_server_and_finds_what_is_here(
-    tmp_path: Path, layout: BlockLayout, open_cache: Callable[..., Cache]
+    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
 ) -> None:
     metas = metas_of(layout, 3)
     fill(open_cache(tmp_path), metas[:2])

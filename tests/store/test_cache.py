@@ -93,8 +93,8 @@ def tiers_of(cache: Cache, metas: list[BlockMeta]) -> list[int]:
     return [run.tiers[run.keys.index(key)] for run, key in runs if run is not None]
 
 
-def test_index_knows_what_tier_each_block_is_in(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    cache, metas = open_cache(tmp_path), metas_of(layout, 4)
+def test_index_knows_what_tier_each_block_is_in(layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas = open_cache(), metas_of(layout, 4)
     fill(cache, metas)
     assert tiers_of(cache, metas) == [3, 3, 3, 3]
     memory, disk = (place.tier for place in cache.tiers._places)
@@ -108,11 +108,9 @@ def test_index_knows_what_tier_each_block_is_in(tmp_path: Path, layout: BlockLay
     cache.index.check()
 
 
-def test_blocks_evicted_from_memory_are_known_to_be_on_disk(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
-) -> None:
+def test_blocks_evicted_from_memory_are_known_to_be_on_disk(layout: BlockLayout, open_cache: OpenCache) -> None:
     room = 3 * object_bytes_max(layout)
-    cache, metas = open_cache(tmp_path, "raw", memory_bytes_max=room), metas_of(layout, 12)
+    cache, metas = open_cache(codec="raw", memory_bytes_max=room), metas_of(layout, 12)
     fill(cache, metas)
     for _ in range(3):
         cache.load(metas, Whole(Collector()))
@@ -124,32 +122,30 @@ def test_blocks_evicted_from_memory_are_known_to_be_on_disk(
 
 
 def test_blocks_stored_by_another_process_later_are_found_and_known_to_be_on_disk(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+    layout: BlockLayout, open_cache: OpenCache
 ) -> None:
-    early, metas = open_cache(tmp_path), metas_of(layout, 3)
-    fill(open_cache(tmp_path), metas)
+    early, metas = open_cache(), metas_of(layout, 3)
+    fill(open_cache(), metas)
     assert early.match(ids(metas)) == 3
-    assert tiers_of(early, metas) == tiers_of(open_cache(tmp_path), metas) == [2, 2, 2]
+    assert tiers_of(early, metas) == tiers_of(open_cache(), metas) == [2, 2, 2]
     assert early.load(metas, Whole(Collector())).blocks == 3
 
 
-def test_run_without_its_beginning_is_found_from_any_block_on(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
-) -> None:
+def test_run_without_its_beginning_is_found_from_any_block_on(layout: BlockLayout, open_cache: OpenCache) -> None:
     # As llama.cpp's conversations are, behind however many blocks are stored as a whole prompt left them.
     metas = metas_of(layout, 6)
-    fill(open_cache(tmp_path), metas[2:])
-    reader, ids = open_cache(tmp_path), [meta.id for meta in metas]
+    fill(open_cache(), metas[2:])
+    reader, ids = open_cache(), [meta.id for meta in metas]
     assert [reader.match(ids[start:]) for start in (3, 2, 4, 3, 2)] == [3, 4, 2, 3, 4]
     assert not reader.guarded.counts.all()
 
 
 def test_loads_are_counted_as_decisions_and_told_to_the_store(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+    layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Counter[Decided]()
     monkeypatch.setattr(DiskTier, "note_decisions", lambda self, namespace, counts: told.update(counts))
-    cache, metas = open_cache(tmp_path), metas_of(layout, 4)
+    cache, metas = open_cache(), metas_of(layout, 4)
     fill(cache, metas[:3])
     cache.load(metas, Whole(Collector()))
     assert cache.stats().decisions == "abandoned:not_there=16,load:in_time=48"
@@ -158,9 +154,9 @@ def test_loads_are_counted_as_decisions_and_told_to_the_store(
 
 
 def test_slow_tier_does_not_hold_up_what_memory_has(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+    layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, metas = open_cache(tmp_path), metas_of(layout, 6)
+    cache, metas = open_cache(), metas_of(layout, 6)
     fill(cache, metas)
     memory, disk = (place.tier for place in cache.tiers._places)
     for meta in metas[2:]:
@@ -175,8 +171,8 @@ def test_slow_tier_does_not_hold_up_what_memory_has(
     slow.join()
 
 
-def test_no_blocks_is_no_work(tmp_path: Path, open_cache: OpenCache) -> None:
-    cache = open_cache(tmp_path)
+def test_no_blocks_is_no_work(open_cache: OpenCache) -> None:
+    cache = open_cache()
     assert cache.match([]) == 0
     assert cache.load([], Whole(Collector())).blocks == 0
     assert cache.store([]) == 0
@@ -232,9 +228,9 @@ def test_object_of_a_codec_that_is_not_here_is_a_miss(
 
 
 def test_queue_bound_drops_the_tail_and_flush_says_when_it_was_too_early(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
+    layout: BlockLayout, open_cache: OpenCache
 ) -> None:
-    cache, metas = open_cache(tmp_path, store_queue_bytes_max=2 * layout.raw_bytes), metas_of(layout, 4)
+    cache, metas = open_cache(store_queue_bytes_max=2 * layout.raw_bytes), metas_of(layout, 4)
     release = threading.Event()
 
     def slow_bits() -> BlockBits:
@@ -249,9 +245,9 @@ def test_queue_bound_drops_the_tail_and_flush_says_when_it_was_too_early(
 
 
 def test_failing_source_is_counted_and_the_next_block_stored(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, caplog: pytest.LogCaptureFixture
+    layout: BlockLayout, open_cache: OpenCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache, metas = open_cache(tmp_path), metas_of(layout, 2)
+    cache, metas = open_cache(), metas_of(layout, 2)
 
     def broken() -> BlockBits:
         raise RuntimeError("device lost")
@@ -262,15 +258,15 @@ def test_failing_source_is_counted_and_the_next_block_stored(
     assert [record.message for record in caplog.records] == ["can't store, served as a miss: device lost"]
 
 
-def test_same_block_is_stored_once(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    cache, metas = open_cache(tmp_path), metas_of(layout, 1)
+def test_same_block_is_stored_once(layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, metas = open_cache(), metas_of(layout, 1)
     fill(cache, metas)
     fill(cache, metas)
     assert cache.stats().blocks_stored == 1
 
 
-def test_leak_fails_the_check(tmp_path: Path, open_cache: OpenCache) -> None:
-    cache = open_cache(tmp_path)
+def test_leak_fails_the_check(open_cache: OpenCache) -> None:
+    cache = open_cache()
     cache._storer._queued_bytes += 1
     with pytest.raises(AssertionError, match="1 bytes"):
         cache.check()
@@ -280,10 +276,10 @@ def test_leak_fails_the_check(tmp_path: Path, open_cache: OpenCache) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own here")
 def test_storing_thread_stores_where_it_may_not_give_way(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+    layout: BlockLayout, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "setpriority", Mock(side_effect=PermissionError(1, "Operation not permitted")))
-    fill(open_cache(tmp_path), metas_of(layout, 1))
+    fill(open_cache(), metas_of(layout, 1))
 
 
 def test_more_tiers_than_the_index_tells_apart_are_refused(tmp_path: Path) -> None:
@@ -291,18 +287,16 @@ def test_more_tiers_than_the_index_tells_apart_are_refused(tmp_path: Path) -> No
         cache_for(" ".join(f"disk://{tmp_path}/{number}" for number in range(7)), LosslessCodec())
 
 
-def test_storing_thread_gives_way_to_the_engine(tmp_path: Path, layout: BlockLayout, open_cache: OpenCache) -> None:
-    cache = open_cache(tmp_path)
+def test_storing_thread_gives_way_to_the_engine(layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache = open_cache()
     fill(cache, metas_of(layout, 1))
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert cache._storer is not None and cache._storer.thread.native_id is not None
     assert os.getpriority(os.PRIO_PROCESS, cache._storer.thread.native_id) == min(19, own + STORE_NICE)
 
 
-def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
-) -> None:
-    cache, (meta,), sink = open_cache(tmp_path, "cachegen"), metas_of(layout, 1), Collector()
+def test_block_that_the_codec_cannot_keep_is_stored_losslessly(layout: BlockLayout, open_cache: OpenCache) -> None:
+    cache, (meta,), sink = open_cache(codec="cachegen"), metas_of(layout, 1), Collector()
     bits = smooth_bits(layout, 1)
     bits[1, 0, 3, 1, 2] = 0x7F800000  # infinity
     cache.store([pending(meta, bits)])
@@ -318,10 +312,10 @@ def test_block_that_the_codec_cannot_keep_is_stored_losslessly(
     [("impress:1:1", (9, 1024, 2), 1), ("impress:1:2", (9, 1024, 2), 0), ("cachegen:3-4", (2, 4, 8), 2)],
 )
 def test_block_whose_object_would_be_too_large_is_stored_losslessly(
-    tmp_path: Path, spec: str, extent: tuple[int, int, int], unfit: int, open_cache: OpenCache
+    spec: str, extent: tuple[int, int, int], unfit: int, open_cache: OpenCache
 ) -> None:
     layout = BlockLayout(*extent, 128, KVDtype.BFLOAT16)
-    cache, metas = open_cache(tmp_path, spec), metas_of(layout, 1)
+    cache, metas = open_cache(codec=spec), metas_of(layout, 1)
     fill(cache, metas)
     assert cache.load(metas, Whole(Collector())).blocks == 1
     assert (cache.stats().blocks_unencodable, len(list(cache.tiers.objects()))) == (unfit, 1)
@@ -343,12 +337,12 @@ def test_scratch_bound_gives_way_to_lossless_and_then_to_nothing(
 
 
 def test_restart_rebuilds_the_tree_and_says_how_long_it_took(
-    tmp_path: Path, layout: BlockLayout, open_cache: OpenCache, caplog: pytest.LogCaptureFixture
+    layout: BlockLayout, open_cache: OpenCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     metas = metas_of(layout, 5)
-    fill(open_cache(tmp_path), metas)
+    fill(open_cache(), metas)
     with caplog.at_level("INFO", logger="kvtide.store.cache"):
-        cache = open_cache(tmp_path)
+        cache = open_cache()
     assert cache.index.match([meta.id.key for meta in metas]) == 5
     assert any("index rebuilt from 5 stored blocks in" in message for message in caplog.messages)
     cache.index.check()

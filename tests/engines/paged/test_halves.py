@@ -29,6 +29,7 @@ from tests.engines.paged.pools import (
 from tests.processes import resident_bytes
 from tests.server.worlds import invalidate, region_processes
 from tests.servers import running_server
+from tests.store.test_cache import OpenCache
 
 from kvtide.clock import SystemClock
 from kvtide.engines.paged.scheduler import ANSWER_S, ANSWERS_S, STEPS_IN_FLIGHT_MAX, ScheduledRequest
@@ -49,7 +50,7 @@ Engines = Callable[..., ToyEngine]
 
 
 @pytest.fixture
-def engines(open_cache: Callable[..., Cache], tmp_path: Path, stack: ExitStack) -> Engines:
+def engines(open_cache: OpenCache, tmp_path: Path, stack: ExitStack) -> Engines:
     """Make engines on one disk store; all must be clean in the end."""
 
     def make(store: str = "", shards: int = 1, kept_bytes_max: int = 0) -> ToyEngine:
@@ -75,27 +76,25 @@ def taking(cache: Cache, monkeypatch: pytest.MonkeyPatch, touch_it: Callable[...
     return worker
 
 
-def test_memory_is_there_before_blocks_need_it(
-    open_cache: Callable[..., Cache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_there_before_blocks_need_it(open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch) -> None:
     room, touched = 64 << 20, list[memoryview]()
 
     def noting(taken: memoryview, is_wanted: Callable[[], bool]) -> None:
         touch(taken, is_wanted)
         touched.append(taken)
 
-    worker = taking(open_cache(str(tmp_path), memory_bytes_max=room), monkeypatch, noting)
+    worker = taking(open_cache(memory_bytes_max=room), monkeypatch, noting)
     assert sum(map(resident_bytes, touched)) > room // 2
     touched.clear()
     worker.close()
 
 
 def test_memory_that_can_not_be_had_is_a_fault_of_the_cache_alone(
-    open_cache: Callable[..., Cache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unhandled: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", unhandled.append)
-    taking(open_cache(str(tmp_path)), monkeypatch, Mock(side_effect=MemoryError("no more of it"))).close()
+    taking(open_cache(), monkeypatch, Mock(side_effect=MemoryError("no more of it"))).close()
     assert not unhandled
 
 
@@ -272,7 +271,7 @@ OBJECT_BYTES = 4096
 
 
 @pytest.fixture
-def short(open_cache: Callable[..., Cache], stack: ExitStack) -> ToyEngine:
+def short(open_cache: OpenCache, stack: ExitStack) -> ToyEngine:
     """An engine whose memory has room for the prompt's blocks alone."""
     small = partial(open_cache, memory_bytes_max=3 * OBJECT_BYTES)
     engine = stack.enter_context(closing(ToyEngine(small, "memory://")))
@@ -508,7 +507,7 @@ def test_layers_are_waited_for_one_by_one(second: ToyEngine) -> None:
 
 
 def test_first_layer_does_not_wait_for_the_others(
-    open_cache: Callable[..., Cache], tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    open_cache: OpenCache, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "PIECE_BYTES", 1)
     # Coded layers of so few values would be larger than plain ones.

@@ -70,11 +70,11 @@ def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "PIECE_BYTES", BIG.layer_bytes)
 
 
-def filled(tmp_path: Path, open_cache: OpenCache, blocks: int) -> tuple[list[BlockMeta], Cache]:
+def filled(open_cache: OpenCache, blocks: int) -> tuple[list[BlockMeta], Cache]:
     """Return stored blocks, and a cache that has read nothing of them."""
     metas = metas_of(BIG, blocks)
-    fill(open_cache(tmp_path, "raw"), metas)
-    return metas, open_cache(tmp_path, "raw")
+    fill(open_cache(codec="raw"), metas)
+    return metas, open_cache(codec="raw")
 
 
 def load(cache: Cache, metas: list[BlockMeta], layers: Layers, blocks: Collector | None = None) -> LoadReport:
@@ -99,22 +99,20 @@ def test_all_layers_come_as_they_were_stored(
 
 
 def test_first_layers_of_all_blocks_come_before_the_next_ones(
-    tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+    open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "PIECE_BYTES", 2 * BIG.layer_bytes)
     metas, layers = metas_of(BIG, 4), Layers()
-    fill(open_cache(tmp_path, "raw"), metas)
-    assert load(open_cache(tmp_path, "raw", load_threads=1), metas, layers).blocks == 4
+    fill(open_cache(codec="raw"), metas)
+    assert load(open_cache(codec="raw", load_threads=1), metas, layers).blocks == 4
     assert [position for position, layer in layers.order if layer == 0] == [0, 1, 2, 3]
     assert layers.order == sorted(layers.order, key=lambda each: (each[1] // 2, each[0], each[1]))
 
 
-def test_blocks_of_different_layouts_all_come_whole(
-    by_layer: None, tmp_path: Path, layout: BlockLayout, open_cache: OpenCache
-) -> None:
+def test_blocks_of_different_layouts_all_come_whole(by_layer: None, layout: BlockLayout, open_cache: OpenCache) -> None:
     metas, layers = [*metas_of(layout, 1), *metas_of(BIG, 1)], Layers()
-    fill(open_cache(tmp_path, "raw"), metas)
-    assert load(open_cache(tmp_path, "raw"), metas, layers).blocks == 2
+    fill(open_cache(codec="raw"), metas)
+    assert load(open_cache(codec="raw"), metas, layers).blocks == 2
     for position, meta in enumerate(metas):
         assert np.array_equal(layers.block(position, meta.layout.layers), smooth_bits(meta.layout, position))
 
@@ -147,8 +145,8 @@ def test_damage_ends_the_run_and_removes_the_object(
     assert (1, BIG.layers - 1) not in layers.found
 
 
-def test_object_that_goes_between_two_pieces_is_a_miss(by_layer: None, tmp_path: Path, open_cache: OpenCache) -> None:
-    metas, reader = filled(tmp_path, open_cache, 3)
+def test_object_that_goes_between_two_pieces_is_a_miss(by_layer: None, open_cache: OpenCache) -> None:
+    metas, reader = filled(open_cache, 3)
     layers = Layers(lambda position, layer: (position, layer) == (1, 2) and reader.tiers.delete(metas[1].id, "test"))
     report = load(reader, metas, layers)
     assert (report.blocks, report.reason) == (1, MissReason.ABSENT)
@@ -156,8 +154,8 @@ def test_object_that_goes_between_two_pieces_is_a_miss(by_layer: None, tmp_path:
     assert reader.match([meta.id for meta in metas]) == 1
 
 
-def test_tier_or_sink_that_fails_in_the_midst_is_a_miss(by_layer: None, tmp_path: Path, open_cache: OpenCache) -> None:
-    metas, reader = filled(tmp_path, open_cache, 3)
+def test_tier_or_sink_that_fails_in_the_midst_is_a_miss(by_layer: None, open_cache: OpenCache) -> None:
+    metas, reader = filled(open_cache, 3)
 
     def fail(position: int, layer: int) -> None:
         if (position, layer) == (2, 3):
@@ -168,8 +166,8 @@ def test_tier_or_sink_that_fails_in_the_midst_is_a_miss(by_layer: None, tmp_path
     assert load(reader, metas, Layers()).blocks == 3
 
 
-def test_load_is_given_up_between_pieces(by_layer: None, tmp_path: Path, open_cache: OpenCache) -> None:
-    metas, reader = filled(tmp_path, open_cache, 4)
+def test_load_is_given_up_between_pieces(by_layer: None, open_cache: OpenCache) -> None:
+    metas, reader = filled(open_cache, 4)
     release = threading.Event()
     layers = Layers(lambda position, layer: (position, layer) == (1, 1) and release.wait(10))
     report = reader.load(metas, Whole(Collector(), layers=layers, is_in_turn=True), deadline_s=0.3)
@@ -182,9 +180,9 @@ def test_load_is_given_up_between_pieces(by_layer: None, tmp_path: Path, open_ca
 
 
 def test_load_whose_pace_is_hopeless_ends_with_what_it_has(
-    tmp_path: Path, open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
+    open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metas, reader = filled(tmp_path, open_cache, 8)
+    metas, reader = filled(open_cache, 8)
     clock = ManualClock()
     with monkeypatch.context() as patch:
         patch.setattr(reader.access, "clock", clock)
@@ -203,11 +201,11 @@ def test_section_that_is_no_layer_is_refused(codec: str) -> None:
             made.decode_layer(BIG, Section(SectionId(SectionKind.DATA, 0, 0, 1), data))
 
 
-def test_object_of_another_place_is_refused(tmp_path: Path, open_cache: OpenCache) -> None:
+def test_object_of_another_place_is_refused(open_cache: OpenCache) -> None:
     metas = metas_of(BIG, 2)
-    fill(open_cache(tmp_path, "raw"), metas)
+    fill(open_cache(codec="raw"), metas)
     elsewhere = BlockMeta(ObjectId(*metas[1].id), metas[1].parent, 7 * BIG.tokens, BIG, "test")
-    report = load(open_cache(tmp_path, "raw"), [metas[0], elsewhere], Layers())
+    report = load(open_cache(codec="raw"), [metas[0], elsewhere], Layers())
     assert (report.blocks, report.reason) == (1, MissReason.CORRUPT)
 
 
