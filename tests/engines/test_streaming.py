@@ -106,9 +106,7 @@ class Stored:
 
 
 @pytest.fixture
-def stored(
-    tiny_model: Any,
-) -> Stored:
+def stored(tiny_model: Any) -> Stored:
     return Stored(tiny_model, PROMPT, LosslessCodec())
 
 
@@ -176,9 +174,7 @@ def test_what_does_not_come_is_computed(stored: Stored, fault: str) -> None:
     assert torch.equal(stored.answer(engine), stored.plain_answer())
 
 
-def test_part_of_an_object_that_is_used_whole_is_not_used(
-    tiny_model: Any,
-) -> None:
+def test_part_of_an_object_that_is_used_whole_is_not_used(tiny_model: Any) -> None:
     stored = Stored(tiny_model, PROMPT, ChunkwiseCodec(2))
     object_id = stored.metas[4].id
     # The last deltas: what came before them could be decoded, to something.

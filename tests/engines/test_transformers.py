@@ -324,9 +324,7 @@ def test_latest_of_a_store_without_servers_is_what_it_has(tiny_model: Any, tmp_p
         assert [restored(cached, PROMPT, kvtide_force_latest=True) for _ in range(2)] == [0, 96]
 
 
-def test_latest_that_nobody_can_tell_is_a_miss(
-    tiny_model: Any,
-) -> None:
+def test_latest_that_nobody_can_tell_is_a_miss(tiny_model: Any) -> None:
     server = ServerProcess()
     with attach(tiny_model, server.url, block_tokens=16) as cached:
         assert restored(cached, PROMPT) == 0
@@ -346,9 +344,7 @@ def test_server_that_is_silent_holds_up_one_look_up(tiny_model: Any) -> None:
             assert time.monotonic() - started_s < 9
 
 
-def test_server_says_which_tokens_its_engines_restored(
-    tiny_model: Any,
-) -> None:
+def test_server_says_which_tokens_its_engines_restored(tiny_model: Any) -> None:
     # Three turns of 2, 4 and 6 full blocks of 16 tokens: each finds what the one before has stored, 6 of 12.
     with running_server() as server:
         for tokens in (33, 65, 97):

@@ -428,9 +428,7 @@ def test_padding_that_transformers_hides_is_hidden(tiny_model: Any, tmp_path: Pa
         assert "hides tokens" in str(cached.last.bypass)
 
 
-def test_valkey_holds_the_finest(
-    tiny_model: Any,
-) -> None:
+def test_valkey_holds_the_finest(tiny_model: Any) -> None:
     with valkey_server() as valkey:
         for codec, expected in (("cachegen:4", 0), ("cachegen:1", 0), ("cachegen:4", 96), ("cachegen:1", 96)):
             found = answer(tiny_model, f"valkey://127.0.0.1:{valkey.port}", PROMPT, codec=codec)
