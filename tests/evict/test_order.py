@@ -20,7 +20,7 @@ from kvtide.evict.policies.order import Sizes
 from kvtide.index import USUAL_SIZE, RadixIndex
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.tier.url import stack_of, tiers_of
+from kvtide.tier.url import tiers_of
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide_lab.sim.policies import POLICIES, policy_named
 
@@ -182,14 +182,6 @@ def test_put_that_finds_no_room_evicts_nothing(policy: str) -> None:
     assert all(map(tier.contains, here))
     tier.check()
     tier.close()
-
-
-def test_unknown_policy_is_an_error_at_the_start(tmp_path: Path) -> None:
-    for store in ("memory://", f"disk://{tmp_path}"):
-        with pytest.raises(ValueError, match=r"expected one of lru, s3fifo, mix, pool"):
-            stack_of(f"{store}?policy=best", Limits(), ManualClock(), nothing_pinned)
-        with pytest.raises(ValueError, match="policy=NAME and nothing else"):
-            stack_of(f"{store}?polcy=lru", Limits(), ManualClock(), nothing_pinned)
 
 
 def test_objects_on_a_disk_are_real_ones_of_their_policy_after_a_restart(tmp_path: Path) -> None:

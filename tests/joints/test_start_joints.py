@@ -22,6 +22,7 @@ from kvtide.codec.base import RawCodec
 from kvtide.config import Limits
 from kvtide.engines.chunks import ChunkStore, chunk_layout
 from kvtide.engines.settings import ConnectorSettings
+from kvtide.errors import TierUnavailable
 from kvtide.server.settings import ServerSettings, records_path
 from kvtide.store.cache import cache_for
 from kvtide.tier import stack_of
@@ -30,6 +31,7 @@ from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
 from kvtide.tier.stack.invalidation import Invalidations
 
+HOSTS = ["a..b", ".a", "h" * 64, "\N{SNOWMAN}" * 64]
 MISTAKES = {
     "": "must not be empty",
     " ": "blank",
@@ -44,7 +46,6 @@ MISTAKES = {
     "memory://  http://h:1": "blank",
     "disk:///my folder": "a path that begins with",
     "disk://x": "three slashes",
-    "disk:///x?memory=1": "policy=NAME and nothing else",
     "memory://1GiB": "policy=NAME and nothing else",
     "htp://h:1": "unknown store scheme 'htp'",
     "http://": "HOST:PORT",
@@ -56,7 +57,7 @@ MISTAKES = {
     "http://u:secret@h:1": r"^((?!secret).)*$",
     "http://u:secret@h:1 ": r"^((?!secret).)*$",
     "http://[::1": "no store URL",
-    "http://h:1/path": "store",
+    "http://h:1/path": "begins with http:// or https:// and has no path",
     "http://h:1?x=1": "store",
     "http://h:1?write=some": "write",
     "http://h:1?token_file=/absent": "token",
@@ -71,6 +72,10 @@ MISTAKES = {
     "disk:///dev/null": "not a directory",
     "disk:///dev/null/x": "not a directory",
     "/" + "x" * 300: "too long",
+    **{f"{kind}?policy=best": "expected one of lru, s3fifo, mix, pool" for kind in ("memory://", "disk:///x")},
+    **{f"{kind}?polcy=lru": "policy=NAME and nothing else" for kind in ("memory://", "disk:///x")},
+    # Hosts that no name server takes.
+    **{f"{kind}://{host}:1": "expected HOST:PORT" for kind in ("http", "pool", "valkey") for host in HOSTS},
 }
 
 
@@ -160,7 +165,11 @@ SHORTAGES = [OSError(12, "no memory"), MemoryError(), RuntimeError("can't start 
 
 # A thread is needed at the start alone; a later RuntimeError is a bug, which shows.
 @pytest.mark.parametrize(
-    ("when", "error"), [*(("open", each) for each in SHORTAGES), *(("later", each) for each in SHORTAGES[:2])]
+    ("when", "error"),
+    [
+        *(("open", each) for each in (*SHORTAGES, AttributeError("a bug"), TierUnavailable("off"))),
+        *(("later", each) for each in SHORTAGES[:2]),
+    ],
 )
 def test_tier_that_can_not_be_opened_or_asked_is_left_out(
     when: str, error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -194,17 +194,6 @@ def test_read_that_fails_fails_alone(error: Exception) -> None:
     assert outcomes == [object_bytes(1)] * 3
 
 
-@pytest.mark.parametrize("error", [AttributeError("'int' object has no attribute 'get'"), TierUnavailable("off")])
-def test_tier_that_fails_to_open_is_left_out_alone(error: Exception) -> None:
-    class Odd(NamedMemory):
-        def open(self) -> None:
-            raise error
-
-    with opened(TierStack([Odd("odd", TIER_BYTES), NamedMemory("disk", TIER_BYTES)])) as stack:
-        assert list(stack.open_tiers) == ["disk"]
-        assert stack.put_from(object_id(1), object_bytes(1)) and read_all(stack, 1) == object_bytes(1)
-
-
 def test_follower_waits_no_longer_than_its_caller() -> None:
     flight, has_begun, may_end = SingleFlight(), threading.Event(), threading.Event()
 

@@ -391,12 +391,6 @@ def test_answer_without_a_bottom_hides_no_other_tier() -> None:
             assert stack.tier_stats()[1].faults == 1
 
 
-@pytest.mark.parametrize("url", ["htps://host:1", "host:1", "http://host:1/store"])
-def test_no_other_url_is_a_remote_store(url: str) -> None:
-    with pytest.raises(ValueError, match="begins with http:// or https:// and has no path"):
-        http_tier(url, SystemClock())
-
-
 def test_nobody_listening_is_a_fault_for_every_verb() -> None:
     with opened(http_tier("http://127.0.0.1:1", SystemClock())) as tier:
         for action in (
@@ -410,15 +404,6 @@ def test_nobody_listening_is_a_fault_for_every_verb() -> None:
                 action()
         assert tier.removed_reason(object_id(1)) is None
         assert tier.stats().objects == 0
-
-
-HOSTS = ["a..b", ".a", "h" * 64, "\N{SNOWMAN}" * 64]
-
-
-@pytest.mark.parametrize("url", [f"{scheme}://{host}:1" for scheme in ("http", "pool", "valkey") for host in HOSTS])
-def test_host_that_no_name_server_takes_is_a_users_mistake(url: str) -> None:
-    with pytest.raises(ValueError, match="expected HOST:PORT"):
-        open_tier(url, Limits(), SystemClock(), nothing_pinned)
 
 
 def test_dead_replica_keeps_no_object_that_is_removed() -> None:
