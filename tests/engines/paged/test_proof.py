@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -241,29 +242,19 @@ def test_too_few_pages_are_refused_with_their_number(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("order", CellOrder)
-def test_captured_pages_are_restored_into_others(order: CellOrder) -> None:
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_block_or_the_rest_of_one_goes_into_pages_as_the_engine_reads_it(order: CellOrder, is_captured: bool) -> None:
     pool, layers = host_pages(order)
     expected, bits = empty_layers(), random_block(1)
-    engine_writes(layers, order, bits, [7, 2])
-    captured = pool.capture([7, 2])
-    for layer in layers:
-        layer[:] = 0
-    captured.restore([4], 1)
-    captured.restore([3, 5], 0)
+    fill = partial(pool.scatter, bits)
+    if is_captured:
+        engine_writes(layers, order, bits, [7, 2])
+        fill = pool.capture([7, 2]).restore
+        for layer in layers:
+            layer[:] = 0
+    fill([4], 1)
+    fill([3, 5], 0)
     engine_writes(expected, order, bits, [3, 5])
-    for layer in expected:
-        layer[4] = layer[5]
-    assert np.array_equal(layers, expected)
-
-
-@pytest.mark.parametrize("order", CellOrder)
-def test_scattered_block_or_the_rest_of_one_is_what_the_engine_reads(order: CellOrder) -> None:
-    pool, layers = host_pages(order)
-    expected, bits = empty_layers(), random_block(2)
-    engine_writes(expected, order, bits, [3, 5])
-    pool.scatter(bits, [3, 5], 0)
-    assert np.array_equal(layers, expected)
-    pool.scatter(bits, [4], 1)
     for layer in expected:
         layer[4] = layer[5]
     assert np.array_equal(layers, expected)
