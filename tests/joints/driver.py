@@ -56,8 +56,6 @@ def do(world: World, name: str, counts: Counter[str]) -> None:
 
 
 class Given(NamedTuple):
-    """What worlds are made of."""
-
     operations: list[str]
     models: list[str]
     codecs: list[str]

@@ -120,8 +120,6 @@ def source(etcd: BenchService, prefix: str) -> EtcdMembership:
 
 
 class Registered:
-    """A server that registers in a thread."""
-
     def __init__(self, members: EtcdMembership, name: str = "only", scheme: Literal["http", "https"] = "http") -> None:
         self.server = PoolServer(name, f"{name}:7421", scheme=scheme)
         self._stop = threading.Event()
