@@ -149,6 +149,5 @@ class ChaosProxy:
 
 
 def shut(sock: socket.socket) -> None:
-    """Shut both ways down, if it is not already."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

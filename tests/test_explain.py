@@ -97,8 +97,6 @@ def test_object_of_a_tenant_is_no_problem_and_one_of_another_key_is(stored: Cach
             read(stored.tiers, ObjectId(hashed, second.id.key))
 
 
-# Counts of decisions as text, and why.
-
 NAMESPACE = Namespace(b"n" * 32)
 COUNTS = {Decided(Choice.LOAD, Why.IN_TIME): 12, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 3}
 

@@ -28,7 +28,6 @@ def put(
     mode: int,
     parents: NDArray[np.int16],
 ) -> dict[int, list[int]]:
-    """Return each table's list."""
     lists: dict[int, list[int]] = {}
     for row, token, table in _walk(values, which, tables):
         value, parent = int(values[row, token]), int(parents[row, token])

@@ -55,7 +55,6 @@ def yaml_of(name: str) -> Any:
 
 
 def kinds() -> dict[str, Any]:
-    """Return the manifests of Kubernetes by their kind."""
     text = (DEPLOY / "kubernetes" / "kvtide.yaml").read_text(encoding="utf-8")
     return {each["kind"]: each for each in yaml.safe_load_all(text)}
 

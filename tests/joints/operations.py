@@ -42,7 +42,6 @@ def ask(world: World) -> None:
 
 
 def talk(world: World) -> None:
-    """Some turns of a chat."""
     seat, ids = world.seat(), world.prompt()
     for _ in range(world.rng.randrange(2, 4)):
         ids = torch.cat([world.ask(seat, ids).sequences, world.words(world.rng.randrange(1, 20))], 1)
@@ -65,7 +64,6 @@ def go_on(world: World) -> None:
 
 
 def flush(world: World) -> None:
-    """Wait until all is stored, and audit it."""
     for cached in world.seats.values():
         assert cached.cache.flush(FLUSH_S_MAX)
         cached.cache.check()

@@ -297,7 +297,6 @@ class Configured:
         stack.callback(self.stop)
 
     def write(self, text: str) -> None:
-        """Replace the file whole."""
         aside = self.config.with_suffix(".new")
         aside.write_text(text)
         aside.rename(self.config)

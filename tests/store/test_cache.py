@@ -63,8 +63,6 @@ def fill(cache: Cache, metas: list[BlockMeta]) -> list[BlockBits]:
 
 
 class Collector:
-    """A sink that keeps what it gets."""
-
     def __init__(self) -> None:
         self.blocks: dict[int, BlockBits] = {}
 

@@ -345,9 +345,6 @@ def test_awaiting_codec_takes_its_kind_alone() -> None:
     assert codec.takes([fitted(LAYOUT, "deep")])
 
 
-# The promise, held where it is used
-
-
 class Encoder(TideCodec):
     """Gets some blocks wrong, after its own measurements: noise in what it then encodes."""
 

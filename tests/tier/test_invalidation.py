@@ -282,7 +282,6 @@ class Engine:
         return read_all(self.stack, 1, 4096)
 
     def invalidate(self, server: RunningServer) -> None:
-        """Invalidate at a server, and hear of it."""
         invalidate(server)
         self.invalidations.refresh()
 

@@ -376,8 +376,6 @@ def test_engine_keeps_locally_and_demotes_to_servers(scheme: str, tmp_path: Path
 
 
 class Watched(Files):
-    """Counts what is open."""
-
     def __init__(self) -> None:
         self.open_now: Counter[int] = Counter()
         self.opens = 0
