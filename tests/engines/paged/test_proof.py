@@ -246,7 +246,7 @@ def test_too_few_pages_are_refused_with_their_number(monkeypatch: pytest.MonkeyP
 def test_block_or_the_rest_of_one_goes_into_pages_as_the_engine_reads_it(order: CellOrder, is_captured: bool) -> None:
     pool, layers = host_pages(order)
     expected, bits = empty_layers(), random_block(1)
-    fill = partial(pool.scatter, bits)
+    fill: Callable[[list[int], int], object] = partial(pool.scatter, bits)
     if is_captured:
         engine_writes(layers, order, bits, [7, 2])
         fill = pool.capture([7, 2]).restore
