@@ -1,5 +1,6 @@
 """A connector's options, what is refused of them, and by which names and sizes engines know what is theirs."""
 
+import os
 import sys
 import tomllib
 from collections.abc import Callable
@@ -174,6 +175,18 @@ def test_fingerprint_changes_with_weights_and_settings(folder: Path) -> None:
     assert identity.files_fingerprint(folder, {"dtype": "bfloat16"}) != first
     (folder / "a.safetensors").write_bytes(b"weightz")
     assert identity.files_fingerprint(folder, {"dtype": "float32"}) != first
+
+
+def test_other_weights_of_the_same_size_and_mtime_are_read(folder: Path) -> None:
+    file, found = folder / "a.safetensors", list[str]()
+    for data in (b"weights", b"weightz"):
+        before = file.stat().st_ctime_ns
+        file.write_bytes(data)
+        # As an archive's normalised times, or a copy that keeps them.
+        while os.utime(file, (0, 0)) or file.stat().st_ctime_ns == before:
+            pass
+        found.append(identity.file_digest(file))
+    assert found[0] != found[1]
 
 
 def test_unchanged_file_is_read_once(folder: Path) -> None:

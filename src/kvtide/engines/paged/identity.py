@@ -54,7 +54,8 @@ def gguf_fingerprint(path: Path) -> bytes:
 def file_digest(file: Path) -> str:
     """Return the digest of a file's bytes, read again only once the file changes."""
     state = file.stat()
-    name = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
+    # Archives and copies give files whatever mtime they like; the kernel alone says when one changed.
+    name = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
     note = cache_home() / "fingerprints" / hashlib.sha256(name.encode()).hexdigest()
     found = ""
     # What a crash left of a note is none, and one that can't be kept is made again.
