@@ -143,6 +143,29 @@ def test_removal_outlives_an_older_checkpoint(tmp_path: Path) -> None:
     assert [info.id for info in open_disk(tmp_path, TIER_BYTES).objects()] == [object_id(2)]
 
 
+def test_checkpoint_of_who_missed_a_removal_is_not_believed(tmp_path: Path) -> None:
+    put_all(writer := open_disk(tmp_path), (1, 2))
+    writer.close()
+    one, other = open_disk(tmp_path), open_disk(tmp_path)
+    for tier, number in ((other, 1), (one, 2)):
+        tier.delete(object_id(number), "removed")
+    other.close()
+    one.close()
+    assert not open_disk(tmp_path).contains(object_id(1))
+
+
+def test_checkpoint_of_who_followed_past_a_removal_is_not_believed(tmp_path: Path) -> None:
+    writer, follower = open_disk(tmp_path), open_disk(tmp_path)
+    put_all(writer, [1])
+    assert follower.contains(object_id(1))
+    writer.delete(object_id(1), "removed")
+    put_all(writer, [2])
+    assert follower.contains(object_id(2))
+    writer.close()
+    follower.close()
+    assert [info.id for info in open_disk(tmp_path).objects()] == [object_id(2)]
+
+
 def test_removal_is_seen_by_a_tier_that_knows_the_object(tmp_path: Path) -> None:
     early, late = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES)
     early.put_from(object_id(1), object_bytes(1))

@@ -265,10 +265,12 @@ class SegmentDirectory:
             for (number, info), scan in zip(grown, scans, strict=True):
                 if scan is None:
                     continue
-                self.segments[number] = SegmentState(scan.header, min(scan.tail, info.length), info.length, info.size)
-                for header in scan.records:
-                    if header.state is RecordState.LIVE:
-                        self._catalog.add(CatalogEntry(header, header.stored_ms))
+                # Of what stands before its tail the first header tells the age.
+                header = known.header if (known := self.segments.get(number)) else scan.header
+                self.segments[number] = SegmentState(header, min(scan.tail, info.length), info.length, info.size)
+                for record in scan.records:
+                    if record.state is RecordState.LIVE:
+                        self._catalog.add(CatalogEntry(record, record.stored_ms))
 
     def _has_changed(self, number: int, info: FileInfo) -> bool:
         """Tell whether a segment is to be scanned. One that somebody cut is forgotten first: its tail is gone."""
@@ -347,11 +349,12 @@ class SegmentDirectory:
             # First: a checkpoint with another count is older than this removal, whatever becomes of it.
             self._files.read_full(descriptor, [page], 0)
             if (header := parse_segment_header(page)) is not None:
-                header = replace(header, removals=header.removals + 1)
-                self._files.write_full(descriptor, [pack_segment_header(header)], 0)
+                counted = replace(header, removals=header.removals + 1)
+                self._files.write_full(descriptor, [pack_segment_header(counted)], 0)
                 with self._lock:
-                    if header.number in self.segments:
-                        self.segments[header.number].header = header
+                    # Another's removal that we have not seen must show: our checkpoint has what it removed.
+                    if (segment := self.segments.get(header.number)) and segment.header == header:
+                        segment.header = counted
             self._files.read_full(descriptor, [page], expected.offset)
             if record_state(page, expected) is RecordState.LIVE:
                 removed = replace(expected, state=RecordState.REMOVED)
