@@ -151,6 +151,20 @@ def test_silent_servers_keep_nobody_beyond_the_deadline(stack: ExitStack) -> Non
         assert time.monotonic() - started_s < 10
 
 
+def test_what_is_stored_while_the_process_ends_reaches_both_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, limits, made = SystemClock(), Limits(memory_bytes_max=TIER_BYTES), list[Tier]()
+
+    def connect(server: PoolServer) -> Tier:
+        made.append(open_tier("memory://", limits, clock, lambda key: False))
+        return made[-1]
+
+    with opened(PoolTier(membership_of("pool://127.0.0.1:1,127.0.0.1:2"), connect, "", clock)) as tier:
+        # As an `atexit` finds it, where a cache that was not closed stores what waits.
+        monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+        assert tier.put_from(object_id(1), object_bytes(1))
+        assert [each.contains(object_id(1)) for each in made] == [True, True]
+
+
 def test_reads_are_shared_between_both_owners(pool: Pool, tier: PoolTier) -> None:
     tier.put_from(object_id(1), object_bytes(1))
     before = {name: server.store.stats().hits for name, server in pool.servers.items()}

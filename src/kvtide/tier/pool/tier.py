@@ -260,10 +260,13 @@ class PoolTier(CountingTier):
     replace = put_from
 
     def _put_to_owners(self, state: _State, object_id: ObjectId, buffer: Buffer) -> list[bool | TierUnavailable]:
-        first, *others = self._owners(state, object_id.key)
+        (first, *others), put = self._owners(state, object_id.key), partial(self._put_to, object_id, buffer)
         writers = self._open_writers()
-        pending = [writers.submit(copy_context().run, self._put_to, object_id, buffer, member) for member in others]
-        return [self._put_to(object_id, buffer, first), *(future.result() for future in pending)]
+        try:
+            pending = [writers.submit(copy_context().run, put, member) for member in others]
+        except RuntimeError:  # a process that ends has no threads, and stores what waits all the same
+            return [put(member) for member in (first, *others)]
+        return [put(first), *(future.result() for future in pending)]
 
     def _put_to(self, object_id: ObjectId, buffer: Buffer, member: _Member) -> bool | TierUnavailable:
         try:
