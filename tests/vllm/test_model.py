@@ -66,7 +66,7 @@ def _config(**changes: Any) -> Any:
         speculative_config=changes.pop("draft", None),
         cache_config=SimpleNamespace(cache_dtype=changes.pop("cache", "auto"), enable_prefix_caching=True),
         device_config=SimpleNamespace(device_type=changes.pop("device", "cpu")),
-        load_config=SimpleNamespace(download_dir=None),
+        load_config=SimpleNamespace(download_dir=None, load_format="auto"),
     )
 
 
@@ -505,6 +505,16 @@ def test_weights_are_those_of_the_folder_that_the_engine_downloads_to(
         model = _served(served, _caches(_spec()), ConnectorSettings.parse({"store": "memory://"}))
         names |= {model.namespaces(b""), profile_fingerprint(served, ConnectorSettings.parse({"store": "memory://"}))}
     assert len(names) == 4
+
+
+def test_random_weights_are_not_those_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("weights")
+    served, names = _config(), set()
+    own = {"model": str(tmp_path), "quantization": None, "max_model_len": 1}
+    vars(served.model_config).update(own, revision=None, hf_config=SimpleNamespace(to_dict=dict))
+    for served.load_config.load_format in ("auto", "safetensors", "dummy"):
+        names.add(_served(served, _caches(_spec()), ConnectorSettings.parse({"store": "memory://"})).namespaces(b""))
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,8 @@ def _fingerprint(vllm_config: Any) -> bytes:
     what = {"config": config, "dtype": str(model.dtype), "quantization": str(model.quantization)}
     if any(name in repr(config) for name in _BY_LENGTH):
         what["tokens"] = model.max_model_len
+    if vllm_config.load_config.load_format == "dummy":
+        what["weights"] = "random, whatever the files say"
     if _is_drafted(vllm_config):
         draft = vllm_config.speculative_config.draft_model_config
         what["draft"] = files_fingerprint(model_folder(draft.model, draft.revision, downloads), {}).hex()
