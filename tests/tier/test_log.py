@@ -196,6 +196,18 @@ def test_every_copy_of_an_object_is_removed(tmp_path: Path) -> None:
     assert stored_records(tmp_path) == []
 
 
+class BeforeTheLock(Files):
+    """Does something once, when the directory is locked first."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = [then]
+
+    def try_lock(self, descriptor: int, is_shared: bool = False) -> bool:
+        while self.then:
+            self.then.pop()()
+        return super().try_lock(descriptor, is_shared)
+
+
 def test_replaced_object_has_no_older_copy_of_another_process_left(tmp_path: Path) -> None:
     one, other = open_disk(tmp_path), open_disk(tmp_path)
     # From now on it has a segment, and looks for nothing to store more.
@@ -206,6 +218,17 @@ def test_replaced_object_has_no_older_copy_of_another_process_left(tmp_path: Pat
     later = open_disk(tmp_path)
     assert read_all(later, 1) == b"fine" * 50
     assert len(later._log.catalog.copies(object_id(1))) == 1
+
+
+def test_object_that_two_processes_replace_at_once_stays(tmp_path: Path) -> None:
+    files = BeforeTheLock(lambda: None)
+    other, one = open_disk(tmp_path), open_disk(tmp_path, files=files)
+    for number, tier in enumerate((other, one), 1):
+        # From now on it has a segment, and locks the folder to remove copies alone.
+        put_all(tier, [number])
+    files.then.append(lambda: other.replace(object_id(1), b"other" * 50))
+    one.replace(object_id(1), b"fine" * 50)
+    assert read_all(open_disk(tmp_path), 1) == b"other" * 50
 
 
 def test_newest_of_two_copies_is_read_however_the_folder_is_listed(tmp_path: Path) -> None:
@@ -300,18 +323,6 @@ def test_reserved_space_is_given_back_at_close_and_after_a_kill(tmp_path: Path) 
     assert disk_bytes(tmp_path / "killed") > 8 << 20
     assert read_all(open_disk(tmp_path / "killed"), 1) == object_bytes(1)
     assert disk_bytes(tmp_path / "killed") < 100_000
-
-
-class BeforeTheLock(Files):
-    """Does something once, when the directory is locked first."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = [then]
-
-    def try_lock(self, descriptor: int, is_shared: bool = False) -> bool:
-        while self._then:
-            self._then.pop()()
-        return super().try_lock(descriptor, is_shared)
 
 
 def test_what_another_process_stored_and_sealed_while_we_opened_is_not_cut_off(tmp_path: Path) -> None:

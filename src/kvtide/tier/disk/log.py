@@ -331,8 +331,9 @@ class SegmentLog:
                 return False
             entry = self.append(object_id, body)
             written = aligned_buffer(len(body))
-            is_good = self.read(entry, written, 0) is RecordState.LIVE and written == memoryview(body)
             with self._directory.locked():
+                # Now: another process that replaced it meanwhile has removed ours, and its own is to stay.
+                is_good = self.read(entry, written, 0) is RecordState.LIVE and written == memoryview(body)
                 # Of other processes too, and what was moved for room meanwhile.
                 self.refresh()
                 self._remove_copies([each for each in self.catalog.copies(object_id) if (each is entry) != is_good])
