@@ -131,6 +131,12 @@ class TestSingle(TierSuite):
         assert list(tier.objects()) == []
         assert read_all(tier, 1) is None
 
+    def test_object_that_the_server_has_evicted_is_not_replaced(self, tier: Tier) -> None:
+        assert not tier.replace(object_id(1), object_bytes(1))
+        tier.put_from(object_id(2), b"coarse")
+        assert tier.replace(object_id(2), b"fine")
+        assert (read_all(tier, 1), read_all(tier, 2)) == (None, b"fine")
+
     def test_idle_connection_that_broke_is_replaced(self, tier: Tier, server: BenchService) -> None:
         tier.put_from(object_id(1), object_bytes(1))
         with redis.Redis(port=server.port, password="open sesame", protocol=2) as client:

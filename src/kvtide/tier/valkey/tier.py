@@ -122,8 +122,8 @@ class ValkeyTier(CountingTier):
             return False
         expiry = [b"EX", b"%d" % self._options.ttl_s] if self._options.ttl_s else []
         # The length tells whether what is here already can be an object.
-        self._ask(object_id, [b"SET", buffer, condition, *expiry], [b"STRLEN"])
-        return True
+        is_set, _ = self._ask(object_id, [b"SET", buffer, condition, *expiry], [b"STRLEN"])
+        return is_set is not None or condition == b"NX"
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         is_deleted = self._ask(object_id, [b"UNLINK"])[0] == 1
