@@ -212,7 +212,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def world(tmp_path: Path, stack: ExitStack) -> Any:
-    """Two regions and their centre."""
     from tests.server.worlds import World
 
     return World(tmp_path, stack)

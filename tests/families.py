@@ -208,7 +208,6 @@ def draft_checkpoint(folder: Path) -> Path:
 
 
 def checkpoint(family: str, folder: Path) -> Path:
-    """Return a folder with a family's configuration and weights."""
     model_of_family(family).save_pretrained(folder)
     if family == "deepseek_v3":
         # vLLM wants what transformers does not write.

@@ -45,7 +45,6 @@ def pieces(number: int, sections: int = 8, size: int = 500, quality: float = 0.0
 
 
 def pack_frame(stored: StoredObject, position: int) -> bytes:
-    """Return one section as a frame."""
     return frame_header(stored, position) + stored.sections()[position].data
 
 

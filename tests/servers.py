@@ -90,13 +90,10 @@ def counted(server: RunningServer, name: str, **labels: str) -> float:
 
 
 def hints_heard(server: RunningServer) -> int:
-    """Return the number of requests with advice that a server has counted."""
     return int(counted(server, "kvtide_hints_total"))
 
 
 class ServerProcess:
-    """`kvtide serve` as a process of its own."""
-
     def __init__(self, *arguments: str, port: int = 0, log: Path | None = None) -> None:
         command = [sys.executable, "-m", "kvtide.cli", "serve", "--listen", f"127.0.0.1:{port}", *arguments]
         with log.open("wb") if log else nullcontext() as errors:

@@ -111,8 +111,6 @@ def disk_bytes(store: Path) -> int:
 
 
 class Slow(Watched):
-    """Takes `latency_s` for each verb."""
-
     def __init__(self, tier: Tier, sleep: Sleep, latency_s: float) -> None:
         super().__init__(tier)
         self._sleep = sleep

@@ -55,7 +55,6 @@ def alike_bits(layout: BlockLayout, seed: int) -> BlockBits:
 
 
 def of_alike(layout: BlockLayout, cost: str) -> Profile:
-    """A profile of blocks whose heads have most in common."""
     pairs = [(behind_the_first(layout), alike_bits(layout, seed)) for seed in range(12)]
     return fitted_to(layout, cost, rotary_of(layout), pairs)
 

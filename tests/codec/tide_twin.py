@@ -97,7 +97,6 @@ class Stages(NamedTuple):
 def project_stages(
     values: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32], stages: Stages
 ) -> NDArray[np.int16]:
-    """Return coefficients in steps, as `project`."""
     streams, tokens, channels = values.shape
     by_token = values.transpose(1, 0, 2).reshape(tokens, streams * channels)
     whole = np.rint((by_token - mean) * scale).astype(np.int64)
@@ -117,7 +116,6 @@ def restore_stages(
     scale: NDArray[np.float32],
     stages: Stages,
 ) -> NDArray[np.float32]:
-    """Return values, (tokens, values)."""
     tokens, count = coefficients.shape[1], len(mean)
     unit = np.eye(len(coefficients), dtype=np.int16)
     plain, one = np.zeros(len(unit), dtype=np.float32), np.ones(len(unit), dtype=np.float32)
@@ -190,7 +188,6 @@ def put_states(
     tables: NDArray[np.uint16],
     twins: tuple[int, int],
 ) -> dict[int, list[int]]:
-    """Return each table's list, of levels along a path."""
     lists: dict[int, list[int]] = {}
     quantisers = walk(levels)
     for row, token, table in _walk(levels, np.arange(len(levels), dtype=np.uint32), tables):

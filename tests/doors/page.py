@@ -30,7 +30,6 @@ def marked_tests() -> Iterator[tuple[str, str]]:
 
 
 def capabilities() -> list[Capability]:
-    """Return everything that has a door."""
     return list(chain.from_iterable(OPEN.values()))
 
 
@@ -63,7 +62,6 @@ def summary() -> str:
 
 
 def page() -> str:
-    """Return docs/capabilities.md."""
     tests = dict(marked_tests())
     lines = [
         "# Capabilities",
@@ -96,7 +94,6 @@ def _row(each: Capability, test: str) -> str:
 
 
 def main() -> int:
-    """Print the page, or write it."""
     if "--write" in sys.argv[1:]:
         PAGE.write_text(page(), encoding="utf-8")
     else:

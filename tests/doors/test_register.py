@@ -10,7 +10,6 @@ from tests.doors.register import LEFT, door
 
 
 def functions(file: str) -> set[str]:
-    """Return the names of all tests of a file."""
     nodes = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 

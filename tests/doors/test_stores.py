@@ -251,7 +251,6 @@ def test_pool_by_file_follows_weights(tiny_model: Any, pair: list[ServerProcess]
 
 
 def named(server: ServerProcess) -> set[str]:
-    """Return the keys of all that a server has."""
     spaces = json.loads(ask(server, "GET", "/v1")[1])["namespaces"]
     lists = [json.loads(ask(server, "GET", f"/v1/{space}")[1])["objects"] for space in spaces]
     return {each["key"] for objects in lists for each in objects}

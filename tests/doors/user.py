@@ -48,7 +48,6 @@ def serving(folder: Path, settings: str = "", *flags: str, port: int = 0) -> Ite
 
 
 def grant(tenant: str, scopes: str = '"read", "write", "admin"') -> str:
-    """Let a tenant in by its token."""
     digest = token_digest(token_of(tenant))
     return f'[[grants]]\ntenant = "{tenant}"\nscopes = [{scopes}]\ntoken_sha256 = "{digest}"\n'
 
@@ -64,7 +63,6 @@ class Regions(NamedTuple):
 def status(
     server: ServerProcess | RunningServer, method: str, what: int | str, body: bytes | None = None, **h: str
 ) -> int:
-    """Ask for an object by number or for a path, and return the answer's status."""
     return ask(server, method, what, body, **h)[0].status
 
 

@@ -267,7 +267,6 @@ def test_families_of_full_attention_load_in_part(family: str, tmp_path: Path) ->
 
 
 def tensors_of(past: Any) -> list[torch.Tensor]:
-    """Return all that a cache holds."""
     found: list[torch.Tensor] = []
     for layer in past.layers:
         for name in ("keys", "values"):

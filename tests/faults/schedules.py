@@ -96,7 +96,6 @@ class Node:
 
 @contextmanager
 def nodes(found: Sequence[Node]) -> Iterator[Sequence[Node]]:
-    """Run servers for the time of the `with`."""
     with ExitStack() as stack:
         for node in found:
             stack.callback(node.kill)
@@ -178,7 +177,6 @@ class Load:
                 self.wrong += data not in (None, expected)
 
     def hit_rate(self, reads: int) -> float:
-        """Return the hit rate of the next reads."""
         with self._lock:
             hits, misses = self.hits, self.misses
         wait_until(lambda: self.hits + self.misses >= hits + misses + reads, "reads", 60)
@@ -215,7 +213,6 @@ class Host:
             _run(*self.command("ip", *words))
 
     def command(self, *words: str) -> list[str]:
-        """Return a command that runs on this host."""
         return ["ip", "netns", "exec", self.name, *words]
 
     @property
@@ -239,7 +236,6 @@ class Host:
             _run(*self.command("nft", "add", "rule", "inet", "cut", hook, *what, "drop"))
 
     def heal(self) -> None:
-        """Undo every cut."""
         subprocess.run(self.command("nft", "delete", "table", "inet", "cut"), check=False, capture_output=True)
 
 

@@ -123,7 +123,6 @@ SMALL_BYTES = 4000
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, list[Node]]]:
-    """A centre and two regions on this machine."""
     ports, folder = free_ports(3), tmp_path_factory.mktemp("schedules")
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     store = ("--tier", "memory://", "--records")

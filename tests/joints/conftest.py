@@ -49,5 +49,4 @@ def held_back(stack: ExitStack) -> HoldBack:
 
 
 def no_threads() -> AbstractContextManager[Any]:
-    """Have the system give no threads."""
     return patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))

@@ -35,7 +35,6 @@ def error_of(action: Callable[[], None]) -> Exception | None:
 
 
 def ask(world: World) -> None:
-    """Answer a prompt."""
     seat, ids = world.seat(), world.prompt()
     world.ask(seat, ids)
     world.audit(seat, ids)
@@ -83,7 +82,6 @@ def change(world: World, kind: str) -> None:
 
 
 def change_back(world: World) -> None:
-    """Take the last change back."""
     seat, ids = _stored(world)
     if world.undo:
         model, kind, undo = world.undo.pop()
@@ -115,7 +113,6 @@ def reopen(world: World) -> None:
 
 
 def after_close(world: World) -> None:
-    """Answer with a cache that is closed."""
     seat, ids = world.seat(), world.prompt()
     cached = world.attached(seat)
     world.ask(seat, ids, cached)
@@ -125,7 +122,6 @@ def after_close(world: World) -> None:
 
 
 def before_open(world: World) -> None:
-    """Answer with a cache that is not open yet."""
     seat, ids = world.seat(), world.prompt()
     world.ask(seat, ids, world.made(seat))
 
@@ -217,7 +213,6 @@ def damage(world: World, kind: str) -> None:
 
 
 def no_threads(world: World) -> None:
-    """Open caches and answer while the system gives no threads."""
     seat, ids = world.seat(), world.prompt()
     cached = world.attached(seat)
     with refused_threads():
@@ -228,7 +223,6 @@ def no_threads(world: World) -> None:
 
 
 def two_threads(world: World) -> None:
-    """Answer on two models at once."""
     asked = [world.prompt() for _ in range(3)]
     one, other = (next(seat for seat in world.chairs if seat.model == name) for name in ("plain", "cast"))
     for seat in (one, other):
@@ -238,7 +232,6 @@ def two_threads(world: World) -> None:
 
 
 def close_meanwhile(world: World) -> None:
-    """Close a cache while another thread answers with it."""
     seat, asked, wait_s = world.seat(), [world.prompt() for _ in range(4)], world.rng.random() * 0.1
     cached = world.open(seat)
     with _beside(partial(_answer_all, world, seat, asked)):

@@ -48,7 +48,6 @@ SANITIZED += ["-fno-sanitize=null,object-size"]
 
 
 def flags_of(source: Path) -> list[str]:
-    """Return the flags of a file's instruction set."""
     if source.stem.endswith("avx2"):
         return ["-mavx2", "-mpopcnt"]
     if "avx512" in source.stem:

@@ -14,7 +14,6 @@ __all__ = ["bits_of", "block_bits", "block_meta", "chain", "layouts", "namespace
 
 
 def namespace(model: str = "model", salt: bytes = b"") -> Namespace:
-    """Return the namespace of a made-up model."""
     return namespace_digest(model.encode(), KVDtype.FLOAT32, "test", 16, salt)
 
 

@@ -26,15 +26,12 @@ _META, _BITS = block_meta(_LAYOUT), smooth_bits(_LAYOUT, 1)
 
 
 def decoded_by(codec: Codec, meta: BlockMeta, sections: Sequence[Section]) -> BlockBits:
-    """Return what a codec makes of a block's sections."""
     out = np.empty(meta.layout.shape, meta.layout.bits_dtype)
     codec.decode(meta, sections, out)
     return out
 
 
 class CodecSuite:
-    """Conformance of a codec."""
-
     codec: Codec
 
     def codec_for(self, layout: BlockLayout) -> Codec:

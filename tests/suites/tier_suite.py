@@ -28,7 +28,6 @@ _OBJECT_BYTES_MIN = 256 + 48
 
 
 def object_id(number: int) -> ObjectId:
-    """Return the id of a made-up object."""
     return ObjectId(namespace(), BlockKey(hashlib.sha256(number.to_bytes(8, "little")).digest()))
 
 
@@ -49,13 +48,11 @@ def object_bytes(number: int, size: int = 1000, quality: float = 0.0) -> bytes:
 
 
 def put_all(tier: Tier, numbers: Iterable[int], size: int = 1000) -> None:
-    """Store objects of a size."""
     for number in numbers:
         assert tier.put_from(object_id(number), object_bytes(number, size))
 
 
 def read_all(tier: Tier, number: int, size_max: int = TIER_BYTES) -> bytes | None:
-    """Read a whole object."""
     buffer = bytearray(size_max)
     size = tier.get_into(object_id(number), memoryview(buffer))
     return None if size is None else bytes(buffer[:size])

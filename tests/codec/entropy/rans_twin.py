@@ -209,14 +209,12 @@ class BitReader:
         self._at = 0
 
     def take(self, width: int) -> int:
-        """Return the next field."""
         self._at += width
         field = self._bits[self._at - width : self._at]
         return int(field[::-1], 2) if field else 0
 
     @property
     def has_overrun(self) -> bool:
-        """Return whether more was taken than there is."""
         return self._at > len(self._bits)
 
     @property

@@ -50,8 +50,6 @@ def host_pages(
 
 
 def namespaces(layout: BlockLayout = LAYOUT, shards: int = 1) -> Callable[[bytes], tuple[Namespace, ...]]:
-    """Return the names of a toy model's blocks."""
-
     def of(salt: bytes) -> tuple[Namespace, ...]:
         texts = [f"toy {shard}/{shards}" for shard in range(shards)]
         return tuple(namespace_digest(b"model", layout.dtype, text, layout.tokens, salt) for text in texts)
@@ -148,7 +146,6 @@ class ToyEngine:
         return pages
 
     def fill(self, tokens: list[int], pages: list[int]) -> None:
-        """Write the whole blocks of a prompt."""
         for position in range(len(tokens) // BLOCK):
             start = position * BLOCK // PAGE_TOKENS
             engine_writes(self.layers, ORDER, block_of(tokens, position), pages[start : start + BLOCK // PAGE_TOKENS])
