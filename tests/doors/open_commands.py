@@ -21,9 +21,11 @@ COMMANDS = table(
     """
 a chat of ten requests, with kvtide and without | make demo | README.md: Begin | @real | OURS
     tests/e2e/test_demo.py::test_chat_of_the_demo_restores_every_full_block_across_a_restart
-what a store holds | kvtide stats | @look | @tiny | OURS
+what a store holds | kvtide stats | @look | every kind of store | OURS
+    tests/cli/test_every_store.py::test_every_command_looks_into_it
 objects of a store | kvtide ls --verify --sort --limit --namespace | @look | @tiny | OURS
-remove objects | kvtide rm --yes | @look | @tiny | OURS
+remove objects | kvtide rm --yes | @look | every kind of store | OURS
+    tests/cli/test_every_store.py::test_rm_removes_from_it
 commands on every kind of store | --store disk:// http:// pool:// valkey:// s3:// | @look
     servers, a pool, Valkey, SeaweedFS | OURS
     tests/cli/test_every_store.py::test_every_command_looks_into_it
@@ -47,8 +49,10 @@ advice that can be copied | kvtide doctor | @look | @machine | OURS
 judge a GPU | kvtide doctor --gpu gpu.json | docs/gpu.md: You have a GPU: ten minutes | a made-up report | OURS
     gpu/tests/test_report.py::test_goals_that_are_reached_are_ok
 make a token | kvtide token | @grants | @process | OURS
-invalidate a namespace | kvtide invalidate NAMESPACE --server | @regions | @process | CACHEGEN
-records and their backup | kvtide record --backup --restore | @regions | two server processes | CACHEGEN
+invalidate a namespace | kvtide invalidate NAMESPACE --server | @regions | a pool of two servers | CACHEGEN
+    tests/cli/test_cli.py::test_invalidation_reaches_every_server_of_a_pool
+records and their backup | kvtide record --backup --restore | @regions | two servers | CACHEGEN
+    tests/cli/test_cli.py::test_records_are_backed_up_removed_and_restored
 a profile of another model | kvtide calibrate MODEL --text FILES -o FILE | @measure | @real | OURS
     tests/e2e/test_demo.py::test_own_profile_judges_own_text
 a profile of pieces of many files | kvtide calibrate --snippets 200 | @measure | @machine | OURS

@@ -47,6 +47,7 @@ llama-cpp-python's own cache | llm.set_cache(KVTideCache("disk:///var/cache/kvti
 ATTACH = table(
     """
 restore a stored prefix | attach(model, "disk:///var/cache/kvtide") | @hf | @tiny | PREFIX
+    tests/engines/test_transformers.py::test_restored_answer_is_that_of_the_plain_model
 restore what was answered | cached.flush(10) | @hf | @tiny | OURS
 memory alone | attach(model, "memory://") | @hf | @tiny | OURS
 one line a request in the log | logging.basicConfig(level=logging.INFO) | @hf | @tiny | OURS

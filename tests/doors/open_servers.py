@@ -83,11 +83,15 @@ a pool under TLS | scheme=https | @pool | two servers | OURS
 SERVE = table(
     """
 tiers of a server | kvtide serve --tier memory:// --tier disk:///var/lib/kvtide | @server | @process | CACHEGEN
-tokens and scopes | [[grants]] scopes token_sha256 | @grants | @process | OURS
-tenants on a server | [[grants]] tenant | @grants | @process | OURS
+tokens and scopes | [[grants]] scopes token_sha256 | @grants | server | OURS
+    tests/server/test_security.py::test_every_route_asks_every_caller
+tenants on a server | [[grants]] tenant | @grants | server | OURS
+    tests/server/test_security.py::test_another_tenants_object_looks_absent_everywhere
 largest object | object_bytes_max | @server | @process | OURS
-memory of a server | memory_bytes_max | @server | @process | CACHEGEN
-requests of a tenant | tenant_requests_s_max | @server | @process | OURS
+memory of a server | memory_bytes_max | @server | server | CACHEGEN
+    tests/server/test_quotas.py::test_what_is_evicted_counts_no_longer
+requests of a tenant | tenant_requests_s_max | @server | server | OURS
+    tests/attacks/test_bodies.py::test_look_ups_of_many_keys_cost_as_many_requests
 connections of a tenant | tenant_connections_max | @server | @process | OURS
 idle connections and slow heads | head_s_max | @server | @process | OURS
 buffers of a tenant | tenant_buffer_bytes_max | @server | server | OURS
@@ -100,21 +104,27 @@ threads of a tenant | io_threads | @server | server | OURS
     tests/attacks/test_bodies.py::test_slow_reads_of_one_tenant_leave_threads_to_others
 shutdown that balancers can follow | drain_delay_s | @server | @process | OURS
     tests/server/test_health.py::test_shutdown_says_not_ready_while_requests_are_still_taken
-quota of bytes and objects | bytes_max objects_max | @quotas | @process | OURS
+quota of bytes and objects | bytes_max objects_max | @quotas | server | OURS
+    tests/server/test_quotas.py::test_full_quota_is_a_507_that_names_it_and_others_go_on
 lifetime by tenant | ttl_s | @quotas | @process | OURS
-byte-fair sending | policy = "vtc" | @sending | @process | OURS
-the report's lottery | policy = "lottery" | @sending | @process | CACHEGEN
-first come, first served | policy = "fifo" | @sending | @process | OURS
+byte-fair sending | policy = "vtc" | @sending | server | OURS
+    tests/attacks/test_operations_attacks.py::test_small_object_passes_many_large_ones_of_another_address_on_an_open_server
+the report's lottery | policy = "lottery" | @sending | server | CACHEGEN
+    tests/attacks/test_operations_attacks.py::test_small_object_passes_many_large_ones_of_another_address_on_an_open_server
+first come, first served | policy = "fifo" | @sending | the server's scheduler | OURS
+    tests/server/test_scheduler.py::test_fifo_sends_whole_bodies_in_order_of_arrival
 bodies of a tenant at a time | tenant_sends_max | @sending | @process | OURS
 rate of the link | link_bits_s | @sending | @process | CACHEGEN
 shares by weight | sending.weights | @sending | the server's scheduler | OURS
     tests/server/test_security.py::test_weights_change_under_waiting_bodies
 settings without a restart | kill -HUP | @server | @process | OURS
 health on a port of its own | --health HOST:PORT | @server | @process | OURS
+    tests/deploy/test_manifests.py::test_pod_of_the_statefulset_becomes_ready_by_its_own_probes
 access log | --access-log FILE | @server | @process | OURS
 audit log | --audit-log FILE | @server | @process | OURS
 clients behind a proxy | trusted_proxies | @server | @process | OURS
-metrics | GET /metrics | @watching | @process | OURS
+metrics | GET /metrics | @watching | server | OURS
+    tests/server/test_gateway.py::test_pages_tell_what_happened
 ranges, tags and look-ups by curl | GET /v1/{namespace}/{key} | docs/protocol.md: The server's protocol, version 1
     curl | OURS
     tests/server/test_gateway.py::test_curl_says_what_the_page_shows

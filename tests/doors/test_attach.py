@@ -37,13 +37,6 @@ def read_bytes(model: Any, store: Path, codec: str, **options: Any) -> int:
     return warm.read_bytes
 
 
-@door("restore a stored prefix")
-def test_another_process_restores_every_full_block(tiny_model: Any, exact: Path) -> None:
-    warm = answer(tiny_model, exact, PROMPT)
-    assert (warm.hit_tokens, warm.stats.blocks_loaded) == (RESTORED, 6)
-    assert torch.equal(warm.output, tiny_model.generate(PROMPT, max_new_tokens=4, do_sample=False))
-
-
 @door("restore what was answered")
 def test_the_next_turn_restores_the_answer_too(tiny_model: Any, tmp_path: Path) -> None:
     with attach(tiny_model, str(tmp_path), block_tokens=BLOCK) as cached:

@@ -9,17 +9,14 @@ import pytest
 from tests.doors.register import door
 from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, answer, grant, kvtide, serving, status
 from tests.families import model_of_family
-from tests.server.worlds import put, token_of
+from tests.server.worlds import token_of
 from tests.servers import server_process
 from tests.stores import stored_records
-from tests.suites.tier_suite import object_id
 from typer.testing import CliRunner
 
 from kvtide.cli.app import app
 from kvtide.engines.transformers import attach, load_model
 from kvtide.server.auth import token_digest
-
-SPACE = object_id(1).namespace.hex()
 
 
 @pytest.fixture
@@ -41,27 +38,12 @@ def tokens(tmp_path: Path) -> Path:
     return tmp_path / "tokens"
 
 
-@door("what a store holds")
-def test_stats_counts_objects_and_tokens(store: Path) -> None:
-    (row,) = kvtide("stats", "--store", store)["rows"]
-    assert (row["objects"], row["tokens"], row["codec"].split("-")[0]) == (BLOCKS, RESTORED, "cachegen")
-
-
 @door("objects of a store")
 def test_ls_shows_each_object_and_verify_reads_all_of_it(store: Path) -> None:
     record = stored_records(store)[0]
     record.write_body(record.body()[:-1] + bytes([record.body()[-1] ^ 1]))
     assert [bool(row["problem"]) for row in kvtide("ls", "--store", store)["rows"]] == [False] * BLOCKS
     assert sum(bool(row["problem"]) for row in kvtide("ls", "--verify", "--store", store)["rows"]) == 1
-
-
-@door("remove objects")
-def test_rm_removes_by_digits_and_all(store: Path) -> None:
-    key = stored_records(store)[0].header.id.key.hex()
-    kvtide("rm", key[:12], "--store", store)
-    assert len(stored_records(store)) == BLOCKS - 1
-    kvtide("rm", "--all", "--yes", "--store", store)
-    assert stored_records(store) == []
 
 
 def explained(store: Path, tokens: Path, *words: Any) -> Any:
@@ -137,22 +119,3 @@ def test_token_comes_with_the_digest_for_the_server(tmp_path: Path) -> None:
     settings = grant("search").replace(token_digest(token_of("search")), digest)
     with serving(tmp_path, settings) as server:
         assert status(server, "GET", 1, Own_Authorization=f"Bearer {token}") == 404
-
-
-@door("invalidate a namespace")
-def test_invalidated_blocks_are_misses() -> None:
-    with server_process() as server:
-        put(server, 1)
-        assert status(server, "GET", 1) == 200
-        assert kvtide("invalidate", SPACE, "--server", server.url)["generation"] == 1
-        assert status(server, "GET", 1) == 404
-
-
-@door("records and their backup")
-def test_alias_comes_back_from_a_backup(tmp_path: Path) -> None:
-    file = tmp_path / "backup"
-    with server_process() as one, server_process() as other:
-        kvtide("record", "alias", "chat", SPACE, "--server", one.url)
-        kvtide("record", "--backup", file, "--server", one.url)
-        kvtide("record", "--restore", file, "--server", other.url)
-        assert kvtide("record", "alias", "chat", "--server", other.url)["value"] == SPACE
