@@ -93,10 +93,14 @@ joined reads of chunks | importance=0.25
 tenants by salt | tenant_salt=b"…" | @hf | @tiny | OURS
 fingerprint of one's own | fingerprint= | @hf | @tiny | OURS
 say that weights changed | cached.weights_changed() | @hf | @tiny | OURS
-bound of the disk | limits=Limits(disk_bytes_max=…) | @hf | @tiny | OURS
-bound of what encoding takes | limits=Limits(encode_scratch_bytes_max=…) | @hf | @tiny | ASCEND
-bound of the memory | limits=Limits(memory_bytes_max=…) | @hf | @tiny | OURS
-bound of what waits to be stored | limits=Limits(store_queue_bytes_max=…) | @hf | @tiny | ASCEND
+bound of the disk | limits=Limits(disk_bytes_max=…) | @hf | a cache on a small disk | OURS
+    tests/joints/test_disk_joints.py::test_prompt_longer_than_the_disk_keeps_its_beginning
+bound of what encoding takes | limits=Limits(encode_scratch_bytes_max=…) | @hf | a cache on a disk | ASCEND
+    tests/store/test_cache.py::test_scratch_bound_gives_way_to_lossless_and_then_to_nothing
+bound of the memory | limits=Limits(memory_bytes_max=…) | @hf | a cache on a disk | OURS
+    tests/store/test_cache.py::test_blocks_evicted_from_memory_are_known_to_be_on_disk
+bound of what waits to be stored | limits=Limits(store_queue_bytes_max=…) | @hf | a cache on a disk | ASCEND
+    tests/store/test_cache.py::test_queue_bound_drops_the_tail_and_flush_says_when_it_was_too_early
 stream a prefix to a deadline | attach(start_within_s=0.5) | @stream | @link | CACHEGEN
 load no more than a quality needs | attach(quality="5e-3") | @stream | @link | OURS
 a deadline and a quality for each request | generate(kvtide_start_within_s=0.2, kvtide_quality=0.1) | @stream | @link

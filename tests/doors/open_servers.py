@@ -32,14 +32,16 @@ a silent server's replica answers | http://one:7421,two:7421 | @clients | two se
 go on at another server | http://EAST:7421,WEST:7421 | @regions | two servers, one of them breaks off | CACHEGEN
     tests/tier/test_roaming.py::test_other_region_sends_only_the_rest
 a socket of this machine | http+unix:///run/kvtide.sock | @clients | @process | CACHEGEN
-several tiers, and what is evicted | disk:///var/cache/kvtide http://host:7421?write=evicted | @clients | @process
-    CACHEGEN
+several tiers, and what is evicted | disk:///var/cache/kvtide http://host:7421?write=evicted | @clients | server
+    CACHEGEN | tests/tier/test_stack.py::test_engine_keeps_locally_and_demotes_to_servers
 advice in headers | Kvtide-Session | @headers | @process | OURS
 bring a prefix up before it is asked for | POST …/prefetch | @advice | @process | OURS
 token of a client | ?token_file=/etc/kvtide/token | @clients | @process | OURS
+    tests/cli/test_every_store.py::test_every_command_looks_into_it
 TLS and certificates of clients | ?ca_file=…&cert_file=…&key_file=… | @clients | @process | OURS
 engines find what other regions have | ?force_latest=1 | @clients | @two-regions | CACHEGEN
-uploads in pieces, resumed after a cut | ?upload=pieces | @clients | @process | CACHEGEN
+uploads in pieces, resumed after a cut | ?upload=pieces | @clients | server | CACHEGEN
+    tests/tier/test_pieces.py::test_upload_goes_on_after_cuts_where_it_was
 what leaves memory first | memory://?policy=lru | @leaves | @process | CACHEGEN
 what leaves the disk first | disk:///var/cache/kvtide?policy=… | @leaves | @process | OURS
 the report's pool of freed blocks | ?policy=pool | @leaves | @process | PREFIX
@@ -118,6 +120,7 @@ rate of the link | link_bits_s | @sending | @process | CACHEGEN
 shares by weight | sending.weights | @sending | the server's scheduler | OURS
     tests/server/test_security.py::test_weights_change_under_waiting_bodies
 settings without a restart | kill -HUP | @server | @process | OURS
+    tests/server/test_security.py::test_tokens_change_on_a_signal_and_connections_and_memory_stay
 health on a port of its own | --health HOST:PORT | @server | @process | OURS
     tests/deploy/test_manifests.py::test_pod_of_the_statefulset_becomes_ready_by_its_own_probes
 access log | --access-log FILE | @server | @process | OURS

@@ -13,8 +13,6 @@ from tests.codec.tide_profiles import fitted_on
 from tests.doors.register import door
 from tests.doors.user import BLOCK, PROMPT, RESTORED, answer
 
-from kvtide.codec import CodecRegistry
-from kvtide.config import Limits
 from kvtide.engines import installed_profiles
 from kvtide.engines.transformers import attach, converted_folder, load_model, load_tokenizer, model_layout
 
@@ -218,32 +216,3 @@ def test_a_model_that_was_changed_unseen_finds_nothing_old(tiny_model: Any, exac
         cached.model.lm_head.weight.data[5, 5] += 1
         cached.weights_changed()
         assert cached.hit_tokens(PROMPT) == 0
-
-
-@door("bound of the disk")
-def test_disk_holds_no_more_than_its_bound(tiny_model: Any, tmp_path: Path) -> None:
-    limits = Limits(disk_bytes_max=RAW_BYTES_MIN // 2, memory_bytes_max=1)
-    stats = answer(tiny_model, tmp_path, PROMPT, limits=limits).stats
-    disk = next(tier for tier in stats.tiers if tier.name == "disk")
-    assert disk.objects < 6 and disk.used_bytes <= RAW_BYTES_MIN // 2
-
-
-@door("bound of the memory")
-def test_memory_holds_no_more_than_its_bound(tiny_model: Any) -> None:
-    limits = Limits(memory_bytes_max=RAW_BYTES_MIN // 2)
-    memory = answer(tiny_model, "memory://", PROMPT, limits=limits).stats.tiers[0]
-    assert 0 < memory.objects < 6 and memory.used_bytes <= RAW_BYTES_MIN // 2
-
-
-@door("bound of what waits to be stored")
-def test_what_finds_no_room_in_the_queue_is_dropped(tiny_model: Any, tmp_path: Path) -> None:
-    stats = answer(tiny_model, tmp_path, PROMPT, limits=Limits(store_queue_bytes_max=1)).stats
-    assert (stats.blocks_dropped, stats.blocks_stored) == (6, 0)
-
-
-@door("bound of what encoding takes")
-def test_without_memory_to_encode_blocks_are_stored_losslessly(tiny_model: Any, tmp_path: Path) -> None:
-    enough_for_lossless = CodecRegistry().make("lossless").scratch_bytes(model_layout(tiny_model, BLOCK))
-    bounds = (Limits(), Limits(encode_scratch_bytes_max=enough_for_lossless))
-    rough, whole = (read_bytes(tiny_model, tmp_path / str(n), "cachegen:4", limits=bounds[n]) for n in range(2))
-    assert rough < whole

@@ -1,7 +1,6 @@
 """Doors of `kvtide serve`: each flag or setting shows in what a process of its own answers."""
 
 import json
-import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -148,15 +147,6 @@ def test_bodies_go_no_faster_than_the_link_is_said_to_be(tmp_path: Path) -> None
         started_s = time.monotonic()
         assert len(ask(server, "GET", 1)[1]) == 500_000
         assert time.monotonic() - started_s > 0.3
-
-
-@door("settings without a restart")
-def test_hangup_reads_the_file_again(tmp_path: Path) -> None:
-    with serving(tmp_path, "[limits]\nobject_bytes_max = 2000\n") as server:
-        assert status(server, "PUT", 1, object_bytes(1, 3000)) == 413
-        (tmp_path / "kvtide.toml").write_text("[limits]\nobject_bytes_max = 4000\n")
-        server.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: status(server, "PUT", 1, object_bytes(1, 3000)) in {200, 201}, "the new bound")
 
 
 def lines(path: Path, count: int) -> list[Any]:

@@ -4,24 +4,21 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chaos import ChaosProxy, Fault, Kind
 from tests.doors.register import door
 from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, Regions, answer, grant, serving
-from tests.server.worlds import ask, bearer, metric, token_of
+from tests.server.worlds import ask, metric, token_of
 from tests.servers import ServerProcess, server_process
 from tests.suites.tier_suite import object_bytes
 
 from kvtide.clock import SystemClock
-from kvtide.config import Limits
 from kvtide.engines.transformers import attach
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
-from kvtide_lab.bench.services import free_ports, valkey_command, valkey_server, wait_until
+from kvtide_lab.bench.services import free_ports, valkey_command, valkey_server
 
 HELD = 'kvtide_tier_objects{tier="memory"}'
 
@@ -57,46 +54,6 @@ def test_socket_is_used_without_the_network(tiny_model: Any, tmp_path: Path) -> 
     near = tmp_path / "kvtide.sock"
     with server_process("--socket", str(near)) as server:
         assert stored(tiny_model, f"http+unix://{near}", [server]) == [BLOCKS]
-
-
-@door("several tiers, and what is evicted")
-def test_what_the_disk_evicts_goes_to_the_server(tiny_model: Any, pair: list[ServerProcess], tmp_path: Path) -> None:
-    url = f"disk://{tmp_path} {pair[0].url}?write=evicted"
-    before = metric(pair[0], HELD)
-    answer(tiny_model, url, PROMPT, tenant_salt=b"3")
-    assert metric(pair[0], HELD) == before
-    answer(tiny_model, url, PROMPT, tenant_salt=b"4", limits=Limits(memory_bytes_max=1, disk_bytes_max=1 << 16))
-    wait_until(lambda: metric(pair[0], HELD) > before, "evicted blocks to come")
-
-
-@door("uploads in pieces, resumed after a cut")
-def test_upload_goes_on_after_a_cut(tiny_model: Any, tmp_path: Path) -> None:
-    numbers = count()
-    with serving(tmp_path, "", "--access-log", str(tmp_path / "log")) as server:
-
-        def choose() -> Fault:
-            return Fault(Kind.RESET if next(numbers) < 3 else Kind.NOTHING, False, 20_000)
-
-        with ChaosProxy(server.address, choose) as proxy:
-            answer(tiny_model, f"{proxy.url}?upload=pieces", PROMPT)
-            assert proxy.connections > 3
-        assert metric(server, HELD) == BLOCKS
-        assert answer(tiny_model, server.url, PROMPT).hit_tokens == RESTORED
-        assert server.terminate() == 0
-    asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    methods = Counter(line["method"] for line in asked if line["route"] == "object")
-    assert methods["PUT"] == 0 and methods["POST"] >= 2 * BLOCKS
-
-
-@door("token of a client")
-def test_token_lets_an_engine_in(tiny_model: Any, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(token_of("search"))
-    with serving(tmp_path, grant("search")) as server:
-        assert answer(tiny_model, server.url, PROMPT).stats.tiers[1].used_bytes == 0
-        url = f"{server.url}?token_file={tmp_path / 'token'}"
-        answer(tiny_model, url, PROMPT)
-        assert answer(tiny_model, url, PROMPT).hit_tokens == RESTORED
-        assert metric(server, HELD, **bearer("search")) == BLOCKS
 
 
 @door("TLS and certificates of clients")
