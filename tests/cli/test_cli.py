@@ -173,7 +173,7 @@ def test_demo_makes_no_store_smaller(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_example_configuration_is_valid() -> None:
     settings = read_settings(Path(__file__).parents[2] / "deploy/kvtide.toml", {})
     assert [grant.tenant for grant in settings.grants] == ["search", "operators"]
-    assert settings.sending.weights == {"search": 2.0}
+    assert (settings.sending.weights, settings.quotas["*"].ttl_s) == ({"search": 2.0}, 1209600)
 
 
 def test_unix_socket_serves_and_is_taken_over_from_a_killed_server(tmp_path: Path) -> None:

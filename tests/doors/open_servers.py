@@ -89,7 +89,8 @@ tokens and scopes | [[grants]] scopes token_sha256 | @grants | server | OURS
     tests/server/test_security.py::test_every_route_asks_every_caller
 tenants on a server | [[grants]] tenant | @grants | server | OURS
     tests/server/test_security.py::test_another_tenants_object_looks_absent_everywhere
-largest object | object_bytes_max | @server | @process | OURS
+largest object | object_bytes_max | @server | server | OURS
+    tests/server/test_gateway.py::test_put_needs_a_length_within_the_bound
 memory of a server | memory_bytes_max | @server | server | CACHEGEN
     tests/server/test_quotas.py::test_what_is_evicted_counts_no_longer
 requests of a tenant | tenant_requests_s_max | @server | server | OURS
@@ -108,7 +109,8 @@ shutdown that balancers can follow | drain_delay_s | @server | @process | OURS
     tests/server/test_health.py::test_shutdown_says_not_ready_while_requests_are_still_taken
 quota of bytes and objects | bytes_max objects_max | @quotas | server | OURS
     tests/server/test_quotas.py::test_full_quota_is_a_507_that_names_it_and_others_go_on
-lifetime by tenant | ttl_s | @quotas | @process | OURS
+lifetime by tenant | ttl_s | @quotas | server | OURS
+    tests/server/test_quotas.py::test_objects_expire_and_make_room
 byte-fair sending | policy = "vtc" | @sending | server | OURS
     tests/attacks/test_operations_attacks.py::test_small_object_passes_many_large_ones_of_another_address_on_an_open_server
 the report's lottery | policy = "lottery" | @sending | server | CACHEGEN
@@ -134,11 +136,15 @@ ranges, tags and look-ups by curl | GET /v1/{namespace}/{key} | docs/protocol.md
 deadline of a request | Kvtide-Deadline-Ms: N | @headers | server | OURS
     tests/attacks/test_bodies.py::test_deadline_holds_while_a_tier_hangs
 read through from the centre | --central | @regions | @two-regions | CACHEGEN
+    tests/tier/test_pieces.py::test_regions_send_on_what_came_in_pieces
 synchronise with the centre | sync_bytes_s_max | @regions | @two-regions | CACHEGEN
+    tests/server/test_regions.py::test_what_was_invalidated_is_not_synchronised
 go on synchronising after a restart | --manifest /var/kvtide/manifest | @regions | two servers | CACHEGEN
     tests/server/test_regions.py::test_manifest_goes_on_after_a_restart
 force the latest | Kvtide-Force-Latest: 1 | @regions | @two-regions | CACHEGEN
+    tests/server/test_regions.py::test_latest_is_not_claimed_while_a_region_is_cut_off
 bound on staleness | Kvtide-Max-Staleness: SECONDS | @regions | @two-regions | CACHEGEN
+    tests/server/test_regions.py::test_region_without_its_centre_goes_on_and_says_since_when
 connections in all | connections_max | @server | server | OURS
     tests/server/test_gateway.py::test_connections_above_the_bound_are_turned_away
 buffers in all | buffer_bytes_max | @server | server | OURS

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from tests.attacks.floods import head
 from tests.doors.register import door
-from tests.doors.user import BLOCK, PROMPT, Regions, grant, serving, status
-from tests.processes import frozen
+from tests.doors.user import BLOCK, PROMPT, grant, serving, status
 from tests.server.worlds import ask, bearer, metric, path_of, put, stalled
 from tests.suites.tier_suite import object_bytes, object_id
 
@@ -62,12 +61,6 @@ def test_prefetched_object_is_in_memory_before_it_is_asked_for(tmp_path: Path) -
         assert ask(server, "POST", f"/v1/{wanted.namespace.hex()}/prefetch", b'{"keys": 3}')[0].status == 400
 
 
-@door("largest object")
-def test_larger_object_is_refused(tmp_path: Path) -> None:
-    with serving(tmp_path, "[limits]\nobject_bytes_max = 2000\n") as server:
-        assert [status(server, "PUT", 1, object_bytes(1, size)) for size in (2001, 2000)] == [413, 201]
-
-
 @door("connections of a tenant")
 def test_connections_of_an_address_are_bounded(tmp_path: Path) -> None:
     with serving(tmp_path, "[limits]\ntenant_connections_max = 2\n") as server, ExitStack() as stack:
@@ -87,15 +80,6 @@ def test_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
             with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
                 slow.sendall(said)
                 assert slow.recv(1) == b""
-
-
-@door("lifetime by tenant")
-def test_objects_of_a_tenant_expire(tmp_path: Path) -> None:
-    with serving(tmp_path, f"[quotas.search]\nttl_s = 0.5\n{BOTH}") as server:
-        for who in ("search", "chat"):
-            put(server, 1, **bearer(who))
-        wait_until(lambda: status(server, "GET", 1, **bearer("search")) == 404, "the object to expire")
-        assert status(server, "GET", 1, **bearer("chat")) == 200
 
 
 @door("order within a tenant")
@@ -170,39 +154,3 @@ def test_client_behind_a_proxy_is_known(tmp_path: Path) -> None:
     with serving(tmp_path, settings, "--access-log", str(tmp_path / "log")) as server:
         status(server, "GET", 1, Own_X_Forwarded_For="10.1.2.3")
         assert lines(tmp_path / "log", 1)[0]["address"] == "10.1.2.3"
-
-
-@door("read through from the centre")
-def test_region_reads_what_only_the_centre_has(regions: Regions) -> None:
-    put(regions.centre, 1)
-    answer, body = ask(regions.quick, "GET", 1)
-    assert (answer.status, body) == (200, object_bytes(1))
-    assert float(answer.headers["Kvtide-As-Of"]) > 0
-
-
-@door("synchronise with the centre")
-def test_centre_gets_what_a_region_stores_at_its_rate(regions: Regions) -> None:
-    # A first one would go at once, whatever the rate.
-    numbers = (2, 3)
-    for number in numbers:
-        put(regions.quick, number)
-    wait_until(lambda: all(status(regions.centre, "GET", n, Local="1") == 200 for n in numbers), "both to be there")
-
-
-@door("force the latest")
-def test_latest_is_found_before_it_is_synchronised(regions: Regions) -> None:
-    put(regions.slow, 4)
-    assert status(regions.quick, "GET", 4) == 404
-    assert status(regions.quick, "GET", 4, Force_Latest="1") == 200
-
-
-@door("bound on staleness")
-@pytest.mark.real_time
-def test_region_says_when_it_knows_too_little(regions: Regions) -> None:
-    put(regions.quick, 5)
-    # A centre that has just begun asks its regions first.
-    wait_until(lambda: status(regions.quick, "GET", 6, Max_Staleness="9") == 404, "the centre to have begun")
-    with frozen(regions.centre.process.pid):
-        assert status(regions.quick, "GET", 5) == 200
-        assert status(regions.quick, "GET", 6, Max_Staleness="0") == 503
-    wait_until(lambda: status(regions.quick, "GET", 6, Max_Staleness="9") == 404, "the centre to be back")

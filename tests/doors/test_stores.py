@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from tests.doors.register import door
-from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, Regions, answer, grant, serving
-from tests.server.worlds import ask, metric, token_of
+from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, answer, grant, serving
+from tests.server.worlds import World, ask, metric, put, token_of
 from tests.servers import ServerProcess, server_process
 from tests.suites.tier_suite import object_bytes
 
@@ -18,7 +18,7 @@ from kvtide.clock import SystemClock
 from kvtide.engines.transformers import attach
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.ram import MemoryTier
-from kvtide_lab.bench.services import free_ports, valkey_command, valkey_server
+from kvtide_lab.bench.services import free_ports, valkey_command, valkey_server, wait_until
 
 HELD = 'kvtide_tier_objects{tier="memory"}'
 
@@ -229,8 +229,11 @@ def test_pool_keeps_as_many_copies_as_asked_for(tiny_model: Any, pair: list[Serv
 
 
 @door("engines find what other regions have")
-def test_latest_is_looked_for_in_all_regions(tiny_model: Any, regions: Regions) -> None:
-    answer(tiny_model, regions.slow.url, PROMPT)
+def test_latest_is_looked_for_in_all_regions(tiny_model: Any, tmp_path: Path, stack: ExitStack) -> None:
+    one, two = World(tmp_path, stack, sync_bytes_s_max=1.0).regions
+    put(one, 0)
+    wait_until(lambda: one.region.synchroniser.sent_objects == 1, "the first object to go at once, whatever the rate")
+    answer(tiny_model, one.url, PROMPT)
     for option, tokens in (("", 0), ("?force_latest=1", RESTORED)):
-        with attach(tiny_model, f"{regions.quick.url}{option}", block_tokens=BLOCK) as cached:
+        with attach(tiny_model, f"{two.url}{option}", block_tokens=BLOCK) as cached:
             assert cached.hit_tokens(PROMPT) == tokens

@@ -52,14 +52,6 @@ def grant(tenant: str, scopes: str = '"read", "write", "admin"') -> str:
     return f'[[grants]]\ntenant = "{tenant}"\nscopes = [{scopes}]\ntoken_sha256 = "{digest}"\n'
 
 
-class Regions(NamedTuple):
-    """Two regions and their centre; what the slow one stores takes hours to reach the centre."""
-
-    centre: ServerProcess
-    quick: ServerProcess
-    slow: ServerProcess
-
-
 def status(
     server: ServerProcess | RunningServer, method: str, what: int | str, body: bytes | None = None, **h: str
 ) -> int:

@@ -178,6 +178,7 @@ def test_put_needs_a_length_within_the_bound(server: RunningServer) -> None:
     start = head("PUT", path_of(1), Connection="close").removesuffix(b"\r\n")
     for line, status in ((b"", 411), (b"Transfer-Encoding: chunked\r\n", 411), (b"Content-Length: 1048577\r\n", 413)):
         assert exchange(server, start + line + b"\r\n").startswith(b"HTTP/1.1 %d " % status)
+    assert ask(server, "PUT", 1, object_bytes(1, 1 << 20))[0].status == 201
 
 
 @pytest.mark.parametrize("here", [(), (0.5,)], ids=["nothing", "coarser"])

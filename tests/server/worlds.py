@@ -85,14 +85,14 @@ class World:
 
 
 @contextmanager
-def region_processes(folder: Path, *second: str) -> Iterator[list[ServerProcess]]:
-    """Run a centre and two regions, each a process. second: more arguments of the second region."""
+def region_processes(folder: Path) -> Iterator[list[ServerProcess]]:
+    """Run a centre and two regions, each a process."""
     ports = free_ports(3)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     centre = ["--region", urls[1], "--region", urls[2]]
     own = [["--central", urls[0], "--manifest", str(folder / f"manifest-{number}")] for number in (1, 2)]
     with ExitStack() as stack:
-        words = zip(ports, [centre, own[0], [*own[1], *second]], strict=True)
+        words = zip(ports, [centre, *own], strict=True)
         servers = [stack.enter_context(server_process(*arguments, port=port)) for port, arguments in words]
         for server in servers[1:]:
             # A region says nothing of the latest before it has heard its centre's records; those wait for all regions.
