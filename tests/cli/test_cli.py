@@ -81,6 +81,10 @@ def test_ls_shows_good_and_broken_objects(store: Path) -> None:
     stored_records(store)[0].write_body(b"garbage")
     rows = kvtide("ls", "--store", store)["rows"]
     assert sorted(bool(row["problem"]) for row in rows) == [False, False, True]
+    record = stored_records(store)[1]
+    record.write_body(record.body()[:-1] + bytes([record.body()[-1] ^ 1]))
+    for words, problems in (((), 1), (("--verify",), 2)):
+        assert sum(bool(row["problem"]) for row in kvtide("ls", *words, "--store", store)["rows"]) == problems
     shown = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["ls", "--store", str(store)]).stdout
     assert sorted(re.findall(r"\[\d+, \d+\)", shown)) == sorted(
         f"[{row['start']}, {row['start'] + row['tokens']})" for row in rows if not row["problem"]

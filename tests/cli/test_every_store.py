@@ -94,11 +94,14 @@ def test_every_command_looks_into_it(store: str, layout: BlockLayout, tmp_path: 
     assert kvtide("ls", "--namespace", "0" * 12, "--store", store)["objects"] == 0
     (tmp_path / "tokens").write_text(json.dumps(list(range(60))))
     words = ("explain", "--tokens", tmp_path / "tokens", "--block-tokens", 16, "--namespace", row["namespace"][:6])
-    assert kvtide(*words, "--store", store)["hit_tokens"] == 48
+    said = kvtide(*words, "--store", store)
+    reason = "every full block is stored; the last 12 tokens don't fill a block"
+    assert (said["hit_tokens"], said["reason"]) == (48, reason)
     assert kvtide("profile", "ls", "--store", store)["rows"] == []
-    ping = kvtide("ping", "--store", store, "--tries", 3, "--prefill-tokens-s", 0.001)
+    speeds = ("--prefill-tokens-s", 0.001, "--prefill-tokens-s", 1e12)
+    ping = kvtide("ping", "--store", store, "--tries", 3, *speeds)
     assert ping["objects_read"] == BLOCKS and ping["bytes_s"] > 0 and ping["round_trip_s"] > 0
-    assert [each["pays_from_tokens"] for each in ping["rows"]] == [16]
+    assert [each["pays_from_tokens"] for each in ping["rows"]] == [16, None]
     findings = kvtide("doctor", "--store", store)["rows"]
     assert {each["status"] for each in findings if "://" in each["subject"] or each["subject"] == "store"} == {"ok"}
 
@@ -109,6 +112,7 @@ def test_rm_removes_from_it(store: str, layout: BlockLayout) -> None:
     assert kvtide("rm", "--all", "--yes", "--namespace", "0" * 12, "--store", store)["removed"] == 0
     assert kvtide("rm", "--all", "--yes", "--store", store)["removed"] == BLOCKS - 1
     assert kvtide("stats", "--store", store)["objects"] == 0
+    assert kvtide("ping", "--store", store, "--tries", 1)["bytes_s"] is None
 
 
 def test_profiles_come_and_go(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ a chat of ten requests, with kvtide and without | make demo | README.md: Begin |
     tests/e2e/test_demo.py::test_chat_of_the_demo_restores_every_full_block_across_a_restart
 what a store holds | kvtide stats | @look | every kind of store | OURS
     tests/cli/test_every_store.py::test_every_command_looks_into_it
-objects of a store | kvtide ls --verify --sort --limit --namespace | @look | @tiny | OURS
+objects of a store | kvtide ls --verify --sort --limit --namespace | @look | every kind of store | OURS
+    tests/cli/test_every_store.py::test_every_command_looks_into_it
 remove objects | kvtide rm --yes | @look | every kind of store | OURS
     tests/cli/test_every_store.py::test_rm_removes_from_it
 commands on every kind of store | --store disk:// http:// pool:// valkey:// s3:// | @look
@@ -33,13 +34,15 @@ profiles that a store needs | kvtide profile ls --profile | @look | a made-up pr
     tests/test_explain.py::test_profile_that_is_not_here_is_named
 profiles put, fetched and removed | kvtide profile put get rm | @look | every kind of store | OURS
     tests/cli/test_every_store.py::test_profiles_come_and_go
-from where on loading pays | kvtide ping --store URL --prefill-tokens-s | @look | @process | OURS
+from where on loading pays | kvtide ping --store URL --prefill-tokens-s | @look | every kind of store | OURS
+    tests/cli/test_every_store.py::test_every_command_looks_into_it
 how large a model's cache is | kvtide size --model --disk-gb | @look | configs of known models | OURS
     tests/cli/test_sizes.py::test_size_is_what_the_models_cache_takes
 what a trace or logs would hit, by room and codec | kvtide size --trace --policy --block-tokens
     docs/sizing.md: From a trace or logs of yours | made-up requests | OURS
     tests/cli/test_sizes.py::test_trace_hits_more_in_a_codec_that_takes_less
-why a prompt missed | kvtide explain | @look | @tiny | OURS
+why a prompt missed | kvtide explain | @look | a cache on a disk | OURS
+    tests/test_explain.py::test_removed_block_is_explained_by_the_journal
 what a hit saves | kvtide explain --prefill-tokens-s --link-mbit-s | @look | @tiny | OURS
 which group of layers ended a hit | kvtide explain --model | @look | Gemma 3, tiny, random weights | OURS
 whether the quality is enough | kvtide explain --quality | @look | @tiny | OURS

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from tests.doors.register import door
-from tests.doors.user import BLOCK, BLOCKS, PROMPT, RESTORED, answer, grant, kvtide, serving, status
+from tests.doors.user import BLOCK, PROMPT, RESTORED, answer, grant, kvtide, serving, status
 from tests.families import model_of_family
 from tests.server.worlds import token_of
-from tests.servers import server_process
 from tests.stores import stored_records
 from typer.testing import CliRunner
 
@@ -38,27 +37,10 @@ def tokens(tmp_path: Path) -> Path:
     return tmp_path / "tokens"
 
 
-@door("objects of a store")
-def test_ls_shows_each_object_and_verify_reads_all_of_it(store: Path) -> None:
-    record = stored_records(store)[0]
-    record.write_body(record.body()[:-1] + bytes([record.body()[-1] ^ 1]))
-    assert [bool(row["problem"]) for row in kvtide("ls", "--store", store)["rows"]] == [False] * BLOCKS
-    assert sum(bool(row["problem"]) for row in kvtide("ls", "--verify", "--store", store)["rows"]) == 1
-
-
 def explained(store: Path, tokens: Path, *words: Any) -> Any:
     space = stored_records(store)[0].header.id.namespace.hex()
     where = ("--tokens", tokens, "--namespace", space, "--block-tokens", BLOCK, "--store", store)
     return kvtide("explain", *where, *words)
-
-
-@door("why a prompt missed")
-def test_explain_names_the_first_block_that_is_missing(store: Path, tokens: Path) -> None:
-    whole = explained(store, tokens)
-    kvtide("rm", stored_records(store)[0].header.id.key.hex(), "--store", store)
-    assert whole["hit_tokens"] == RESTORED
-    said = explained(store, tokens)
-    assert said["hit_tokens"] < RESTORED and "removed" in said["reason"]
 
 
 @door("what a hit saves")
@@ -99,17 +81,6 @@ def test_doctor_looks_at_this_machine(store: Path) -> None:
     assert result.keys() >= {"machine", "cpu", "commit", "command"} and str(store) in str(result["rows"])
     findings = {row["subject"]: row["status"] for row in result["rows"]}
     assert findings["native core"] == findings["torch"] == findings["store"] == "ok"
-
-
-@door("from where on loading pays")
-def test_ping_measures_a_server_and_stores_nothing(tiny_model: Any) -> None:
-    with server_process() as server:
-        assert kvtide("ping", "--store", server.url)["bytes_s"] is None
-        answer(tiny_model, server.url, PROMPT)
-        speeds = ("--prefill-tokens-s", 0.01, "--prefill-tokens-s", 1e12)
-        said = kvtide("ping", "--store", server.url, *speeds)
-        assert [row["pays_from_tokens"] for row in said["rows"]] == [BLOCK, None]
-        assert kvtide("stats", "--store", server.url)["objects"] == BLOCKS
 
 
 @door("make a token")
