@@ -95,7 +95,8 @@ memory of a server | memory_bytes_max | @server | server | CACHEGEN
     tests/server/test_quotas.py::test_what_is_evicted_counts_no_longer
 requests of a tenant | tenant_requests_s_max | @server | server | OURS
     tests/attacks/test_bodies.py::test_look_ups_of_many_keys_cost_as_many_requests
-connections of a tenant | tenant_connections_max | @server | @process | OURS
+connections of a tenant | tenant_connections_max | @server | server | OURS
+    tests/attacks/test_bodies.py::test_connections_of_one_tenant_or_address_are_bounded
 idle connections and slow heads | head_s_max | @server | @process | OURS
 buffers of a tenant | tenant_buffer_bytes_max | @server | server | OURS
     tests/attacks/test_bodies.py::test_tenants_never_take_all_buffers

@@ -61,17 +61,6 @@ def test_prefetched_object_is_in_memory_before_it_is_asked_for(tmp_path: Path) -
         assert ask(server, "POST", f"/v1/{wanted.namespace.hex()}/prefetch", b'{"keys": 3}')[0].status == 400
 
 
-@door("connections of a tenant")
-def test_connections_of_an_address_are_bounded(tmp_path: Path) -> None:
-    with serving(tmp_path, "[limits]\ntenant_connections_max = 2\n") as server, ExitStack() as stack:
-        for _ in range(2):
-            connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
-            stack.callback(connection.close)
-            connection.request("GET", "/v1")
-            assert connection.getresponse().status == 200
-        assert status(server, "GET", "/v1") in {429, 503}
-
-
 @door("idle connections and slow heads")
 def test_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
     limits = "[limits]\nhead_s_max = 0.2\n"
