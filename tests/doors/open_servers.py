@@ -119,7 +119,8 @@ the report's lottery | policy = "lottery" | @sending | server | CACHEGEN
 first come, first served | policy = "fifo" | @sending | the server's scheduler | OURS
     tests/server/test_scheduler.py::test_fifo_sends_whole_bodies_in_order_of_arrival
 bodies of a tenant at a time | tenant_sends_max | @sending | @process | OURS
-rate of the link | link_bits_s | @sending | @process | CACHEGEN
+rate of the link | link_bits_s | @sending | the server's scheduler | CACHEGEN
+    tests/server/test_scheduler.py::test_link_rate_paces_the_grants
 shares by weight | sending.weights | @sending | the server's scheduler | OURS
     tests/server/test_security.py::test_weights_change_under_waiting_bodies
 settings without a restart | kill -HUP | @server | @process | OURS
