@@ -199,7 +199,7 @@ def test_every_copy_of_an_object_is_removed(tmp_path: Path) -> None:
 class BeforeTheLock(Files):
     """Does something once, when the directory is locked first."""
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, then: Callable[[], object]) -> None:
         self.then = [then]
 
     def try_lock(self, descriptor: int, is_shared: bool = False) -> bool:
