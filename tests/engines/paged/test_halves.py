@@ -396,13 +396,13 @@ def test_slow_load_ends_at_its_deadline_and_the_next_is_declined(engines: Engine
 
 def test_load_that_waits_for_its_turn_ends_at_its_deadline(second: ToyEngine) -> None:
     gate, started_s = threading.Event(), time.monotonic()
-    second.worker.cache.tiers.get_into = lambda *arguments: gate.wait(5) and None  # type: ignore[method-assign]
+    second.worker.cache.tiers.get_into = lambda *arguments: gate.wait(60) and None  # type: ignore[method-assign]
     for request in range(LOADS_AT_ONCE):
         second.begin(str(request), PROMPT, is_in_step=False)
     second.scheduler.cache.judge = Judge(0.1)
     hit, pages = second.begin("late", PROMPT, is_in_step=False)
     assert second.wait("late") == set(pages[: hit // PAGE_TOKENS])
-    assert time.monotonic() - started_s < 3
+    assert time.monotonic() - started_s < 20
     gate.set()
 
 

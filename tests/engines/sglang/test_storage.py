@@ -196,9 +196,9 @@ def test_load_that_takes_longer_than_computing_is_given_up_and_the_next_one_decl
     backends: Callable[..., Any],
 ) -> None:
     backend, gate, started_s = backends(prefill_tokens_per_s=1000.0), threading.Event(), time.monotonic()
-    backend.store.cache.tiers.get_into = lambda *arguments: (gate.wait(3), None)[1]
+    backend.store.cache.tiers.get_into = lambda *arguments: (gate.wait(60), None)[1]
     names, pages = ["a", "b", *map(str, range(18))], [torch.zeros(PAGE, dtype=torch.bfloat16) for _ in range(20)]
     assert backend.batch_get(names, pages) == [None] * 20
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 20
     assert backend.batch_exists(["a", "b"]) == 0
     gate.set()
