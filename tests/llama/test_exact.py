@@ -157,6 +157,22 @@ def test_context_that_has_left_its_window_is_computed_again(opened: Any, tokens:
             assert ask(llm, tokens[:200] + tokens[900:950]).is_same(plain)
 
 
+def test_context_that_was_cut_has_no_more_of_its_windows_than_before(
+    opened: Any, tokens: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Cut to 640 tokens, it still lacks what had left the windows of 811.
+    options: dict[str, Any] = {"model": "gemma3", "swa_full": False, "n_batch": 64}
+    other = tokens[:512] + tokens[900:1900]
+    plain = ask_fresh(opened, other, **options)
+    with opened(**options) as llm, attach(llm, tmp_path) as cached:
+        ask(llm, tokens[:800])
+        ask(llm, tokens[:640] + tokens[900:901], 1)
+        assert ask(llm, other).is_same(plain)
+        assert cached.flush(60) and not caplog.records
+    with opened(**options) as llm, attach(llm, tmp_path):
+        assert ask(llm, other).is_same(plain)
+
+
 def test_state_of_a_restored_context_is_no_beginning_of_another(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     # As LlamaRAMCache saves and loads it: rows that have left the windows are not there.
     options: dict[str, Any] = {"model": "gemma3", "swa_full": False, "n_batch": 64}

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import llama_cpp
 import numpy as np
 
 from kvtide.clock import Clock, SystemClock
@@ -168,17 +169,19 @@ class CachedLlama:
 
     def _reused(self, prompt: Tokens) -> int:
         """Return how many tokens of a prompt llama.cpp would take from its context, which it empties if it may not."""
-        here = self.llm.input_ids[: self.llm.n_tokens]
-        same = min(len(here), len(prompt))
-        reused = min(int(np.logical_and.accumulate(here[:same] == prompt[:same]).sum()), len(prompt) - 1)
-        group = self.served.groups[-1]
-        is_gone = max(0, reused - group.group.reach_tokens) < len(here) - group.window_cells
-        if group.window_cells and reused < len(here) and (is_gone or reused < self._whole_from):
-            # Of windows that were left the rows are gone: llama.cpp would go on without them.
+        same = min(self.llm.n_tokens, max(0, len(prompt) - 1))
+        reused = int(np.logical_and.accumulate(self.llm.input_ids[:same] == prompt[:same]).sum())
+        if not self._has_windows(reused):
+            # llama.cpp would go on without them.
             self._context.clear()
             self._cut(0)
             return 0
         return reused
+
+    def _has_windows(self, tokens: int) -> bool:
+        """Tell whether the context still has what windows show to the token behind so many."""
+        oldest = llama_cpp.llama_memory_seq_pos_min(llama_cpp.llama_get_memory(self.llm.ctx), 0)
+        return tokens >= self._whole_from and max(0, tokens - self.served.groups[-1].group.reach_tokens) >= oldest
 
     def _begun_between_batches(self, reused: int, prompt_tokens: int) -> int:
         """Have llama.cpp begin at the end of a batch where that costs next to nothing: such a prompt can be stored."""

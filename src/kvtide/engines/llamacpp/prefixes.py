@@ -160,7 +160,7 @@ class LlamaPrefixes:
         queued = stop
         every = zip(self._served.groups, parts, self._named(tokens[: stop * size]), strict=True)
         for number, (group, part, named) in enumerate(every):
-            if (part.positions != positions_of(len(tokens), group.window_cells)).any():
+            if not np.array_equal(part.positions, positions_of(len(tokens), group.window_cells)):
                 # Cells in another order are summed in another order.
                 return stop
             blocks, oldest = [], int(part.positions.min())
