@@ -173,6 +173,20 @@ def test_context_that_was_cut_has_no_more_of_its_windows_than_before(
         assert ask(llm, other).is_same(plain)
 
 
+def test_beginning_between_batches_leaves_no_window_without_rows(
+    opened: Any, tokens: list[int], tmp_path: Path
+) -> None:
+    # Windows of 800 tokens have what token 610 looks at, and not what 576 does, at which a batch ends.
+    options: dict[str, Any] = {"model": "gemma3", "swa_full": False, "n_batch": 64, "n_ctx": 3072}
+    said, other = list[Answer](), tokens[:610] + tokens[800:] * 2
+    caches: list[Any] = [nullcontext, lambda llm: attach(llm, tmp_path)]
+    for cache_of in caches:
+        with opened(**options) as llm, cache_of(llm):
+            ask(llm, tokens[:800], 1)
+            said.append(ask(llm, other[:1800]))
+    assert said[0].is_same(said[1])
+
+
 def test_state_of_a_restored_context_is_no_beginning_of_another(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     # As LlamaRAMCache saves and loads it: rows that have left the windows are not there.
     options: dict[str, Any] = {"model": "gemma3", "swa_full": False, "n_batch": 64}

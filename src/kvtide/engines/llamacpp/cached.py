@@ -186,7 +186,7 @@ class CachedLlama:
     def _begun_between_batches(self, reused: int, prompt_tokens: int) -> int:
         """Have llama.cpp begin at the end of a batch where that costs next to nothing: such a prompt can be stored."""
         start = min(self._exact, reused) // self.served.unit_tokens * self.served.unit_tokens
-        if not 0 < (reused - start) * _SHARE_MIN <= prompt_tokens - start:
+        if not (0 < (reused - start) * _SHARE_MIN <= prompt_tokens - start and self._has_windows(start)):
             return reused
         self.llm.n_tokens = start
         return start
