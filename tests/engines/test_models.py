@@ -168,3 +168,20 @@ def test_text_is_restored_and_what_attends_to_another_input_runs_without_the_cac
             assert cached.last.hit_tokens == hit_tokens
             assert cached.flush(60)
             cached.cache.check()
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_positions_of_the_last_image_are_nothing_to_a_prompt_of_text(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    parts: dict[str, Any] = {"text_config": {**GROUPED, "rope_parameters": rope, "initializer_range": 0.5}}
+    parts["vision_config"] = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2}
+    model = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(**parts)).eval()
+    prompt = torch.randint(3, 60, (1, 40))
+    plain = model.generate(prompt, **GREEDY)
+    with attach(model, tmp_path, block_tokens=16) as cached:
+        # As two prompts with an image leave it, and one of two sequences.
+        for moved in ([[-2]], [[-2]], [[0], [0]]):
+            model.model.rope_deltas = torch.tensor(moved)
+            assert torch.equal(cached.generate(prompt, **GREEDY), plain)
+            assert cached.flush(60)
+        assert cached.last is not None and cached.last.hit_tokens == 32

@@ -81,8 +81,7 @@ class ModelIdentity:
         library = f" by transformers {'.'.join(transformers.__version__.split('.')[:2])}"
         texts = [f"{each.group.text}{library if each.states else ''}" for each in self.groups]
         if self.is_plain:
-            layout = self.layout
-            texts = [f"layers={layout.layers} kv_heads={layout.kv_heads} head_dim={layout.head_dim}"]
+            texts = [f"layers={self.layout.layers} kv_heads={self.layout.kv_heads} head_dim={self.layout.head_dim}"]
         quality, settings = "exact" if self._is_exact else "approximate", (self.block_tokens, self.tenant_salt)
         self.namespaces = tuple(
             namespace_digest(self.fingerprint, each.group.layout.dtype, f"{text} {quality}", *settings)
@@ -205,22 +204,21 @@ class ModelWatch:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._round = 0
-        self._digest: bytes | None = None
-        self._take()
+        self.renew()
 
     def fingerprint(self) -> bytes:
         """Return the model's digest as of the last look; see `model_fingerprint`."""
-        if self._digest is None:
-            self._digest = _tensors_digest(self._model)
+        self._digest = self._digest or _tensors_digest(self._model)
         return hashlib.sha256(_structure_digest(self._model) + self._digest).digest()
 
     def renew(self) -> None:
         """Take the model as it is now, whatever could be seen of it."""
-        self._digest = None
+        self._digest: bytes | None = None
         self._take()
 
     def follow(self) -> bool:
         """Look whether the model is another than at the last look, and take it as it is now."""
+        self._forget_images()
         self._round = (self._round + 1) % SAMPLE_ROUNDS
         is_written = self._is_written()
         if not is_written and not self._is_rebuilt():
@@ -231,7 +229,14 @@ class ModelWatch:
             self._digest = None
         return True
 
+    def _forget_images(self) -> None:
+        # How far the last call's images moved positions: transformers adds it in any call that begins with a cache.
+        for module in self._model.modules():
+            if "rope_deltas" in vars(module):
+                module.rope_deltas = None
+
     def _take(self) -> None:
+        self._forget_images()
         # Views of the modules' own dicts, which show what is in them at any time.
         self._views = list[ValuesView[Any]]()
         for each in self._model.modules():
