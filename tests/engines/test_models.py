@@ -185,3 +185,16 @@ def test_positions_of_the_last_image_are_nothing_to_a_prompt_of_text(tmp_path: P
             assert torch.equal(cached.generate(prompt, **GREEDY), plain)
             assert cached.flush(60)
         assert cached.last is not None and cached.last.hit_tokens == 32
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_padded_rows_of_a_model_that_counts_positions_by_itself_are_not_stored(tmp_path: Path) -> None:
+    # Its positions are columns, so that padding moves them.
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
+    model = model_of(transformers.BartConfig(**sizes, decoder_attention_heads=4, init_std=0.5, pad_token_id=0))
+    prompt = torch.randint(3, 60, (1, 40))
+    plain = model.generate(prompt, **GREEDY)
+    with attach(model, tmp_path, block_tokens=16) as cached:
+        cached.generate(torch.nn.functional.pad(prompt, (7, 0)), **GREEDY)
+        assert cached.flush(60)
+        assert torch.equal(cached.generate(prompt, **GREEDY), plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -127,8 +128,7 @@ def bypass_reason(model: Any, call: CallSettings) -> str | None:
     input_ids, settings, mask = call.input_ids, call.settings, call.mask
     if torch.is_autocast_enabled(input_ids.device.type):
         return "autocast computes keys and values in another precision"
-    foreign = sorted(call.others - _NEUTRAL_ARGUMENTS)
-    if foreign:
+    if foreign := sorted(call.others - _NEUTRAL_ARGUMENTS):
         return f"the answer may depend on {', '.join(foreign)}"
     mode = settings.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -142,6 +142,8 @@ def bypass_reason(model: Any, call: CallSettings) -> str | None:
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(settings, name):
             return f"{name} wants every token of the prompt to run"
+    if not mask.all() and "position_ids" not in signature(model.forward).parameters:
+        return "padded sequences, of a model that counts positions by itself"
     # Left padding: once a row has begun, it goes on.
     is_left = mask.shape == input_ids.shape and bool((mask[:, -1] == 1).all() and (mask.diff() >= 0).all())
     return None if is_left else "the attention mask hides tokens"
