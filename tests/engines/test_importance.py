@@ -185,6 +185,15 @@ def test_the_papers_way_by_steps(tiny_model: Any, tmp_path: Path, steps: dict[st
     assert cached.last.selected.is_fallback or 0.25 <= cached.last.selected.tokens_share <= 1
 
 
+def test_guided_answer_is_that_of_the_plain_model(tiny_model: Any, tmp_path: Path) -> None:
+    # Guidance runs a second prompt, of one token at first, within each step.
+    guided = {**GREEDY, "guidance_scale": 1.5}
+    with attach(tiny_model, tmp_path, importance=Impress(0.25, is_guarded=False), block_tokens=16) as cached:
+        cached.generate(PROMPT, **GREEDY)
+        assert cached.flush(60)
+        assert torch.equal(cached.generate(PROMPT, **guided), tiny_model.generate(PROMPT, **guided))
+
+
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_heads_that_disagree_load_the_whole(
     tiny_model: Any, tmp_path: Path, is_guarded: bool, monkeypatch: pytest.MonkeyPatch

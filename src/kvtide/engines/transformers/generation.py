@@ -153,6 +153,8 @@ def misfit_reason(call: CallSettings, is_plain: bool, has_importance: bool) -> s
     """Return why the cache can't help with a call on its model, plain or of several groups, with its settings."""
     if call.special_cache and (not is_plain or (has_importance and call.is_single)):
         return f"cache_implementation={call.special_cache}, of a model with several groups or with importance"
+    if has_importance and call.settings.guidance_scale not in (None, 1):
+        return "guidance_scale has the model read a second prompt, of which importance knows nothing"
     if not call.is_single and not is_plain:
         return "several or padded sequences, of a model with several groups of layers"
     return None
