@@ -198,3 +198,13 @@ def test_padded_rows_of_a_model_that_counts_positions_by_itself_are_not_stored(t
         cached.generate(torch.nn.functional.pad(prompt, (7, 0)), **GREEDY)
         assert cached.flush(60)
         assert torch.equal(cached.generate(prompt, **GREEDY), plain)
+
+
+def test_cache_that_is_handed_back_has_what_the_plain_model_s_has(tmp_path: Path) -> None:
+    # To go on with: windows of 16 tokens, whatever was kept to be stored.
+    model = model_of(transformers.MistralConfig(**GROUPED, sliding_window=16))
+    prompt, asked = torch.randint(3, 60, (1, 40)), {**GREEDY, "return_dict_in_generate": True}
+    with attach(model, tmp_path, block_tokens=16) as cached:
+        mine, its = (each.generate(prompt, **asked).past_key_values for each in (cached, model))
+    for layer, plain in zip(mine.layers, its.layers, strict=True):
+        assert torch.equal(layer.keys, plain.keys) and not layer.record_past
