@@ -284,10 +284,11 @@ class CachedModel:
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         store = partial(self._store, sequences, call, begun, states, observed)
         self._note(report._replace(blocks_queued=self.cache.guarded("queue blocks", store, 0)))
-        for layer in [each for each in begun.past.layers if getattr(each, "record_past", False)]:
-            # What left the window was kept to be stored; the caller may go on with this cache.
-            layer.crop(0)
-            layer.record_past = False
+        for layer in begun.past.layers:
+            if getattr(layer, "record_past", False):
+                # What left the window was kept to be stored; the caller may go on with this cache.
+                layer.crop(0)
+                layer.record_past = False
         return output
 
     def _note(self, report: GenerateReport) -> None:

@@ -204,7 +204,8 @@ class ModelWatch:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._round = 0
-        self.renew()
+        self._digest: bytes | None = None
+        self._take()
 
     def fingerprint(self) -> bytes:
         """Return the model's digest as of the last look; see `model_fingerprint`."""
@@ -213,12 +214,15 @@ class ModelWatch:
 
     def renew(self) -> None:
         """Take the model as it is now, whatever could be seen of it."""
-        self._digest: bytes | None = None
+        self._digest = None
         self._take()
 
     def follow(self) -> bool:
         """Look whether the model is another than at the last look, and take it as it is now."""
-        self._forget_images()
+        for module in self._model.modules():
+            if "rope_deltas" in vars(module):
+                # How far its last images moved positions: transformers adds it in any call that begins with a cache.
+                module.rope_deltas = None
         self._round = (self._round + 1) % SAMPLE_ROUNDS
         is_written = self._is_written()
         if not is_written and not self._is_rebuilt():
@@ -229,14 +233,7 @@ class ModelWatch:
             self._digest = None
         return True
 
-    def _forget_images(self) -> None:
-        # How far the last call's images moved positions: transformers adds it in any call that begins with a cache.
-        for module in self._model.modules():
-            if "rope_deltas" in vars(module):
-                module.rope_deltas = None
-
     def _take(self) -> None:
-        self._forget_images()
         # Views of the modules' own dicts, which show what is in them at any time.
         self._views = list[ValuesView[Any]]()
         for each in self._model.modules():
