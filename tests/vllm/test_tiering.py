@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvtide.engines.vllm.tiering import KVTideTier
+from kvtide.store.load import LoadReport, MissReason
 from kvtide_lab.config import engine_environment
 
 pytestmark = pytest.mark.timeout(900)
@@ -137,4 +138,20 @@ def test_jobs_are_done_where_no_thread_can_be_had_later(tmp_path: Path) -> None:
             tier.submit_load(TransferJob(number, [b"key"], np.array([0]), True, None))
     tier.drain_jobs()
     assert [each.success for each in tier.get_finished_jobs()] == [False, False]
+    tier.shutdown()
+
+
+def test_chunk_that_does_not_come_is_not_asked_for_again_until_it_is_stored_again(tmp_path: Path) -> None:
+    tier, job = _tier(tmp_path, tmp_path / "store", 1, is_canonical=False), partial(TransferJob, 1, [b"key"])
+    tier.submit_store(job(np.array([0]), False, None))
+    tier.drain_jobs()
+    assert [each.success for each in tier.get_finished_jobs()] == [True]
+    assert tier.lookup(b"key", None) is LookupResult.HIT
+    with patch.object(tier._store.cache, "load", return_value=LoadReport(0, 0, MissReason.DEADLINE)):
+        tier.submit_load(job(np.array([1]), True, None))
+        tier.drain_jobs()
+    assert [each.success for each in tier.get_finished_jobs()] == [False]
+    assert tier.lookup(b"key", None) is LookupResult.MISS
+    tier.submit_store(job(np.array([0]), False, None))
+    assert tier.lookup(b"key", None) is LookupResult.HIT
     tier.shutdown()

@@ -20,6 +20,7 @@ from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import check_version, model_folder
 
 TRANSFER_THREADS = 2
+MISSED_MAX = 1 << 16
 
 
 class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
@@ -53,13 +54,16 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         started = threading.Barrier(TRANSFER_THREADS)
         wait([self._workers.submit(started.wait, 5.0) for _ in range(TRANSFER_THREADS)])
         self._pending: set[Future[JobResult]] = set()
+        # What did not come is missing until it is stored again, whatever the store says: vLLM would ask on for it.
+        self._missed: set[bytes] = set()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Say if the store seems to have the chunk."""
-        return LookupResult.HIT if self._store.contains(key) else LookupResult.MISS
+        return LookupResult.HIT if key not in self._missed and self._store.contains(key) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Queue chunks to be copied, then encoded and stored in the background."""
+        self._missed.difference_update(job_metadata.keys)
         self._submit(self._store_chunks, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -83,6 +87,7 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
         count = self._store.load(keys, write)
         size, found = count * self.block_size_bytes, keys[:count]
+        self._missed = {*[*self._missed][:MISSED_MAX], *keys[count:]}
         return JobResult(job_id=job.job_id, success=found == keys, successful_keys=found, transfer_bytes=size)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
