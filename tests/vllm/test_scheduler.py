@@ -118,3 +118,22 @@ def test_pages_that_a_load_did_not_fill_are_found_by_nobody_if_its_request_is_ab
     assert (load.is_in_step, len(again.blocks)) == (True, len(load.blocks))
     assert request.is_finished()
     stepped.scheduler.shutdown()
+
+
+def test_pages_that_a_load_did_not_fill_are_left_to_nobody_if_its_request_is_aborted_after_that_step(
+    model: Path,
+) -> None:
+    stepped = Stepped(model, "layers")
+    stepped.add("a")
+    stepped.step()
+    assert stepped.scheduler.reset_prefix_cache()
+    stepped.add("b")
+    stepped.add("shares")
+    tokens, orders = stepped.step(invalid_block_ids=set(range(64)))
+    assert (set(tokens), orders.loads[0].request) == ({"b", "shares"}, "b")
+    stepped.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    stepped.add("c")
+    tokens, orders = stepped.step()
+    # Without this, on top of what nobody has filled.
+    assert (tokens["shares"], [len(load.blocks) for load in orders.loads]) == (len(PROMPT), [5])
+    stepped.scheduler.shutdown()

@@ -227,7 +227,6 @@ class SchedulerHalf:
             stream = stream._replace(within_s=max(0.0, until_s - rest_s - self._clock.monotonic_s()))
         order = LoadOrder(request, blocks, filled, skip_pages, deadline_s, is_in_step, is_latest, stream, tail)
         self._loads.append(order)
-        sequence.is_in_doubt = is_in_step
 
     # What a step does
 
@@ -353,7 +352,6 @@ class SchedulerHalf:
                 self.cache.judge.note_load(tokens, ended.seconds * tokens / (ended.tokens or 1), now_s)
             if (sequence := self._sequences.get(ended.request)) is None:
                 continue
-            sequence.is_in_doubt = False
             sequence.summary.ended = min(sequence.summary.ended or ended, ended, key=lambda each: each.tokens)
             if ended.tokens < ended.wanted_tokens:
                 sequence.options = sequence.options._replace(may_load=False)
@@ -365,10 +363,6 @@ class SchedulerHalf:
                 # At once: the engine may hand the pages on before this request computes again.
                 self._note_rough(sequence)
         self._lookups.lost(report.lost)
-
-    def is_in_doubt(self, request: str) -> bool:
-        """Tell whether a load within a step may have left pages of the request unfilled: it has not ended yet."""
-        return request in self._sequences and self._sequences[request].is_in_doubt
 
     def finished(self, request: str) -> RequestSummary | None:
         """Forget a request, however it ended; return what was done for it, None if it was never looked up."""

@@ -216,8 +216,6 @@ class TrackedSequence:
         # nothing is stored.
         self.loaded_from = 0
         self.rough_from: int | None = None
-        # Whether that was within a step of which nobody has told yet.
-        self.is_in_doubt = False
         # Blocks that were stored, ordered to be, or found stored; the same of what is behind them.
         self.settled = 0
         self.is_tail_settled = False

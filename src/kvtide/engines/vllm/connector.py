@@ -103,8 +103,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Of proofs and of what requests say.
         self._counts: Counter[str] = Counter()
         self._outcome = LoadOutcome(set(), set(), set())
-        # In which vLLM finds computed pages.
+        # In which vLLM finds computed pages, and those of who runs in a step that loads.
         self._block_pool: Any = None
+        self._loading: dict[str, Sequence[int]] = {}
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_half()
@@ -184,7 +185,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the step's orders."""
         total = scheduler_output.total_num_scheduled_tokens
-        return StepMetadata(self.scheduler.plan(self._scheduled(scheduler_output), total))
+        orders = self.scheduler.plan(self._scheduled(scheduler_output), total)
+        names = scheduler_output.num_scheduled_tokens if any(load.is_in_step for load in orders.loads) else ()
+        self._loading = {name: self._pages(scheduler_output.kv_connector_block_state, name) for name in names}
+        return StepMetadata(orders)
 
     def _scheduled(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
@@ -200,6 +204,13 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Learn from the workers' reports."""
         if connector_output.kv_connector_worker_meta is not None:
             self.scheduler.heard(connector_output.kv_connector_worker_meta.report)
+        for name, pages in self._loading.items():
+            filled = next((n for n, page in enumerate(pages) if page in connector_output.invalid_block_ids), len(pages))
+            # vLLM hashes pages before a load within the step has ended, and has one request compute what others share:
+            # one that may be aborted or preempted before it does.
+            self._block_pool.evict_blocks(set(pages[filled:]))
+            if name in self._requests and filled < len(pages):
+                self._requests[name].request.num_computed_tokens = filled * self._model.layers.page_tokens
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Say where loaded tokens come from: by the store, in front of which a worker's memory may have them."""
@@ -214,9 +225,6 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request. Its pages may be reused at once: what is stored was copied within its steps."""
         self._requests.pop(request.request_id, None)
-        if self._block_pool is not None and self.scheduler.is_in_doubt(request.request_id):
-            # Whoever is aborted within the step of a load is not told of pages that it left unfilled.
-            self._block_pool.evict_blocks(set(block_ids))
         summary = self.scheduler.finished(request.request_id)
         if summary is not None:
             _log.info("kvtide, request %s: %s", request.request_id, summary.text(shown_url(self._settings.store)))
@@ -224,7 +232,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request."""
-        return self.request_finished(request, [page for group in block_ids for page in group])
+        return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
         """Serve nothing that was stored before, as after an update of the weights: names change from now on."""
@@ -305,6 +313,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended; loads of finished requests end here."""
+        # Where drafts are made vLLM asks before `wait_for_save`.
+        self.worker.wait_loads()
         self._outcome = self.worker.ended(finished_req_ids, self._orders.is_idle)
         # vLLM hears of those within the step through their pages alone.
         return None, self._outcome.requests
