@@ -4,8 +4,11 @@ KVTIDE_VLLM_SOURCES=FOLDER (an unpacked wheel) has all tests of this folder impo
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,10 +22,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
+from kvtide.engines.paged import LoadOutcome
 from kvtide.engines.paged.sequence import StepCommands, WorkerReport
 from kvtide.engines.settings import TAIL_TOKENS
-from kvtide.engines.vllm.connector import StepReport
+from kvtide.engines.vllm.connector import KVTideConnector, StepMetadata, StepReport
 from kvtide_lab.bench.engine_process import kvtide_transfer
 
 PAGE, PROMPT = 128, list(range(5, 665))
@@ -137,3 +142,19 @@ def test_pages_that_a_load_did_not_fill_are_left_to_nobody_if_its_request_is_abo
     # Without this, on top of what nobody has filled.
     assert (tokens["shares"], [len(load.blocks) for load in orders.loads]) == (len(PROMPT), [5])
     stepped.scheduler.shutdown()
+
+
+@pytest.mark.parametrize("error", [None, MemoryError(), SystemExit()])
+def test_step_that_broke_off_stores_nothing(error: BaseException | None) -> None:
+    connector = KVTideConnector.__new__(KVTideConnector)
+    connector._scheduler = connector._cache_counts = None
+    connector._model, connector._worker = Mock(), Mock()
+    connector._worker.ended.return_value = LoadOutcome(set(), set(), set())
+    metadata = StepMetadata(StepCommands(1, (), (), is_idle=False))
+    step = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=True, finished_req_ids=set())
+    run = runner.KVConnectorModelRunnerMixin._get_kv_connector_output
+    place = patch.multiple(runner, get_kv_transfer_group=lambda: connector, get_forward_context=Mock())
+    with place, suppress(MemoryError, SystemExit), run(step):
+        if error is not None:
+            raise error
+    assert connector._worker.store.called == (error is None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -309,7 +310,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Copy what the step completed; encoding and storing happen in the background."""
         self.worker.wait_loads()
-        self.worker.store(self._orders)
+        # vLLM comes here too when an error or the process's end breaks off a step, whose pages are not computed then.
+        if sys.exc_info()[0] is None:
+            self.worker.store(self._orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended; loads of finished requests end here."""
