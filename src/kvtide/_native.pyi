@@ -138,11 +138,7 @@ def tide_project(
     fraction_bits: int = 0,
 ) -> tuple[float, float, float] | None: ...
 def tide_arrange(
-    path: str,
-    steps: NDArray[np.int16],
-    places: NDArray[np.uint16],
-    rows: NDArray[np.uint16],
-    out: NDArray[np.int16],
+    path: str, steps: NDArray[np.int16], places: NDArray[np.uint16], rows: NDArray[np.uint16], out: NDArray[np.int16]
 ) -> None: ...
 def tide_restore(
     path: str,

@@ -28,13 +28,7 @@ from kvtide.engines.surface import Sources, snapshots, version_numbers
 from kvtide.engines.vllm import connector as module
 from kvtide.engines.vllm import pages as vllm_pages
 from kvtide.engines.vllm.connector import KVTideConnector
-from kvtide.engines.vllm.model import (
-    ServedRequest,
-    check_policy,
-    check_version,
-    profile_fingerprint,
-    served_model,
-)
+from kvtide.engines.vllm.model import ServedRequest, check_policy, check_version, profile_fingerprint, served_model
 from kvtide.engines.vllm.pages import page_pools
 from kvtide.engines.vllm.stats import option_counts
 from kvtide.engines.vllm.tiering import KVTideTier

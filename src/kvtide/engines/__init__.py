@@ -15,14 +15,7 @@ from kvtide.engines.plugin import untested_vllm, vllm_distribution
 from kvtide.errors import CorruptPayload
 from kvtide.tier import shown_url
 
-__all__ = [
-    "device_part",
-    "installed_profiles",
-    "option_bytes",
-    "read_profile",
-    "untested_vllm",
-    "vllm_distribution",
-]
+__all__ = ["device_part", "installed_profiles", "option_bytes", "read_profile", "untested_vllm", "vllm_distribution"]
 
 _log = logging.getLogger(__name__)
 

@@ -3,13 +3,4 @@
 from kvtide.index.policy import USUAL_SIZE, EvictionPolicy, HeapPolicy, LruPolicy, Run, Use
 from kvtide.index.radix import TIERS_MAX, RadixIndex
 
-__all__ = [
-    "TIERS_MAX",
-    "USUAL_SIZE",
-    "EvictionPolicy",
-    "HeapPolicy",
-    "LruPolicy",
-    "RadixIndex",
-    "Run",
-    "Use",
-]
+__all__ = ["TIERS_MAX", "USUAL_SIZE", "EvictionPolicy", "HeapPolicy", "LruPolicy", "RadixIndex", "Run", "Use"]

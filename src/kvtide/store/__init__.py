@@ -5,11 +5,4 @@ from kvtide.store.load import BlockSource
 from kvtide.store.notes import NOTES
 from kvtide.store.storing import PendingBlock
 
-__all__ = [
-    "LOOK_UP_S_MAX",
-    "NOTES",
-    "BlockSource",
-    "Cache",
-    "PendingBlock",
-    "cache_for",
-]
+__all__ = ["LOOK_UP_S_MAX", "NOTES", "BlockSource", "Cache", "PendingBlock", "cache_for"]

@@ -29,12 +29,7 @@ from kvtide.tier.buffers import aligned_buffer
 TORCH_DTYPES: dict[KVDtype, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in KVDtype}
 _KVTIDE_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 BITS_DTYPES = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
-_LAYER_TYPES = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
+_LAYER_TYPES = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 # Models with states that go on exactly where a pass has left them: two passes were held against one in float32, by the
 # tests too. Others are known not to (Bamba, Jamba, MiniMax), or nobody has looked.
 _STATES_GO_ON = {

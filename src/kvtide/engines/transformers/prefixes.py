@@ -22,13 +22,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvtide.block import BlockBits, BlockMeta
 from kvtide.clock import Clock
 from kvtide.engines.transformers.fingerprint import ModelIdentity
-from kvtide.engines.transformers.groups import (
-    RestoredRoom,
-    StateRoom,
-    block_bits,
-    cache_argument,
-    read_states,
-)
+from kvtide.engines.transformers.groups import RestoredRoom, StateRoom, block_bits, cache_argument, read_states
 from kvtide.evict import Advice
 from kvtide.group import GroupKind, Hit, Parts, part_keys, state_every
 from kvtide.importance import Orders
