@@ -515,6 +515,13 @@ def test_record_written_during_the_search_for_the_next_one_is_found(tmp_path: Pa
     assert scan_segment(Written(), path, 7).records == [one, other]
 
 
+def test_forged_record_that_is_longer_than_any_file_is_none(tmp_path: Path) -> None:
+    forged = RecordHeader(object_id(1), ObjectLabel(), 7, 0, ALIGN_BYTES, (1 << 63) - 1, 1)
+    path = tmp_path / segment_name(7)
+    path.write_bytes(pack_segment_header(SegmentHeader(7, 1, 0)) + pack_record_header(forged))
+    assert scan_segment(Files(), path, 7).records == []
+
+
 def test_record_behind_a_damaged_header_is_found_once(tmp_path: Path) -> None:
     segment, record, _ = golden_pages()
     path = tmp_path / segment_name(7)

@@ -113,7 +113,8 @@ def parse_record_header(page: Buffer, segment: int, offset: int) -> RecordHeader
     if fields is None or fields[1:3] != _FORM:
         return None
     state, key, namespace, codec, number, sequence, at, size, stored_ms, parent, start = fields[3:14]
-    if (number, at) != (segment, offset) or state not in RecordState.__members__.values():
+    # No file is so long that what follows would be no offset.
+    if (number, at) != (segment, offset) or size >> 48 or state not in RecordState.__members__.values():
         return None
     object_id = ObjectId(Namespace(namespace), BlockKey(key))
     label = ObjectLabel(codec, parent, start)
