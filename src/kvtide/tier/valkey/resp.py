@@ -90,7 +90,7 @@ class RespSocket:
         """Bound the next call of the socket. TimeoutError if it is too late for one."""
         now_s = self._clock.monotonic_s()
         if now_s > min(give_up_s, self._give_up_s - WAIT_S_MIN):
-            raise TimeoutError("not all bytes moved in time")
+            raise TimeoutError("the deadline passed before all bytes had moved")
         if self._give_up_s < math.inf:
             self._bound_waits(min(self._give_up_s - now_s, self._wait_s_max))
 
