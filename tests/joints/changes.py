@@ -46,24 +46,13 @@ def _writing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
 
 
+@contextmanager
 def _scaled(tensor: torch.Tensor, writing: Callable[..., AbstractContextManager[Any]] = _writing) -> Iterator[None]:
     with writing(tensor):
         tensor.mul_(TIMES)
     yield
     with writing(tensor):
         tensor.mul_(1 / TIMES)
-
-
-def _in_place(model: Any) -> Iterator[None]:
-    yield from _scaled(_weight(model))
-
-
-def _buffer(model: Any) -> Iterator[None]:
-    yield from _scaled(model.model.rotary_emb.inv_freq)
-
-
-def _in_inference_mode(model: Any) -> Iterator[None]:
-    yield from _scaled(_weight(model), lambda tensor: torch.inference_mode())
 
 
 def _by_data(model: Any) -> Iterator[None]:
@@ -88,10 +77,6 @@ def _scaling(model: Any) -> Iterator[None]:
     attention.scaling *= TIMES
     yield
     attention.scaling /= TIMES
-
-
-def _hook(model: Any) -> AbstractContextManager[Any]:
-    return model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + 0.5)
 
 
 def _before_hook(model: Any) -> AbstractContextManager[Any]:
@@ -131,13 +116,13 @@ def _module(model: Any) -> Iterator[None]:
 
 
 CHANGES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
-    "in place": contextmanager(_in_place),
-    "in inference mode": contextmanager(_in_inference_mode),
+    "in place": lambda model: _scaled(_weight(model)),
+    "in inference mode": lambda model: _scaled(_weight(model), lambda tensor: torch.inference_mode()),
     "by .data": contextmanager(_by_data),
     "by a numpy view": contextmanager(_by_numpy),
-    "of a buffer": contextmanager(_buffer),
+    "of a buffer": lambda model: _scaled(model.model.rotary_emb.inv_freq),
     "of the attention's scaling": contextmanager(_scaling),
-    "by a hook": _hook,
+    "by a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *given: given[2] + 0.5),
     "by a hook before": _before_hook,
     "by a hook on all modules": _hook_on_all,
     "of a forward method": contextmanager(_forward),
