@@ -8,11 +8,15 @@ from numpy.typing import NDArray
 from kvtide.block import KVDtype
 from kvtide.codec.rotary import Pairs, Rotary, RotaryTables
 
+Floats = NDArray[np.float32]
+Pulls = NDArray[np.int8]
+Shorts = NDArray[np.int16]
+Words = NDArray[np.uint16]
 PARTS = 4
 TOP, DIGIT, CONTEXT = 0, 1, 2
 
 
-def _walk(values: NDArray[np.int16], which: NDArray[np.uint32], tables: NDArray[np.uint16]) -> Any:
+def _walk(values: Shorts, which: NDArray[np.uint32], tables: Words) -> Any:
     """Yield (row, token, table) in coded order."""
     tokens = values.shape[1]
     for i, row in enumerate(which):
@@ -21,13 +25,7 @@ def _walk(values: NDArray[np.int16], which: NDArray[np.uint32], tables: NDArray[
                 yield int(row), token, int(tables[i, part])
 
 
-def put(
-    values: NDArray[np.int16],
-    which: NDArray[np.uint32],
-    tables: NDArray[np.uint16],
-    mode: int,
-    parents: NDArray[np.int16],
-) -> dict[int, list[int]]:
+def put(values: Shorts, which: NDArray[np.uint32], tables: Words, mode: int, parents: Shorts) -> dict[int, list[int]]:
     lists: dict[int, list[int]] = {}
     for row, token, table in _walk(values, which, tables):
         value, parent = int(values[row, token]), int(parents[row, token])
@@ -39,9 +37,7 @@ def put(
     return lists
 
 
-def project(
-    values: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32], matrix: NDArray[np.int16]
-) -> NDArray[np.int16]:
+def project(values: Floats, mean: Floats, scale: Floats, matrix: Shorts) -> Shorts:
     """Return coefficients in steps, (components, tokens), of values (streams, tokens, channels) that are not loud."""
     streams, tokens, channels = values.shape
     by_token = values.transpose(1, 0, 2).reshape(tokens, streams * channels)
@@ -50,9 +46,7 @@ def project(
     return ((sums + (1 << 16)) >> 17).T.astype(np.int16)
 
 
-def seen(
-    values: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32], matrix: NDArray[np.int16]
-) -> tuple[tuple[float, float, float], float]:
+def seen(values: Floats, mean: Floats, scale: Floats, matrix: Shorts) -> tuple[tuple[float, float, float], float]:
     """Return squared error, variance of coefficients and tokens as `project` finds them, and the energy in all."""
     streams, tokens, channels = values.shape
     by_token = (values.transpose(1, 0, 2).reshape(tokens, streams * channels) - mean) * scale
@@ -65,14 +59,8 @@ def seen(
 
 
 def restore(
-    coefficients: NDArray[np.int16],
-    classes: NDArray[np.uint16],
-    pulls: NDArray[np.int8],
-    places: NDArray[np.uint16],
-    mean: NDArray[np.float32],
-    scale: NDArray[np.float32],
-    matrix: NDArray[np.int16],
-) -> NDArray[np.float32]:
+    coefficients: Shorts, classes: Words, pulls: Pulls, places: Words, mean: Floats, scale: Floats, matrix: Shorts
+) -> Floats:
     """Return values, (tokens, values)."""
     rows, tokens = coefficients.shape
     part = np.repeat(np.arange(PARTS), np.diff(np.arange(PARTS + 1) * tokens // PARTS))
@@ -88,15 +76,13 @@ def restore(
 class Stages(NamedTuple):
     """A transform in two stages: (blocks, components, values); (mixed, mixed); what is mixed; the place of each row."""
 
-    matrices: NDArray[np.int16]
-    mix: NDArray[np.int16]
-    mixed: NDArray[np.uint16]
-    places: NDArray[np.uint16]
+    matrices: Shorts
+    mix: Shorts
+    mixed: Words
+    places: Words
 
 
-def project_stages(
-    values: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32], stages: Stages
-) -> NDArray[np.int16]:
+def project_stages(values: Floats, mean: Floats, scale: Floats, stages: Stages) -> Shorts:
     streams, tokens, channels = values.shape
     by_token = values.transpose(1, 0, 2).reshape(tokens, streams * channels)
     whole = np.rint((by_token - mean) * scale).astype(np.int64)
@@ -108,14 +94,8 @@ def project_stages(
 
 
 def restore_stages(
-    coefficients: NDArray[np.int16],
-    classes: NDArray[np.uint16],
-    pulls: NDArray[np.int8],
-    places: NDArray[np.uint16],
-    mean: NDArray[np.float32],
-    scale: NDArray[np.float32],
-    stages: Stages,
-) -> NDArray[np.float32]:
+    coefficients: Shorts, classes: Words, pulls: Pulls, places: Words, mean: Floats, scale: Floats, stages: Stages
+) -> Floats:
     tokens, count = coefficients.shape[1], len(mean)
     unit = np.eye(len(coefficients), dtype=np.int16)
     plain, one = np.zeros(len(unit), dtype=np.float32), np.ones(len(unit), dtype=np.float32)
@@ -134,7 +114,7 @@ def restore_stages(
 NEXT = ((0, 1), (3, 2), (5, 4), (6, 7), (1, 0), (2, 3), (4, 5), (7, 6))
 
 
-def find_path(exact: NDArray[np.int16], classes: NDArray[np.uint16], rates: NDArray[np.int16]) -> NDArray[np.int16]:
+def find_path(exact: Shorts, classes: Words, rates: Shorts) -> Shorts:
     """Return the levels of the cheapest path of each token, one token after the other. exact: 16ths of a step."""
     rows, tokens = exact.shape
     levels = np.zeros_like(exact)
@@ -161,7 +141,7 @@ def find_path(exact: NDArray[np.int16], classes: NDArray[np.uint16], rates: NDAr
     return levels
 
 
-def _cheapest(magnitude: int, quantiser: int, parity: int, rates: NDArray[np.int16]) -> tuple[int, int]:
+def _cheapest(magnitude: int, quantiser: int, parity: int, rates: Shorts) -> tuple[int, int]:
     near = 2 * ((magnitude + 8 * quantiser - 16 * parity + 16) // 32) + parity
     found = []
     for level in (near, max(near - 2, parity)):
@@ -170,7 +150,7 @@ def _cheapest(magnitude: int, quantiser: int, parity: int, rates: NDArray[np.int
     return found[1] if found[1][0] < found[0][0] else found[0]
 
 
-def walk(levels: NDArray[np.int16]) -> NDArray[np.int64]:
+def walk(levels: Shorts) -> NDArray[np.int64]:
     """Return the quantiser of each level: (rows, tokens)."""
     found = np.zeros(levels.shape, dtype=np.int64)
     for token in range(levels.shape[1]):
@@ -182,11 +162,7 @@ def walk(levels: NDArray[np.int16]) -> NDArray[np.int64]:
 
 
 def put_states(
-    levels: NDArray[np.int16],
-    parents: NDArray[np.int16],
-    modes: NDArray[np.uint8],
-    tables: NDArray[np.uint16],
-    twins: tuple[int, int],
+    levels: Shorts, parents: Shorts, modes: NDArray[np.uint8], tables: Words, twins: tuple[int, int]
 ) -> dict[int, list[int]]:
     lists: dict[int, list[int]] = {}
     quantisers = walk(levels)
@@ -200,12 +176,12 @@ def put_states(
     return lists
 
 
-def half_steps(levels: NDArray[np.int16]) -> NDArray[np.int16]:
+def half_steps(levels: Shorts) -> Shorts:
     """Return what levels along a path stand for, in half steps."""
     return (2 * levels.astype(np.int64) - walk(levels) * np.sign(levels)).astype(np.int16)
 
 
-def turned(keys: NDArray[np.float32], rotary: Rotary, tables: RotaryTables) -> NDArray[np.float32]:
+def turned(keys: Floats, rotary: Rotary, tables: RotaryTables) -> Floats:
     """The twin: each pair (a, b) of the rotated dims becomes (a cos - b sin, b cos + a sin)."""
     out = keys.copy()
     dims = out[..., rotary.dim_start : rotary.dim_stop]
@@ -218,7 +194,7 @@ def turned(keys: NDArray[np.float32], rotary: Rotary, tables: RotaryTables) -> N
     return out
 
 
-def as_bits(values: NDArray[np.float32], dtype: KVDtype) -> Any:
+def as_bits(values: Floats, dtype: KVDtype) -> Any:
     """Patterns of values, rounded to nearest even."""
     if dtype is KVDtype.BFLOAT16:
         wide = values.view(np.uint32)
