@@ -165,26 +165,16 @@ def test_golden_bytes_of_keys_apart_are_still_written_and_read() -> None:
 
 
 SUITE_LAYOUT = BlockLayout(layers=2, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.BFLOAT16)
-
-
-class TestRaw(CodecSuite):
-    codec = RawCodec()
-
-
-class TestLossless(CodecSuite):
-    codec = LosslessCodec()
-
-
-class TestCachegen(CodecSuite):
-    codec = CachegenCodec()
-
-
-class TestCachegenPrefix(CodecSuite):
-    codec = CachegenCodec(level=1, coder=1)
-
-
-class TestSnippet(CodecSuite):
-    codec = SnippetCodec()
+SUITES: dict[str, Codec] = {
+    "TestRaw": RawCodec(),
+    "TestLossless": LosslessCodec(),
+    "TestCachegen": CachegenCodec(),
+    "TestCachegenPrefix": CachegenCodec(level=1, coder=1),
+    "TestSnippet": SnippetCodec(),
+    "TestChunkwise": ChunkwiseCodec(),
+    "TestChunkwisePrefix": ChunkwiseCodec(level=1, coder=1),
+}
+globals().update({name: type(name, (CodecSuite,), {"codec": codec}) for name, codec in SUITES.items()})
 
 
 def test_the_snippet_keeps_anchors_finer_than_differences_of_later_layers() -> None:
@@ -209,14 +199,6 @@ def test_the_snippet_refuses_sections_of_others(stranger: tuple[SectionKind, int
     sections = [*SnippetCodec().encode(meta, bits), Section(SectionId(*stranger, 0, 1), b"x")]
     with pytest.raises(CorruptPayload, match="neither anchors nor differences"):
         SnippetCodec().decode(meta, sections, np.empty_like(bits))
-
-
-class TestChunkwise(CodecSuite):
-    codec = ChunkwiseCodec()
-
-
-class TestChunkwisePrefix(CodecSuite):
-    codec = ChunkwiseCodec(level=1, coder=1)
 
 
 GOLDEN_CODECS = (RawCodec(), CachegenCodec(), CachegenCodec(1, coder=1), ChunkwiseCodec(), ChunkwiseCodec(level=1))
