@@ -22,10 +22,10 @@ from tests.suites.tier_suite import object_bytes, object_id
 from kvtide.errors import RequestRefused
 from kvtide.server.http import BodyBuffers
 from kvtide.server.http import connections as doors
-from kvtide.server.http.connections import ConnectionLimits, Guest, common_name, connections_for
+from kvtide.server.http.connections import ConnectionLimits, Guest, common_name
 from kvtide.server.http.shares import Rates
 from kvtide.server.scheduler import SchedulerSettings
-from kvtide.server.settings import FILES_MAX, ProgressBudget, ServerLimits, ServerSettings
+from kvtide.server.settings import ProgressBudget, ServerLimits, ServerSettings
 from kvtide_lab.bench.services import BenchService, valkey_server, wait_until
 from kvtide_lab.wrapped import Watched
 
@@ -454,13 +454,6 @@ def test_strangers_leave_in_the_order_in_which_they_came() -> None:
     assert doors.enter("3", "@here") is not None
     assert cut == ["1"]
     doors.check()
-
-
-def test_descriptors_that_are_few_bound_the_connections(caplog: pytest.LogCaptureFixture) -> None:
-    limits = ServerLimits(connections_max=4096)
-    assert connections_for(limits, 65536) == 4096
-    assert connections_for(limits, 1024) == 1024 - FILES_MAX
-    assert "connections_max" in caplog.text
 
 
 # Requests without pause: each owner gets its turns, whoever else asks how often.
