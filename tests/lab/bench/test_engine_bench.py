@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -63,21 +64,13 @@ def test_settling_waits_until_nothing_is_written_any_more(tmp_path: Path, monkey
     assert len(waits) == quiet + 3
 
 
-class _Engine:
-    def ask(self, ids: Any, answer_tokens: int) -> None:
-        pass
-
-    def do(self, verb: str) -> None:
-        pass
-
-
 class _Seat:
     """Takes its turns without an engine; `broken` fails at its second start."""
 
     def __init__(self, name: str, diary: list[tuple[str, str]]) -> None:
         self.contender = Contender(name, PYTHON, None if name == "plain" else {}, is_brief=" " in name)
         self.turns: dict[str, list[Turn]] = {}
-        self.engine = _Engine()
+        self.engine = Mock()
         self.diary = diary
         self.starts = 0
 
