@@ -58,15 +58,12 @@ def test_keys_that_are_no_chain_of_their_namespace_are_refused(
     index.check()
 
 
-@pytest.mark.parametrize("tier", [-1, 8])
-def test_tier_out_of_range_is_refused(tier: int) -> None:
-    with pytest.raises(ValueError, match="from 0 to 7"):
-        index_of().insert(NS, chain(1), tier=tier)
-    with pytest.raises(ValueError, match="tier must be from 0 to 7"):
-        index_of().place(chain(1)[0], tier)
-
-
-def test_bad_bounds_are_refused() -> None:
+def test_tiers_and_bounds_that_can_not_be_are_refused() -> None:
+    for tier in (-1, 8):
+        with pytest.raises(ValueError, match="from 0 to 7"):
+            index_of().insert(NS, chain(1), tier=tier)
+        with pytest.raises(ValueError, match="tier must be from 0 to 7"):
+            index_of().place(chain(1)[0], tier)
     with pytest.raises(ValueError, match="blocks_max must not be negative"):
         index_of(-1)
 
