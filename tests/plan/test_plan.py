@@ -71,9 +71,7 @@ def test_engine_starts_at_the_deadline_with_what_is_there() -> None:
     assert not is_ready(REQUEST, loaded(1, 1, now_s=1.9))
     assert is_ready(REQUEST, loaded(1, 1, now_s=2.0))
     assert not is_ready(REQUEST, loaded(2, 0, now_s=9.0))
-
-
-def test_engine_starts_early_when_the_goal_is_reached() -> None:
+    # Early, when the goal is reached.
     eager = replace(REQUEST, kl_goal=0.2)
     assert not is_ready(eager, loaded(1, 1))
     assert is_ready(eager, loaded(1, 2))
@@ -122,11 +120,6 @@ def test_break_even_takes_the_earliest_start(rate: float | None, why: Why, secon
     decision = decide(EVEN, rate)
     assert decision.why is why
     assert decision[1:3] == pytest.approx(seconds)
-
-
-def test_latency_alone_can_decide_for_recomputing() -> None:
-    assert decide(EVEN, 1e9, latency_s=0.1).why is Why.LINK_FASTER
-    assert decide(EVEN, 1e9, latency_s=4.0).why is Why.LINK_SLOWER
 
 
 @pytest.mark.parametrize(("rate", "latency_s"), [(-1.0, 0.0), (math.nan, 0.0), (1.0, -1.0)])
@@ -216,16 +209,11 @@ def test_slower_load_is_declined_once_both_speeds_are_known_and_until_it_is_forg
     assert judge.is_load_faster(1000, 1.0)
 
 
-def test_short_steps_say_nothing() -> None:
+def test_deadline_is_what_computing_would_take_within_bounds_and_short_steps_say_nothing() -> None:
     judge = Judge(10.0)
     judge.note_prefill(0, 8, 1.0)
     judge.note_load(8, 100.0, 0.0)
-    assert judge.deadline_s(100_000) == 10.0
-
-
-def test_deadline_is_what_computing_would_take_within_bounds() -> None:
-    judge = Judge(10.0)
-    assert judge.deadline_s(1000) == 10.0
+    assert judge.deadline_s(1000) == judge.deadline_s(100_000) == 10.0
     judge.note_prefill(0, 1000, 1.0)
     assert judge.deadline_s(2000) == pytest.approx(2.0)
     assert judge.deadline_s(50_000) == 10.0
@@ -257,7 +245,9 @@ def test_stream_that_was_too_slow_gets_another_chance() -> None:
     assert whys == [Why.LINK_SLOWER, Why.LINK_SLOWER, Why.UNKNOWN_LINK, Why.LINK_SLOWER]
 
 
-def test_decoding_counts_where_it_is_slower_than_the_link() -> None:
+def test_latency_alone_can_decide_for_recomputing_and_decoding_where_it_is_slower_than_the_link() -> None:
+    assert decide(EVEN, 1e9, latency_s=0.1).why is Why.LINK_FASTER
+    assert decide(EVEN, 1e9, latency_s=4.0).why is Why.LINK_SLOWER
     quick, slow = decide(TEN, 1e6), decide(TEN, 1e6, decode_token_s=0.01)
     assert (quick.why, slow.why) == (Why.LINK_FASTER, Why.LINK_SLOWER)
     assert slow.load_s == pytest.approx(quick.load_s + 10.0)
@@ -386,11 +376,6 @@ def asked(request: Request, policy: StreamPolicy, plans: int, start: Progress | 
     return fetches
 
 
-def test_cachegen_begins_with_a_middle_level() -> None:
-    request = context(3, (100, 200, 300, 400), (0.4, 0.3, 0.2, 0.1), 1.0, is_layered=False)
-    assert CachegenRule().plan(request, Progress.start(request)) == ((Fetch(0, 1),), (), Reason.FIRST)
-
-
 @pytest.mark.parametrize(
     ("rate", "level", "reason"),
     [(600.0, 2, Reason.LEVEL), (599.0, 1, Reason.LEVEL), (200.0, 0, Reason.LEVEL), (199.0, 0, Reason.SMALLEST)],
@@ -401,7 +386,9 @@ def test_cachegen_takes_the_best_level_with_which_the_rest_fits(rate: float, lev
     assert CachegenRule().plan(request, progress) == ((Fetch(1, level),), (), reason)
 
 
-def test_cachegen_waits_for_the_rate_of_what_is_under_way() -> None:
+def test_cachegen_begins_with_a_middle_level_and_waits_for_the_rate_of_what_is_under_way() -> None:
+    request = context(3, (100, 200, 300, 400), (0.4, 0.3, 0.2, 0.1), 1.0, is_layered=False)
+    assert CachegenRule().plan(request, Progress.start(request)) == ((Fetch(0, 1),), (), Reason.FIRST)
     request = context(3, (10, 20, 30), (0.5, 0.2, 0.1), 0.1, is_layered=False)
     under_way = Progress.start(request).asking(Fetch(0, 1))
     assert CachegenRule().plan(request, under_way) == ((), (), Reason.WAIT)
@@ -431,15 +418,10 @@ def test_layered_looks_past_a_step_that_gains_nothing_itself() -> None:
     assert asked(request, Layered(), 3)[2:] == [Fetch(0, 1), Fetch(0, 2), Fetch(1, 1), Fetch(1, 2)]
 
 
-def test_anchors_of_all_come_before_single_deltas_of_each() -> None:
-    request = context(2, (9, 3, 3), (0.9, 0.5, 0.1), 1.0)
-    steps = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
-    assert asked(request, AnchorFirst(), 3) == steps
-
-
-def test_slow_links_bring_single_deltas_and_then_anchors() -> None:
+def test_anchors_of_all_come_before_single_deltas_of_each_and_over_slow_links_behind_them() -> None:
     request = context(2, (9, 3, 3), (0.9, 0.5, 0.1), 1.0)
     deltas, anchors = [(0, 1), (0, 2), (1, 1), (1, 2)], [(0, 0), (1, 0)]
+    assert asked(request, AnchorFirst(), 3) == anchors + deltas
     slow = Progress.start(request).at(0.5, 59.0)
     assert asked(request, DeltasFirstWhenSlow(), 3, slow) == deltas + anchors
     fast = Progress.start(request).at(0.5, 60.0)
@@ -461,6 +443,9 @@ def test_two_ended_loads_from_the_end_what_the_engine_does_not_reach() -> None:
     assert plan.computes == (0,)
     bases, refinements, reserve = [(4, 0), (3, 0), (2, 0)], [(4, 1), (3, 1), (2, 1)], [(1, 0), (0, 0), (1, 1), (0, 1)]
     assert asked(request, TwoEnded(), 4) == bases + refinements + reserve
+    # With a goal it meets as early as it can.
+    request = context(3, (100, 100), (0.5, 0.1), 2.2, kl_goal=0.2)
+    assert asked(request, TwoEnded(), 1) == [(2, 0), (1, 0), (0, 0)]
 
 
 def test_two_ended_has_short_chunks_computed_in_one_pass() -> None:
@@ -513,19 +498,12 @@ def test_pass_is_neighbours_of_so_many_tokens() -> None:
     assert leading_pass(context(2, (1,), (0.0,), 1.0), [0, 1]) == (0,)
 
 
-def test_two_ended_with_a_goal_meets_as_early_as_it_can() -> None:
-    request = context(3, (100, 100), (0.5, 0.1), 2.2, kl_goal=0.2)
-    assert asked(request, TwoEnded(), 1) == [(2, 0), (1, 0), (0, 0)]
-
-
 def test_two_ended_computes_over_what_is_loaded_only_if_it_ends_in_time() -> None:
     request = context(2, (100, 100), (0.5, 0.1), 2.0)
     progress = Progress(1.0, (1, 1), (1, 1))
     assert TwoEnded().plan(request, progress).computes == (0,)
     assert TwoEnded().plan(request, progress.at(1.01, None)).computes == ()
-
-
-def test_two_ended_computes_what_never_comes_on_top_of_what_is_loaded() -> None:
+    # And what never comes on top of what is loaded.
     request = context(4, (100, 100), (0.5, 0.1), 2.0)
     late = Progress(9.0, (1, 0, 1, 0), (1, 1, 1, 1))
     assert TwoEnded().plan(request, late) == ((), (1,), Reason.LATE)
