@@ -183,9 +183,7 @@ def test_tokens_are_apart_by_their_own_block() -> None:
     floats(quiet)[7, 1, 5] *= 0.01
     assert not apart_tokens(meta, quiet).any()
     assert not apart_tokens(meta, np.zeros_like(BITS)).any()
-
-
-def test_first_four_tokens_are_apart_in_smaller_pieces_too() -> None:
+    # The first four in smaller pieces too.
     layout = replace(LAYOUT, tokens=3)
     pieces = [apart_tokens(block_meta(layout, 0, n), smooth_bits(layout, n)).tolist() for n in range(3)]
     assert pieces == [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
@@ -269,14 +267,11 @@ def test_two_stages_lose_what_the_profile_promises_and_keep_most_of_the_gain() -
         sections = codec.encode(STAGED_META, STAGED_BITS)
         codec.check_decoded(STAGED_META, STAGED_BITS, sections)
         sizes["place" in profile.arrays, "order" in profile.arrays] = sum(len(s.data) for s in sections)
-    light, staged, dense = sizes[False, True], sizes[True, False], sizes[False, False]
+    light, stages, dense = sizes[False, True], sizes[True, False], sizes[False, False]
     assert STAGED.arrays["mixed"].size
-    assert dense <= staged < light
-
-
-def test_layers_whose_heads_have_no_even_part_keep_one_matrix() -> None:
-    layout = BlockLayout(layers=1, tokens=16, kv_heads=2, head_dim=5, dtype=KVDtype.FLOAT32)
-    assert "fine" in staged(layout).arrays
+    assert dense <= stages < light
+    # Layers whose heads have no even part keep one matrix.
+    assert "fine" in staged(BlockLayout(layers=1, tokens=16, kv_heads=2, head_dim=5, dtype=KVDtype.FLOAT32)).arrays
 
 
 @given(data=st.data())
@@ -697,6 +692,7 @@ def test_loss_of_a_hit_does_not_depend_on_how_it_is_cut_into_blocks(purpose: Pur
     fine = [each for each in coarse for _ in range(4)]
     assert LAW.kl(fine, 64, purpose) == pytest.approx(LAW.kl(coarse, 256, purpose))
     assert LAW.lost(4, 256)[purpose, range(4), coarse].sum() == pytest.approx(LAW.kl(coarse, 256, purpose))
+    assert LAW.kl([], 256, purpose) == LAW.kl([4] * 8, 256, purpose) == 0.0, "nothing, and exact blocks, lose nothing"
 
 
 def test_copies_are_judged_by_the_passage_that_is_named() -> None:
@@ -705,11 +701,6 @@ def test_copies_are_judged_by_the_passage_that_is_named() -> None:
     good, bad = (LAW.kl(kept, 256, Purpose.COPIES, [block]) for block in (0, 1))
     assert good < mean < bad
     assert LAW.kl(kept, 256, Purpose.GOES_ON, [1]) == LAW.kl(kept, 256, Purpose.GOES_ON)
-
-
-def test_nothing_and_exact_blocks_lose_nothing() -> None:
-    for purpose in Purpose:
-        assert LAW.kl([], 256, purpose) == LAW.kl([4] * 8, 256, purpose) == 0.0
 
 
 @pytest.mark.parametrize(
