@@ -148,15 +148,12 @@ ROWS = [
 ]
 
 
-def test_bits_lie_between_the_rows_in_bits_and_log_kl() -> None:
-    assert quality.bits_of(quality.bits_at_kl(ROWS), 5e-3, "tide-deep", "shared") == pytest.approx(1.5)
-    assert quality.ratio_to_tide(quality.bits_at_kl(ROWS), "cachegen", "shared") == pytest.approx(4 / 1.5)
-    said = next(each for each in quality.bits_at_kl(ROWS) if (each.codec, each.kl) == ("tide-deep", 5e-3))
-    assert said.between == (quality.Point(1, 2e-2), quality.Point(2, 1.25e-3))
-
-
-def test_nothing_is_said_beyond_the_rows() -> None:
+def test_bits_lie_between_the_rows_in_bits_and_log_kl_and_nothing_is_said_beyond_them() -> None:
     found = quality.bits_at_kl(ROWS)
+    assert quality.bits_of(found, 5e-3, "tide-deep", "shared") == pytest.approx(1.5)
+    assert quality.ratio_to_tide(found, "cachegen", "shared") == pytest.approx(4 / 1.5)
+    said = next(each for each in found if (each.codec, each.kl) == ("tide-deep", 5e-3))
+    assert said.between == (quality.Point(1, 2e-2), quality.Point(2, 1.25e-3))
     assert quality.bits_of(found, 1e-3, "tide-deep", "shared") is None
     assert quality.ratio_to_tide(found, "cachegen", "payload") is None
     assert {(each.codec, each.kl): each.bits_of_row for each in found}["tide-deep", 5e-3] == 2

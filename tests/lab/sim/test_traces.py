@@ -28,16 +28,14 @@ def mooncake(timestamp: int, *hash_ids: int) -> dict[str, Any]:
     return {"timestamp": timestamp, "input_length": 9, "output_length": 1, "hash_ids": hash_ids}
 
 
-def test_mooncake_times_are_milliseconds_and_order_is_by_time(tmp_path: Path) -> None:
+def test_mooncake_times_are_milliseconds_order_is_by_time_and_equal_ids_behind_other_prefixes_are_others(
+    tmp_path: Path,
+) -> None:
     trace = read_trace(write(tmp_path / "a.jsonl", mooncake(3000, 1, 2), mooncake(1000, 1)))
     assert [request.at_s for request in trace.requests] == [1.0, 3.0]
     assert (trace.block_tokens, trace.unique_blocks) == (512, 2)
     assert trace.requests[0].keys == trace.requests[1].keys[:1]
-
-
-def test_equal_ids_behind_different_prefixes_are_different_blocks(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path / "a.jsonl", mooncake(0, 1, 3), mooncake(1, 2, 3)))
-    assert trace.unique_blocks == 4
+    assert read_trace(write(tmp_path / "a.jsonl", mooncake(0, 1, 3), mooncake(1, 2, 3))).unique_blocks == 4
 
 
 def test_bailian_has_seconds_small_blocks_and_types_as_tenants(tmp_path: Path) -> None:
@@ -180,9 +178,7 @@ def test_comparison_sets_each_policy_between_lru_and_the_bound() -> None:
     assert rows[BELADY].gap_closed == 1.0
     assert rows["lru"].hit_rate == 0.0
     assert rows[BELADY].hit_blocks == 18
-
-
-def test_gap_is_unknown_where_lru_is_best() -> None:
+    # The gap is unknown where LRU is best.
     assert [row.gap_closed for row in compare(trace_of([1], [1]), ["lru"], [1.0])] == [None, None]
 
 
