@@ -1,7 +1,6 @@
 """Profiles of made-up models, fitted as real ones are."""
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +13,7 @@ from kvtide.codec.rotary import Frequencies, Pairs, Rotary
 from kvtide.codec.tide import APART_TOKENS, fit
 from kvtide.codec.tide.fit import COSTS, Moments, TideCounts, draft_profiles, finished_profile
 
+Block = tuple[BlockMeta, BlockBits]
 # Three ranges of five layers.
 LAYOUT = BlockLayout(layers=15, tokens=16, kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32)
 # Rising, as a measured one would.
@@ -22,9 +22,7 @@ CURVE = np.array([[-40, 5, 1e-4], [0, 1, 1e-2], [30, 0.5, 1e-1]], dtype=np.float
 
 def rotary_of(layout: BlockLayout) -> Rotary | None:
     """Rotary parameters for even heads."""
-    if layout.head_dim % 2:
-        return None
-    return rotary_by(10_000.0, layout.head_dim)
+    return None if layout.head_dim % 2 else rotary_by(10_000.0, layout.head_dim)
 
 
 def rotary_by(theta: float, dims: int) -> Rotary:
@@ -33,16 +31,15 @@ def rotary_by(theta: float, dims: int) -> Rotary:
     return Rotary(Pairs.HALVES, 0, dims, (Frequencies(tuple(values), 1.0, 0),))
 
 
-@cache
-def behind_the_first(layout: BlockLayout) -> BlockMeta:
-    """A block behind the tokens that are kept apart wherever they are."""
-    return block_meta(layout, 0, -(-APART_TOKENS // layout.tokens))
+def blocks_of(layout: BlockLayout, make: Callable[[BlockLayout, int], BlockBits], count: int = 12) -> list[Block]:
+    """Made blocks behind the tokens that are kept apart wherever they are."""
+    meta = block_meta(layout, 0, -(-APART_TOKENS // layout.tokens))
+    return [(meta, make(layout, seed)) for seed in range(count)]
 
 
 def fitted(layout: BlockLayout, cost: str = "layer", blocks: int = 12) -> Profile:
     """A profile of normally distributed values."""
-    meta = behind_the_first(layout)
-    return fitted_to(layout, cost, rotary_of(layout), [(meta, smooth_bits(layout, seed)) for seed in range(blocks)])
+    return fitted_to(layout, cost, rotary_of(layout), blocks_of(layout, smooth_bits, blocks))
 
 
 def alike_bits(layout: BlockLayout, seed: int) -> BlockBits:
@@ -55,8 +52,7 @@ def alike_bits(layout: BlockLayout, seed: int) -> BlockBits:
 
 
 def of_alike(layout: BlockLayout, cost: str) -> Profile:
-    pairs = [(behind_the_first(layout), alike_bits(layout, seed)) for seed in range(12)]
-    return fitted_to(layout, cost, rotary_of(layout), pairs)
+    return fitted_to(layout, cost, rotary_of(layout), blocks_of(layout, alike_bits))
 
 
 def staged(layout: BlockLayout) -> Profile:
@@ -77,14 +73,13 @@ def out_of_line_bits(layout: BlockLayout, seed: int) -> BlockBits:
 
 def out_of_line(layout: BlockLayout, cost: str = "layer") -> Profile:
     """The profile of such blocks, whose loud dims the model reads as much more softly."""
-    pairs = [(behind_the_first(layout), out_of_line_bits(layout, seed)) for seed in range(12)]
-    return fitted_to(layout, cost, None, pairs, np.tile(LOUDER, (1, layout.kv_heads)) ** -2)
+    blocks = blocks_of(layout, out_of_line_bits)
+    return fitted_to(layout, cost, None, blocks, np.tile(LOUDER, (1, layout.kv_heads)) ** -2)
 
 
 def in_line(layout: BlockLayout, cost: str = "layer") -> Profile:
     """The profile of the same blocks without that."""
-    pairs = [(behind_the_first(layout), smooth_bits(layout, seed)) for seed in range(12)]
-    return fitted_to(layout, cost, None, pairs)
+    return fitted_to(layout, cost, None, blocks_of(layout, smooth_bits))
 
 
 def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
@@ -94,7 +89,7 @@ def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
     from kvtide_lab.judge.quality import block_metas, capture_blocks
 
     rng, ids = np.random.default_rng(1), prompt[0].numpy()
-    pairs: list[tuple[BlockMeta, BlockBits]] = []
+    pairs: list[Block] = []
     for _ in range(24):
         mixed = rng.permutation(ids).tolist()
         pairs += zip(block_metas(mixed, layout), capture_blocks(model, mixed, layout), strict=True)
@@ -102,11 +97,7 @@ def fitted_on(model: Any, layout: BlockLayout, prompt: Any) -> Profile:
 
 
 def fitted_to(
-    layout: BlockLayout,
-    cost: str,
-    rotary: Rotary | None,
-    pairs: Sequence[tuple[BlockMeta, BlockBits]],
-    sensitivity: Any = 1.0,
+    layout: BlockLayout, cost: str, rotary: Rotary | None, pairs: Sequence[Block], sensitivity: Any = 1.0
 ) -> Profile:
     """A profile of these blocks, whose curve is made up. sensitivity: of the model, by value."""
     moments = Moments(layout, COSTS[cost])
