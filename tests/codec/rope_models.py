@@ -1,6 +1,6 @@
 """Small models with random weights, and what they cache before and after their rotary embedding."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,13 +58,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-class CachedKeys(NamedTuple):
-    """One layer's keys of tokens at positions 0, 1, …, and of the same tokens all at position 0."""
-
-    rotated: Keys
-    at_zero: Keys
-
-
 def config_of(family: str, **changes: Any) -> Any:
     sizes = _GPTJ if family in {"gptj", "codegen"} else {**_PLAIN, **_SPECIAL.get(family, {})}
     return AutoConfig.for_model(family, **{**sizes, **changes})
@@ -76,8 +69,10 @@ def random_model(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def cached_keys(config: Any, tokens: int = TOKENS) -> list[CachedKeys]:
-    """Run a model whose attention says nothing, so that every layer's keys depend on their own token alone.
+def cached_keys(config: Any, tokens: int = TOKENS) -> list[tuple[Keys, Keys]]:
+    """Return each layer's keys of tokens at positions 0, 1, …, and of the same tokens all at position 0.
+
+    Of a model whose attention says nothing, so that every layer's keys depend on their own token alone.
 
     A key at position 0 is not rotated: a batch of single tokens gives all keys before RoPE, for any architecture.
     """
@@ -93,7 +88,7 @@ def cached_keys(config: Any, tokens: int = TOKENS) -> list[CachedKeys]:
     for at, zero in zip(row.layers, column.layers, strict=True):
         # transformers keeps the latent as keys and the rotated part as values.
         both = [torch.cat([pages.keys, pages.values], -1) if is_latent else pages.keys for pages in (at, zero)]
-        found.append(CachedKeys(both[0][0].transpose(0, 1).numpy(), both[1][:, :, 0].numpy()))
+        found.append((both[0][0].transpose(0, 1).numpy(), both[1][:, :, 0].numpy()))
     return found
 
 
