@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 from tests.chaos import ChaosProxy, Fault, Kind
 from tests.processes import frozen
+from tests.server.test_records import opened
 from tests.server.worlds import CHAT, GENERATION, SPACE, World, ask, bearer, granted, put, token_of
 from tests.servers import RunningServer, ServerProcess, answering, running_server, server_process
 from tests.suites.tier_suite import object_bytes
@@ -296,19 +297,15 @@ def test_what_was_removed_while_a_region_was_cut_off_is_gone_there(
 
 def test_removed_records_stay_removed_and_take_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.records.REMOVED_MAX", 3)
-    records = Records(tmp_path / "records", SystemClock())
-    records.open()
-    for number in range(10):
-        name = RecordName(RecordKind.PROFILE, str(number))
-        records.write("a", name, "x")
-        assert records.remove("a", name) is not None
-        records.check()
-    records.close()
-    again = Records(tmp_path / "records", SystemClock())
-    again.open()
-    assert [again.get("a", RecordName(RecordKind.PROFILE, str(number))) for number in range(10)] == [None] * 10
-    again.check()
-    again.close()
+    names = [RecordName(RecordKind.PROFILE, str(number)) for number in range(10)]
+    with opened(tmp_path / "records") as records:
+        for name in names:
+            records.write("a", name, "x")
+            assert records.remove("a", name) is not None
+            records.check()
+    with opened(tmp_path / "records") as again:
+        assert [again.get("a", name) for name in names] == [None] * 10
+        again.check()
 
 
 def test_a_deadline_reaches_the_centre_and_does_not_count_against_it(
