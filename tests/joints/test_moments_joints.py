@@ -130,14 +130,14 @@ from tests.store.test_cache import metas_of
 
 layout = BlockLayout(layers=3, tokens=16, kv_heads=2, head_dim=8, dtype=KVDtype.FLOAT32)
 metas = metas_of(layout, 40)
+pending = [PendingBlock(m, lambda: lambda: smooth_bits(layout, 1)) for m in metas]
 cache = cache_for(sys.argv[1], LosslessCodec())
 """
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise SystemError('the engine has failed')"])
 def test_a_process_that_ends_without_close_stores_what_is_queued(end: str, tmp_path: Path) -> None:
-    queue = "cache.open()\ncache.store([PendingBlock(m, lambda: lambda: smooth_bits(layout, 1)) for m in metas])\n"
-    run(f"{ENDS}{queue}{end}", tmp_path)
+    run(f"{ENDS}cache.open()\ncache.store(pending)\n{end}", tmp_path)
     check = "with cache:\n    print(cache.match([meta.id for meta in metas]))\n"
     assert run(ENDS + check, tmp_path).stdout.strip() == "40"
 
@@ -145,7 +145,6 @@ def test_a_process_that_ends_without_close_stores_what_is_queued(end: str, tmp_p
 def test_at_interpreter_shutdown_loads_are_misses(tmp_path: Path) -> None:
     script = f"""{ENDS}
 atexit.register(lambda: print(cache.load(metas, None).reason, cache.store(pending)))
-pending = [PendingBlock(m, lambda: lambda: smooth_bits(layout, 1)) for m in metas]
 cache.open()
 cache.store(pending)
 """
