@@ -33,12 +33,9 @@ def test_unknown_peer_and_missing_environment_are_refused(tmp_path: Path) -> Non
         pass
 
 
-def test_engine_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_engine_or_nursery_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has died"):
         EngineProcess(PYTHON, tmp_path, tmp_path / "log").open()
-
-
-def test_nursery_that_dies_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no engines"), EngineNursery(PYTHON, tmp_path / "log"):
         pass
 

@@ -46,9 +46,7 @@ def test_hit_rate_grows_almost_linearly_with_p_and_the_cache_costs_at_small_p_an
     assert frequent.hit_rate == pytest.approx(0.95, abs=0.01)
     assert rare.items_per_s < rare.items_per_s_uncached
     assert frequent.items_per_s > 1.2 * frequent.items_per_s_uncached
-
-
-def test_pool_of_zero_never_hits() -> None:
+    # A pool of zero never hits.
     assert run_prompts(PromptSetup(pool_blocks=0, requests=100), [1.0])[0].hit_rate == 0.0
 
 

@@ -19,11 +19,6 @@ def played(policy: StreamPolicy, request: Request, link: Link = STEADY, latency_
     return stream.play(policy, request, link, 0.0, stream.Costs(latency_s))
 
 
-def test_fixed_level_takes_what_its_bytes_take() -> None:
-    request = context(4, (50, 100), (0.5, 0.1), 2.0, is_layered=False)
-    assert played(stream.FixedLevel(1), request, latency_s=0.5)[:4] == (pytest.approx(4.5), pytest.approx(0.1), 0, 0)
-
-
 def test_layered_uses_the_time_and_drops_what_comes_late() -> None:
     # Four bases by 2 s, refinements of 0.6 s each: one in time, 30 bytes of the second in vain.
     assert played(Layered(), context(4, (50, 60), (0.5, 0.1), 2.9))[:4] == (2.9, pytest.approx(0.4), 0, 30)
@@ -43,8 +38,9 @@ def test_cachegen_computes_text_behind_what_is_loaded() -> None:
     assert played(CachegenRule(), late).computed_tokens == 0
 
 
-def test_costs_of_a_machine_take_their_time() -> None:
+def test_fixed_level_takes_what_its_bytes_take_and_costs_of_a_machine_take_their_time() -> None:
     request = context(4, (50, 100), (0.5, 0.1), 2.0, is_layered=False)
+    assert played(stream.FixedLevel(1), request, latency_s=0.5)[:4] == (pytest.approx(4.5), pytest.approx(0.1), 0, 0)
     costs = stream.Costs(0.5, decode_token_s=(0.0001, 0.0005))
     assert stream.play(stream.FixedLevel(1), request, STEADY, 0.0, costs).ready_s == pytest.approx(4.5 + 4000 * 0.0005)
     # The first chunk by 0.5 s, decoded by 1 s, then the other three as text.
