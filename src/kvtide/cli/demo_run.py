@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +52,10 @@ def _runs(job: DemoJob, tokenizer: Any, model: Any) -> Iterator[DemoRun]:
     chat, clock, times_s = job.chat, SystemClock(), list[float]()
     # generate puts the prompt into it, then each token.
     watch = SimpleNamespace(put=lambda tokens: times_s.append(clock.monotonic_s()), end=lambda: None)
-    attached = partial(attach, model, job.store, codec=job.codec, profiles=installed_profiles(), limits=LIMITS)
-    with attached(fingerprint=model_fingerprint(model)) if job.store else nullcontext() as cached:
+    known: dict[str, Any] = {}
+    if job.store:
+        known = {"profiles": installed_profiles(), "fingerprint": model_fingerprint(model), "limits": LIMITS}
+    with attach(model, job.store, codec=job.codec, **known) if job.store else nullcontext() as cached:
         layout = cached.identity.layout if cached else None
         for question in job.questions:
             prompt_ids = _prompt_ids(tokenizer, job, chat, question)

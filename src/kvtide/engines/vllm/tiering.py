@@ -18,6 +18,7 @@ from kvtide.engines.chunks import ChunkStore, chunk_layout
 from kvtide.engines.paged import files_fingerprint
 from kvtide.engines.settings import ConnectorSettings
 from kvtide.engines.vllm.model import check_version, model_folder
+from kvtide.evict import Recent
 
 TRANSFER_THREADS = 2
 MISSED_MAX = 1 << 16
@@ -55,7 +56,7 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         wait([self._workers.submit(started.wait, 5.0) for _ in range(TRANSFER_THREADS)])
         self._pending: set[Future[JobResult]] = set()
         # What did not come is missing until it is stored again, whatever the store says: vLLM would ask on for it.
-        self._missed: set[bytes] = set()
+        self._missed, self._lock = Recent[bytes, None](MISSED_MAX), threading.Lock()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Say if the store seems to have the chunk."""
@@ -63,7 +64,9 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Queue chunks to be copied, then encoded and stored in the background."""
-        self._missed.difference_update(job_metadata.keys)
+        with self._lock:
+            for key in job_metadata.keys:
+                self._missed.pop(key, None)
         self._submit(self._store_chunks, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -87,7 +90,9 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
         count = self._store.load(keys, write)
         size, found = count * self.block_size_bytes, keys[:count]
-        self._missed = {*[*self._missed][:MISSED_MAX], *keys[count:]}
+        with self._lock:
+            for key in keys[count:]:
+                self._missed[key] = None
         return JobResult(job_id=job.job_id, success=found == keys, successful_keys=found, transfer_bytes=size)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
