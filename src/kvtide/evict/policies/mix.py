@@ -172,13 +172,14 @@ class Shadows:
         for changed, held in ((keys, bit), (gone, 0)):
             for key in changed:
                 old = holders.get(key, 0)
-                new = old & ~bit | held
-                if new != old:
-                    counts[old] -= 1
-                    counts[new] += 1
-                    holders[key] = new
-                if not new:
-                    holders.pop(key, None)
+                if old & bit == held:
+                    continue
+                counts[old] -= 1
+                counts[old ^ bit] += 1
+                if old == bit:
+                    del holders[key]
+                else:
+                    holders[key] = old ^ bit
         counts[0] = 0
         if at < len(self._shadows) - 1:
             self._agreement.give_up(at, gone)
