@@ -208,14 +208,6 @@ def test_snippets_make_a_profile(tmp_path: Path) -> None:
     assert read_profile(file).texts == 20 - 6
 
 
-def test_profile_of_a_published_codec_leaves_what_tide_has_begun(tmp_path: Path) -> None:
-    folder, file = saved("Llama", tmp_path / "model"), tmp_path / "mine.kvprofile"
-    begun = tmp_path / "mine.kvprofile.partial"
-    begun.touch()
-    kvtide("calibrate", folder, "--snippets", 2, "--codec", "cachegen", "--tokens", 642, "-o", file)
-    assert begun.exists() and read_profile(file).kind == "cachegen"
-
-
 def test_texts_end_where_a_models_learned_positions_do(tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_positions=512, n_embd=32, n_layer=1, n_head=2, vocab_size=256)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
@@ -224,15 +216,18 @@ def test_texts_end_where_a_models_learned_positions_do(tmp_path: Path) -> None:
     assert read_profile(file).tokens == 2 * 512
 
 
-def test_texts_without_a_block_are_left_out_of_a_published_codecs_profile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["cachegen", "tide-light"])
+def test_texts_without_a_block_are_left_out_and_what_tide_has_begun_is_tide_s(codec: str, tmp_path: Path) -> None:
     folder, file = saved("Llama", tmp_path / "model"), tmp_path / "mine.kvprofile"
+    (begun := tmp_path / "mine.kvprofile.partial").touch()
     words: list[Any] = []
     for length in (0, 200, 600):
         (tmp_path / str(length)).write_bytes(TEXT[:length])
         words += ["--text", tmp_path / str(length)]
-    kvtide("calibrate", folder, *words, "--codec", "cachegen", "-o", file)
+    kvtide("calibrate", folder, *words, "--codec", codec, "-o", file)
     # One of the text's bytes, and one of as many random tokens.
-    assert read_profile(file).texts == 2
+    assert (read_profile(file).texts, read_profile(file).kind) == (2, codec)
+    assert begun.exists() == (codec == "cachegen")
 
 
 BLOCK = 64

@@ -394,7 +394,8 @@ def _tide(
     from kvtide.engines import calibrate as fitting
 
     if own:
-        split, unlike = fitting.split_texts(subject.ids(own)), 1.0
+        least = subject.block_tokens + fitting.JUDGED_TOKENS + 1
+        split, unlike = fitting.split_texts([ids for ids in subject.ids(own) if len(ids) >= least]), 1.0
     else:
         of_package = (fitting.calibration_texts(), fitting.held_out_texts())
         split = fitting.TextSplit(*(subject.ids([each.content for each in texts]) for texts in of_package))

@@ -1,6 +1,6 @@
 """Fitting profiles to a model: what moves in its cache, and what the model says of the outcome."""
 
-from kvtide.engines.calibrate.calibration import TideCalibration
+from kvtide.engines.calibrate.calibration import JUDGED_TOKENS, TideCalibration
 from kvtide.engines.calibrate.texts import (
     HELD_OUT_UNLIKE,
     TextSplit,
@@ -13,6 +13,7 @@ from kvtide.engines.calibrate.texts import (
 
 __all__ = [
     "HELD_OUT_UNLIKE",
+    "JUDGED_TOKENS",
     "TextSplit",
     "TideCalibration",
     "calibration_texts",
