@@ -170,15 +170,17 @@ def test_stopped_calibration_goes_on_to_the_same_profile(
     assert profile.digest == fitted[0][0].digest
 
 
-@pytest.mark.parametrize("change", ["texts", "weights", "cut", "empty"])
+@pytest.mark.parametrize("change", ["texts", "weights", "cut", "empty", "later version"])
 def test_state_of_another_calibration_or_damaged_is_not_used(tiny_model: Any, tmp_path: Path, change: str) -> None:
     partial, model, watch = tmp_path / "p.partial", deepcopy(tiny_model), Watch(("moments", 1))
     with pytest.raises(KeyboardInterrupt):
         calibration(model, partial, count=3).run(Watch(("moments", 2)))
     if change == "weights":
         next(model.parameters()).data += 1e-3
-    if change in ("cut", "empty"):
-        partial.write_bytes(partial.read_bytes()[: 1000 if change == "cut" else 0])
+    data = partial.read_bytes()
+    at = data.rindex(b"PK\1\2") + 6
+    damaged = {"cut": data[:1000], "empty": b"", "later version": data[:at] + b"\xff" + data[at + 1 :]}
+    partial.write_bytes(damaged.get(change, data))
     with pytest.raises(KeyboardInterrupt):
         calibration(model, partial, count=4 if change == "texts" else 3).run(watch)
     assert watch.seen[0] == ("moments", 0)
@@ -191,11 +193,22 @@ def test_few_texts_still_make_a_profile(tiny_model: Any, tmp_path: Path, cost: s
     assert Profile.parse(profile.to_bytes()).digest == profile.digest
 
 
-def test_bad_calibrations_are_refused(tiny_model: Any, tmp_path: Path) -> None:
+def test_bad_calibrations_are_refused(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="full block"):
         TideCalibration(tiny_model, "tiny", "layer", split_texts([[1] * 100]), 16, tmp_path / "p")
     with pytest.raises(ValueError, match="light"):
         TideCalibration(tiny_model, "tiny", "cheap", split_texts(texts(1)), 16, tmp_path / "p")
+    monkeypatch.setattr(WholeJudge, "kl", lambda *given: 0.0)
+    with pytest.raises(ValueError, match="hardly depends on its cache"):
+        calibration(tiny_model, tmp_path / "p", 1).run(Watch())
+
+
+def test_two_calibrations_at_once_both_end(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (calibration(tiny_model, tmp_path / "p", count, "light") for count in (1, 2))
+    savez = np.savez
+    # The other runs while the first state is being written.
+    monkeypatch.setattr(np, "savez", lambda *to, **of: (monkeypatch.undo(), savez(*to, **of), other.run(Watch())))
+    assert one.run(Watch())[0][0].texts == 1
 
 
 def test_values_matter_more_than_keys_to_a_random_model(tiny_model: Any) -> None:
@@ -271,16 +284,13 @@ def test_weights_follow_what_a_head_has_more_of_the_kl_than_of_the_error() -> No
     assert (first > 1).all() and (second < 1).all()
 
 
-def test_texts_are_many_long_and_of_mixed_kinds() -> None:
-    for texts in (corpus.evaluation_texts(), corpus.texts_at(corpus._TUNED), corpus.calibration_texts()):
+def test_texts_are_many_long_of_mixed_kinds_and_none_is_fitted_on_and_judged_on() -> None:
+    lists = corpus.evaluation_texts(), corpus.texts_at(corpus._TUNED), corpus.calibration_texts()
+    for texts in lists:
         assert len(texts) >= 10
         assert len({text.kind for text in texts}) >= 6
         assert all(len(text.content) >= 7000 for text in texts)
-
-
-def test_no_text_is_fitted_on_and_judged_on() -> None:
-    every = [*corpus.evaluation_texts(), *corpus.texts_at(corpus._TUNED), *corpus.calibration_texts()]
-    assert len({text.content[:2000] for text in every}) == len(every)
+    assert len({text.content[:2000] for texts in lists for text in texts}) == sum(map(len, lists))
 
 
 def test_curve_is_judged_on_a_text_of_each_kind_that_is_used_for_nothing_else() -> None:
@@ -297,6 +307,8 @@ def test_two_hundred_snippets_are_of_many_kinds_and_none_is_judged_on() -> None:
     assert len({text.content for text in found}) == 200 and found[:50] == corpus.snippets(50)
     assert len({text.kind for text in found}) >= 5
     assert not any(text.content[:2000] in judged for text in found)
+    with pytest.raises(ValueError, match=r"no texts of kind klingon, expected some of .*chinese"):
+        corpus.snippets(1, ["klingon"])
 
 
 def message_file(originals: list[str], translations: list[str]) -> bytes:
@@ -322,11 +334,6 @@ def test_damaged_files_of_the_system_are_no_texts(tmp_path: Path, monkeypatch: p
     (tmp_path / "kvtide.1.gz").write_bytes(whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:])
     monkeypatch.setattr("kvtide.engines.calibrate.texts._SNIPPETS", (("manual", f"{tmp_path}/*.gz"),))
     assert not corpus.snippets(1, ["manual"])
-
-
-def test_snippets_of_an_unknown_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no texts of kind klingon, expected some of .*chinese"):
-        corpus.snippets(1, ["klingon"])
 
 
 def test_unreadable_text_of_the_user_is_one_clear_error(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 from zipfile import BadZipFile
 
@@ -255,13 +256,13 @@ class TideCalibration:
         most = state["excess"].max(axis=0).clip(1.0, tide.EXCESS_MAX)
         for arrays, excess in zip(own, [*most.T, most.max(axis=1)], strict=True):
             arrays["excess"] = np.stack([_GAIN_UNITS, excess], axis=1).astype(np.float32)
-        promised = (self._unlike * kls).tolist()
-        points = [CurvePoint(*each) for each in zip(all_units, (bits / blocks).tolist(), promised, strict=True)]
+        points = list(map(CurvePoint, all_units, (bits / blocks).tolist(), (self._unlike * kls).tolist()))
         rounded = len(_PREFIX_UNITS)
         by_levels = [_rising(each) for each in (points[:rounded], points[rounded:]) if each]
+        if min(map(len, by_levels)) < 2:
+            raise ValueError("what the model says of these texts hardly depends on its cache: nothing can be promised")
         coarsest = max(points[:rounded], key=lambda point: point.step_units)
-        fitted_bits, fitted_blocks = state["fitted"]
-        ratio = float(coarsest.bits_per_element / (fitted_bits / fitted_blocks)) if held_out else None
+        ratio = float(coarsest.bits_per_element / np.divide(*state["fitted"])) if held_out else None
         return by_levels, own, ratio
 
     def _judged(self, codecs: Sequence[tide.TideCodec], ids: Sequence[int]) -> tuple[NDArray[np.float64], ...]:
@@ -291,8 +292,7 @@ class TideCalibration:
         tokens = self._context(ids)
         at_step = [codec.with_steps(tide.Steps(max(_PREFIX_UNITS), 0)) for codec in codecs]
         (coded,) = coded_prefixes(at_step, self._contexts.capture(ids[:tokens]))
-        blocks = tokens // self._block_tokens
-        return np.array([coded.bits_per_element * blocks, blocks])
+        return tokens // self._block_tokens * np.array([coded.bits_per_element, 1.0])
 
     def _context(self, ids: Sequence[int], behind: int = JUDGED_TOKENS) -> int:
         """Return the whole blocks of a text that leave tokens to predict behind them, one at least, in tokens."""
@@ -300,7 +300,7 @@ class TideCalibration:
 
     def _read(self) -> State:
         # A file that was cut, as by a machine that went down, is none.
-        with suppress(OSError, EOFError, ValueError, BadZipFile), self._partial.open("rb") as file:
+        with suppress(OSError, EOFError, ValueError, NotImplementedError, BadZipFile), self._partial.open("rb") as file:
             state = dict(np.load(file, allow_pickle=False))
             return state if str(state.get("identity")) == self._identity else {}
         return {}
@@ -312,10 +312,10 @@ class TideCalibration:
             return
         done |= {f"{stage}.texts_done": np.array(texts), "identity": np.array(self._identity)}
         self._partial.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._partial.with_name(f"{self._partial.name}.new")
-        with aside.open("wb") as file:
-            np.savez(file, allow_pickle=False, **done)
-        aside.rename(self._partial)
+        # One of its own: another calibration of the model may be writing the same file.
+        with TemporaryDirectory(dir=self._partial.parent) as folder:
+            np.savez(f"{folder}/state.npz", allow_pickle=False, **done)
+            Path(folder, "state.npz").rename(self._partial)
 
 
 def _curve_array(points: Sequence[CurvePoint]) -> NDArray[np.float32]:
