@@ -32,6 +32,7 @@ from kvtide.cli import demo_run
 from kvtide.cli.app import app, run
 from kvtide.cli.demo import DemoJob, DemoRequest, shown
 from kvtide.clock import SystemClock
+from kvtide.errors import UnencodableBlock
 from kvtide.importance import UseRecord, record_id
 from kvtide.plan import JudgeRecord
 from kvtide.server.settings import read_settings
@@ -308,6 +309,7 @@ serve --tier ftp://host                    | 'ftp'; see kvtide serve --help and 
 calibrate FOLDER                           | --store URL; kvtide calibrate FOLDER --store URL
 calibrate FOLDER --output none/file         | got none/file; see kvtide calibrate --help
 calibrate FOLDER --output FOLDER           | --output names a file; see kvtide calibrate --help
+calibrate none/model --output FILE           | none/model; see kvtide calibrate --help
 calibrate FOLDER --codec zip --output FILE | --codec 'zip'; see kvtide calibrate --help
 invalidate chat --server http://127.0.0.1:1 | kvtide doctor --store URL
 llama                                      | 'model'; see kvtide llama --help and docs/llamacpp.md
@@ -335,14 +337,17 @@ def test_mistake_is_answered_by_one_line_that_names_the_next_command(
     assert [part for part in expected.strip().split("; ") if part not in said] == [], said
 
 
-def test_module_that_is_not_installed_is_named_with_the_command_that_installs_it(command: Command) -> None:
-    def fail() -> None:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
+def test_module_that_is_missing_and_a_block_that_can_t_be_kept_are_one_line(command: Command) -> None:
+    errors = [UnencodableBlock("not finite"), ModuleNotFoundError("No module named 'torch'", name="torch")]
     program = typer.Typer(name="kvtide")
-    program.command()(fail)
-    status, _, said = command(program=program)
-    assert status == 2 and said.startswith("kvtide: torch is not installed: pip install torch==")
+
+    @program.command()
+    def fail() -> None:
+        raise errors.pop()
+
+    for line in ("torch is not installed: pip install torch==", "not finite; see kvtide --help"):
+        status, _, said = command(program=program)
+        assert status == 2 and said.startswith(f"kvtide: {line}")
 
 
 def test_without_a_command_it_says_what_to_try(command: Command) -> None:

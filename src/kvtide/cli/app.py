@@ -11,6 +11,7 @@ import typer
 
 from kvtide.cli import demo, doctor, explain, llama, profile, serve, size, store
 from kvtide.config import wait_passively
+from kvtide.errors import KvtideError
 
 _HELP = "Prefill once, reuse anywhere: a KV-cache layer for LLM serving."
 app = typer.Typer(name="kvtide", help=_HELP, invoke_without_command=True, pretty_exceptions_enable=False)
@@ -68,7 +69,7 @@ def run(commands: typer.Typer) -> None:
         sys.exit(1)
     except _UsageError as error:
         mistake, command = _misused(error), error.ctx.command_path if error.ctx else name
-    except (ValueError, OSError) as error:
+    except (ValueError, KvtideError, OSError) as error:
         # The last: a file that can't be read or written.
         mistake, command = " ".join(str(error).split()), " ".join([name, *sys.argv[1:2]])
     except ModuleNotFoundError as error:

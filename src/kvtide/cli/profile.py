@@ -92,7 +92,7 @@ def _names_of(folder: Path, fingerprint: str, tenant_salt: str, model: Any = Non
 
 def _folder_of(model: Path) -> Path:
     """Return a model's folder; a GGUF file is converted once, UnsupportedModel if llama.cpp takes no profile of it."""
-    if model.suffix != _GGUF:
+    if model.is_dir():
         return model
     check_lossy(model)
     from kvtide.engines.paged import gguf_fingerprint

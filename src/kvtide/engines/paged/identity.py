@@ -42,7 +42,7 @@ def gguf_files(path: Path) -> list[Path]:
     files = [path.with_name(f"{split[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)] if split else [path]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ValueError(f"no file {missing[0]} beside {path}")
+        raise ValueError(f"no file {path.with_name(missing[0])}")
     return files
 
 
