@@ -26,7 +26,8 @@ class HostPool:
     page_size = PAGE_TOKENS
     layout = "page_first"
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: Any, start_layer: int) -> None:
+        self.device_pool, self.start_layer = SimpleNamespace(dtype=dtype), start_layer
         self.pages = torch.zeros((8, *PAGE), dtype=torch.bfloat16)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
@@ -56,7 +57,7 @@ def backends(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delitem(sys.modules, "kvtide.engines.sglang.storage", raising=False)
     from kvtide.engines.sglang.storage import KVTideStorage
 
-    def make(rank: int = 0, is_mla: bool = False, **options: Any) -> Any:
+    def make(rank: int = 0, is_mla: bool = False, dtype: Any = torch.bfloat16, start: int = 0, **options: Any) -> Any:
         ours = {"store": str(tmp_path / "store"), "fingerprint": "toy", **options}
         factory = {"backend_name": "kvtide", "module_path": "m", "class_name": "c"}
         config = SimpleNamespace(
@@ -64,7 +65,9 @@ def backends(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) 
             model_name="toy", extra_config={**factory, **ours},
         )  # fmt: skip
         backend = KVTideStorage(config, {})
-        backend.register_mem_pool_host(HostPool())
+        backend.register_mem_pool_host(HostPool(dtype, start))
+        # SGLang's newer controllers name that pool once more, before others.
+        backend.register_mem_host_pool_v2(backend.mem_pool_host, "kv")
         return stack.enter_context(closing(backend))
 
     return make
@@ -120,8 +123,10 @@ def test_single_pages_by_tensor(backends: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("stored")
-def test_shards_do_not_share_pages(backends: Callable[..., Any]) -> None:
-    assert not backends(rank=1).exists("a")
+def test_shards_layers_and_dtypes_do_not_share_pages(backends: Callable[..., Any]) -> None:
+    # The host pool holds what is of eight bits as bytes, whichever float it is.
+    for other in ({"rank": 1}, {"dtype": torch.float8_e5m2}, {"start": 3}):
+        assert not backends(**other).exists("a")
 
 
 def test_latents_that_the_first_rank_stored_are_every_rank_s(backends: Callable[..., Any]) -> None:

@@ -42,15 +42,17 @@ class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not type
         rank = 0 if config.is_mla_model else config.tp_rank
         shard = f"tp={rank}/{config.tp_size} pp={config.pp_rank}/{config.pp_size}"
         spread = f"cp={config.attn_cp_rank}/{config.attn_cp_size} mla={config.is_mla_model}"
-        order = f"{mem_pool_host.layout} {page.dtype} {page.nbytes} bytes"
+        # The device's type: the host pool holds floats of eight bits, whichever, as bytes.
+        order = f"{mem_pool_host.layout} {mem_pool_host.device_pool.dtype} {page.nbytes} bytes"
         layout = chunk_layout(page.nbytes, 1, mem_pool_host.page_size)
-        text = f"sglang pages {config.model_name} {shard} {spread} {order}"
+        text = f"sglang pages {config.model_name} {shard} {spread} {order} from layer {mem_pool_host.start_layer}"
         self._store = ChunkStore(self._settings, layout, self._settings.fingerprint.encode(), text)
         self._store.open()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Refuse pools besides the one of keys and values: their pages would have to come and go together."""
-        raise UnsupportedModel(f"pages of pool {host_pool_name} are not supported")
+        if host_pool_name != "kv":
+            raise UnsupportedModel(f"pages of pool {host_pool_name} are not supported")
 
     @property
     def store(self) -> ChunkStore:
