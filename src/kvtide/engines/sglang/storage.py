@@ -36,8 +36,7 @@ class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not type
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take the host pool, whose pages are stored, and open the store."""
         super().register_mem_pool_host(mem_pool_host)
-        page = mem_pool_host.get_dummy_flat_data_page()
-        config = self._config
+        page, config = mem_pool_host.get_dummy_flat_data_page(), self._config
         # Of latents all ranks have the same, and SGLang has the first alone store them.
         rank = 0 if config.is_mla_model else config.tp_rank
         shard = f"tp={rank}/{config.tp_size} pp={config.pp_rank}/{config.pp_size}"

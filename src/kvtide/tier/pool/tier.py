@@ -10,10 +10,11 @@ import logging
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import InitVar, dataclass
 from functools import partial
+from itertools import compress
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
@@ -137,10 +138,8 @@ class PoolTier(CountingTier):
     def _owners(self, state: _State, key: BlockKey) -> list[_Member]:
         """Return who keeps a block, whom to read from first: this machine's own server, else the less loaded one."""
         owners = [state.members[position] for position in state.placement.owners(key)]
-        near = [member for member in owners if self._here and member.server.host == self._here]
         with self._lock:
-            first = near[0] if near else min(owners, key=lambda each: self._loads[each.server.name])
-        return [first, *(member for member in owners if member is not first)]
+            return sorted(owners, key=lambda each: (each.server.host != self._here, self._loads[each.server.name]))
 
     def _askable(self, state: _State, key: BlockKey) -> list[_Member]:
         """Return who may have a block: its owners, then those under the maps before this one."""
@@ -169,20 +168,33 @@ class PoolTier(CountingTier):
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the first owners, all at the same time, each once for all of its objects; of one that fails the next."""
-        state, writers = self._now(), self._open_writers()
-        waiting = {object_id: self._owners(state, object_id.key) for object_id in object_ids}
-        found: set[ObjectId] = set()
-        for rank in range(state.placement.replicas):
-            asked: dict[str, tuple[_Member, list[ObjectId]]] = {}
-            for object_id, owners in waiting.items():
-                asked.setdefault(owners[rank].server.name, (owners[rank], []))[1].append(object_id)
-            counts = [writers.submit(copy_context().run, self._leading_of, each) for each in asked.values()]
-            for (_, ids), answer in zip(asked.values(), counts, strict=True):
-                if (count := answer.result()) is not None:
-                    found.update(ids[:count])
-                    for object_id in ids:
-                        del waiting[object_id]
+        found, waiting = set[ObjectId](), {each: self._owners(self._now(), each.key) for each in object_ids}
+        for ids, count in self._rounds(waiting, lambda ids, member: member.tier.count_leading(ids)):
+            found.update(ids[:count])
+            for object_id in ids:
+                del waiting[object_id]
         return next((number for number, each in enumerate(object_ids) if each not in found), len(object_ids))
+
+    def contains_each(self, object_ids: Sequence[ObjectId]) -> list[bool]:
+        """Ask as `count_leading` does, and for what the first owners lack whoever else may have it."""
+        waiting = {object_id: self._askable(self._now(), object_id.key) for object_id in object_ids}
+        for ids, present in self._rounds(waiting, lambda ids, member: member.tier.contains_each(ids)):
+            for object_id in compress(ids, present):
+                del waiting[object_id]
+        return [object_id not in waiting for object_id in object_ids]
+
+    def _rounds(
+        self, waiting: Mapping[ObjectId, list[_Member]], ask: Callable[[list[ObjectId], _Member], _Result]
+    ) -> Iterator[tuple[list[ObjectId], _Result]]:
+        """Ask the next member of all that still waits, until there is none; yield the objects with each answer."""
+        while any(waiting.values()):
+            asked = defaultdict[_Member, list[ObjectId]](list)
+            for object_id in filter(waiting.get, waiting):
+                asked[waiting[object_id].pop(0)].append(object_id)
+            answers = [self._begun(partial(ask, ids), member) for member, ids in asked.items()]
+            for ids, answer in zip(asked.values(), answers, strict=True):
+                if not isinstance(found := answer.result(), TierUnavailable):
+                    yield ids, found
 
     def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
         """Tell those who are asked first for blocks of the prompt, each of its own. TierUnavailable if nobody hears."""
@@ -190,15 +202,6 @@ class PoolTier(CountingTier):
         for object_id in object_ids:
             told.setdefault(self._owners(state, object_id.key)[0], []).append(object_id)
         self._each([*told], lambda member: member.tier.advise(told[member], hint))
-
-    def _leading_of(self, asked: tuple[_Member, list[ObjectId]]) -> int | None:
-        """Return how many leading ones of these objects a server has; None if it does not answer."""
-        member, ids = asked
-        try:
-            return member.tier.count_leading(ids)
-        except TierUnavailable as error:
-            self._fault_of(member, error)
-            return None
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first owner that has the object; one that lacks it gets it in the background."""
@@ -260,36 +263,34 @@ class PoolTier(CountingTier):
     replace = put_from
 
     def _put_to_owners(self, state: _State, object_id: ObjectId, buffer: Buffer) -> list[bool | TierUnavailable]:
-        (first, *others), put = self._owners(state, object_id.key), partial(self._put_to, object_id, buffer)
-        writers = self._open_writers()
+        (first, *others), put = self._owners(state, object_id.key), partial(_put, object_id, buffer)
         try:
-            pending = [writers.submit(copy_context().run, put, member) for member in others]
+            pending = [self._begun(put, member) for member in others]
         except RuntimeError:  # a process that ends has no threads, and stores what waits all the same
-            return [put(member) for member in (first, *others)]
-        return [put(first), *(future.result() for future in pending)]
+            return [self._outcome(put, member) for member in (first, *others)]
+        return [self._outcome(put, first), *(future.result() for future in pending)]
 
-    def _put_to(self, object_id: ObjectId, buffer: Buffer, member: _Member) -> bool | TierUnavailable:
+    def _outcome(self, ask: Callable[[_Member], _Result], member: _Member) -> _Result | TierUnavailable:
         try:
-            return member.tier.put_from(object_id, buffer)
+            return ask(member)
         except TierUnavailable as error:
             self._fault_of(member, error)
             return error
 
-    def _open_writers(self) -> ThreadPoolExecutor:
+    def _begun(self, ask: Callable[[_Member], _Result], member: _Member) -> Future[_Result | TierUnavailable]:
         if self._writers is None:
             raise TierUnavailable("the pool is closed")
-        return self._writers
+        return self._writers.submit(copy_context().run, self._outcome, ask, member)
 
     def _repair(self, object_id: ObjectId, data: memoryview, members: Sequence[_Member]) -> None:
         """Put copies where the map says that they belong, later; as many as the bound lets in."""
         if members and self._repairer.reserve(len(data)):
             self.repairs += len(members)
             copy = bytes(data)
-            self._repairer.submit(lambda: [self._put_to(object_id, copy, each) for each in members], len(copy))
+            self._repairer.submit(partial(self._each, members, partial(_put, object_id, copy)), len(copy))
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
-        members = self._askable(self._now(), object_id.key)
-        asked = self._each(members, lambda member: member.tier.delete(object_id, reason))
+        asked = self._each(self._askable(self._now(), object_id.key), lambda each: each.tier.delete(object_id, reason))
         return any(is_deleted for _, is_deleted in asked)
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
@@ -300,8 +301,7 @@ class PoolTier(CountingTier):
     def removed_reason(self, object_id: ObjectId) -> str | None:
         state = self._state
         owners = self._owners(state, object_id.key) if state else []
-        reasons = (member.tier.removed_reason(object_id) for member in owners)
-        return next((reason for reason in reasons if reason is not None), None)
+        return next(filter(None, (member.tier.removed_reason(object_id) for member in owners)), None)
 
     def objects(self) -> Iterator[ObjectInfo]:
         """Yield what any server lists, each object once; those of a server that is down from its copies."""
@@ -329,13 +329,12 @@ class PoolTier(CountingTier):
         answers: list[tuple[_Member, _Result]] = []
         problem: TierUnavailable | None = None
         for member in members:
-            try:
-                answers.append((member, ask(member)))
-            except TierUnavailable as error:
-                self._fault_of(member, error)
-                problem = problem if isinstance(problem, WrongServer) else error
+            answer = self._outcome(ask, member)
+            if isinstance(answer, TierUnavailable):
+                problem = problem if isinstance(problem, WrongServer) else answer
                 continue
-            if until(answers[-1][1]):
+            answers.append((member, answer))
+            if until(answer):
                 return answers
         if problem is not None and (not answers or isinstance(problem, WrongServer)):
             raise problem
@@ -349,8 +348,11 @@ class PoolTier(CountingTier):
 def _all_members(state: _State | None) -> list[_Member]:
     if state is None:
         return []
-    found = [*state.members, *(member for _, _, members in state.earlier for member in members)]
-    return list({member.server: member for member in found}.values())
+    return [*dict.fromkeys([*state.members, *(member for _, _, members in state.earlier for member in members)])]
+
+
+def _put(object_id: ObjectId, buffer: Buffer, member: _Member) -> bool:
+    return member.tier.put_from(object_id, buffer)
 
 
 def pool_tier(url: str, clock: Clock) -> PoolTier:
