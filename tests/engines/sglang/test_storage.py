@@ -124,7 +124,6 @@ def test_single_pages_by_tensor(backends: Callable[..., Any]) -> None:
 
 @pytest.mark.usefixtures("stored")
 def test_shards_layers_and_dtypes_do_not_share_pages(backends: Callable[..., Any]) -> None:
-    # The host pool holds what is of eight bits as bytes, whichever float it is.
     for other in ({"rank": 1}, {"dtype": torch.float8_e5m2}, {"start": 3}):
         assert not backends(**other).exists("a")
 

@@ -107,7 +107,9 @@ class HttpConnection:
             sock.settimeout(wait_s)
             sock.connect(endpoint.path)
             return
-        self._sock = sock = socket.create_connection((endpoint.host, endpoint.port), wait_s)
+        places = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        # Of a name's addresses none takes the time of those behind it.
+        self._sock = sock = socket.create_connection((endpoint.host, endpoint.port), wait_s / len(places))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if endpoint.tls is not None:
             self._sock = endpoint.tls.wrap_socket(sock, server_hostname=endpoint.host)
@@ -137,15 +139,13 @@ class HttpConnection:
                 rest = part
                 while rest:
                     rest = rest[self._when_ready(patience, lambda sock, part: sock.send(part), rest) :]
-        answer = parse_response_head(self._read_head(patience))
-        while answer.status < 200:
-            answer = parse_response_head(self._read_head(patience))
+        while (answer := parse_response_head(self._read_head(patience))).status < 200:
+            pass
         length = 0 if head.startswith(b"HEAD ") else answer.content_length
         if into is not None and answer.status in {200, 206}:
             if length > len(into):
                 raise RequestRefused(502, f"asked for {len(into)} bytes, {length} come")
-            place = f"bytes {start}-"
-            is_asked = start is None or answer.headers.get("content-range", "").startswith(place)
+            is_asked = start is None or answer.headers.get("content-range", "").startswith(f"bytes {start}-")
             self.tag = answer.headers.get("etag", "") if is_asked else ""
             small = bytearray()
             self._read_into(into[:length], patience, is_asked)
