@@ -66,8 +66,7 @@ def backends(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) 
         )  # fmt: skip
         backend = KVTideStorage(config, {})
         backend.register_mem_pool_host(HostPool(dtype, start))
-        # SGLang's newer controllers name that pool once more, before others.
-        backend.register_mem_host_pool_v2(backend.mem_pool_host, "kv")
+        backend.register_mem_host_pool_v2(backend.mem_pool_host, "kv")  # as new controllers do
         return stack.enter_context(closing(backend))
 
     return make

@@ -10,7 +10,8 @@ import logging
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from kvtide.evict import Hint
 from kvtide.outcomes import Decided
 from kvtide.tier.background import Background
 from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take, Tier
+from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http import PeerSettings, http_tier
 from kvtide.tier.pool.membership import ETCD_OPTIONS, Membership, Watcher, membership_of
 from kvtide.tier.pool.placement import Placement, PoolMap, PoolServer
@@ -33,7 +35,8 @@ from kvtide.types import BlockKey, Namespace, ObjectId, TierStats
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-WRITERS = 4
+# Servers that are asked at the same time, and that get copies.
+ASKED_MAX, WRITERS = 16, 4
 # Copies that wait to be put where the map says, in the background.
 REPAIR_BYTES_MAX = 64 << 20
 # Where a block was before the latest changes of the map is remembered so long, and for so many changes.
@@ -87,7 +90,7 @@ class PoolTier(CountingTier):
 
     def open(self) -> None:
         """Get the map and connect. Without a map everything is a fault until there is one."""
-        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvtide-pool")
+        self._writers = ThreadPoolExecutor(ASKED_MAX, thread_name_prefix="kvtide-pool")
         self._repairer.open()
         self._watcher.open()
 
@@ -147,24 +150,21 @@ class PoolTier(CountingTier):
         fresh_s = self._clock.monotonic_s() - MOVED_S_MAX
         for at_s, placement, members in state.earlier:
             if at_s >= fresh_s:
-                owners = (members[position] for position in placement.owners(key))
-                found += [member for member in owners if member not in found]
+                found += [each for position in placement.owners(key) if (each := members[position]) not in found]
         return found
 
-    def _found(self, object_id: ObjectId, ask: Callable[[_Member], _Result]) -> list[tuple[_Member, _Result]]:
-        """Ask who may have an object until one has it; once more if a server has a newer map than we had."""
-        for is_last in (False, True):
-            state = self._now()
-            try:
-                return self._each(self._askable(state, object_id.key), ask, until=bool)
-            except WrongServer:
-                self._watcher.refresh()
-                if is_last or self._state is state:
-                    break
-        return []
+    def _maps(self) -> Iterator[_State]:
+        """Yield the map, and then one that is newer, if a server has told of it meanwhile."""
+        yield (state := self._now())
+        if self._state is not state:
+            yield self._now()
 
     def contains(self, object_id: ObjectId) -> bool:
-        return any(is_here for _, is_here in self._found(object_id, lambda each: each.tier.contains(object_id)))
+        for state in self._maps():
+            waiting = {object_id: self._askable(state, object_id.key)}
+            if any(is_here for _, is_here in self._rounds(waiting, lambda _, each: each.tier.contains(object_id))):
+                return True
+        return False
 
     def count_leading(self, object_ids: Sequence[ObjectId]) -> int:
         """Ask the first owners, all at the same time, each once for all of its objects; of one that fails the next."""
@@ -186,22 +186,23 @@ class PoolTier(CountingTier):
     def _rounds(
         self, waiting: Mapping[ObjectId, list[_Member]], ask: Callable[[list[ObjectId], _Member], _Result]
     ) -> Iterator[tuple[list[ObjectId], _Result]]:
-        """Ask the next member of all that still waits, until there is none; yield the objects with each answer."""
-        while any(waiting.values()):
+        """Ask who comes next for what still waits, each for a part of the caller's time; yield ids with each answer."""
+        while any(waiting.values()) and (left_s := caller_deadline_s() - self._clock.monotonic_s()) > 0:
             asked = defaultdict[_Member, list[ObjectId]](list)
             for object_id in filter(waiting.get, waiting):
                 asked[waiting[object_id].pop(0)].append(object_id)
+            # Not until the caller's deadline: who is silent for longer has failed, and is left alone.
             answers = [self._begun(partial(ask, ids), member) for member, ids in asked.items()]
+            wait(answers, min(left_s / (2 + max(map(len, waiting.values()))), OPERATION_S_MAX))
             for ids, answer in zip(asked.values(), answers, strict=True):
-                if not isinstance(found := answer.result(), TierUnavailable):
+                if answer.done() and not isinstance(found := answer.result(), TierUnavailable):
                     yield ids, found
 
     def advise(self, object_ids: Sequence[ObjectId], hint: Hint) -> None:
         """Tell those who are asked first for blocks of the prompt, each of its own. TierUnavailable if nobody hears."""
-        state, told = self._now(), dict[_Member, list[ObjectId]]()
-        for object_id in object_ids:
-            told.setdefault(self._owners(state, object_id.key)[0], []).append(object_id)
-        self._each([*told], lambda member: member.tier.advise(told[member], hint))
+        waiting = {each: self._owners(self._now(), each.key)[:1] for each in object_ids}
+        if not list(self._rounds(waiting, lambda ids, member: member.tier.advise(ids, hint))):
+            raise TierUnavailable("no server of the pool heard what a prompt advises")
 
     def get_into(self, object_id: ObjectId, buffer: memoryview, offset: int = 0) -> int | None:
         """Read from the first owner that has the object; one that lacks it gets it in the background."""
@@ -212,7 +213,11 @@ class PoolTier(CountingTier):
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         """Read from the first owner that has the object, by one request where it takes so many."""
-        asked = self._found(object_id, partial(self._read_from, object_id, ranges))
+        asked, read = list[tuple[_Member, list[int] | None]](), partial(self._read_from, object_id, ranges)
+        for state in self._maps():
+            with suppress(WrongServer):
+                asked = self._each(self._askable(state, object_id.key), read, until=bool)
+                break
         sizes, (offset, buffer) = asked[-1][1] if asked else None, ranges[0]
         if sizes is not None and offset == 0 and sizes[0] < len(buffer):
             owners = self._owners(self._now(), object_id.key)
@@ -234,24 +239,15 @@ class PoolTier(CountingTier):
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:
         """Hand over a range from the first owner that has it, going on at the next where one breaks off."""
         members = self._askable(self._now(), object_id.key)
-
-        def note(at: int, error: Exception) -> None:
-            self._fault_of(members[at], error)
-            if isinstance(error, WrongServer):
-                # A server has a newer map than we have; the next read goes by that.
-                self._watcher.refresh()
-
         reads = [partial(each.tier.read_range, object_id) for each in members]
-        return read_from_any(reads, start, stop, take, note)
+        return read_from_any(reads, start, stop, take, lambda at, error: self._fault_of(members[at], error))
 
     def put_from(self, object_id: ObjectId, buffer: Buffer) -> bool:
         """Store at every owner, at the same time. True if one has it."""
-        state = self._now()
-        outcomes = self._put_to_owners(state, object_id, buffer)
-        if any(isinstance(each, WrongServer) for each in outcomes):
-            self._watcher.refresh()
-            if self._state is not state:
-                outcomes = self._put_to_owners(self._now(), object_id, buffer)
+        for state in self._maps():
+            outcomes = self._put_to_owners(state, object_id, buffer)
+            if not any(isinstance(each, WrongServer) for each in outcomes):
+                break
         if True in outcomes:
             return True
         errors = [each for each in outcomes if isinstance(each, TierUnavailable)]
@@ -264,10 +260,7 @@ class PoolTier(CountingTier):
 
     def _put_to_owners(self, state: _State, object_id: ObjectId, buffer: Buffer) -> list[bool | TierUnavailable]:
         (first, *others), put = self._owners(state, object_id.key), partial(_put, object_id, buffer)
-        try:
-            pending = [self._begun(put, member) for member in others]
-        except RuntimeError:  # a process that ends has no threads, and stores what waits all the same
-            return [self._outcome(put, member) for member in (first, *others)]
+        pending = [self._begun(partial(copy_context().run, put), member) for member in others]
         return [self._outcome(put, first), *(future.result() for future in pending)]
 
     def _outcome(self, ask: Callable[[_Member], _Result], member: _Member) -> _Result | TierUnavailable:
@@ -280,7 +273,11 @@ class PoolTier(CountingTier):
     def _begun(self, ask: Callable[[_Member], _Result], member: _Member) -> Future[_Result | TierUnavailable]:
         if self._writers is None:
             raise TierUnavailable("the pool is closed")
-        return self._writers.submit(copy_context().run, self._outcome, ask, member)
+        try:
+            return self._writers.submit(self._outcome, ask, member)
+        except RuntimeError:  # a process that ends has no threads, and stores what waits all the same
+            (done := Future[_Result | TierUnavailable]()).set_result(self._outcome(ask, member))
+            return done
 
     def _repair(self, object_id: ObjectId, data: memoryview, members: Sequence[_Member]) -> None:
         """Put copies where the map says that they belong, later; as many as the bound lets in."""
@@ -311,9 +308,8 @@ class PoolTier(CountingTier):
     def stats(self) -> TierStats:
         """Return the servers' sums divided by the number of copies, and this process's counters."""
         state = self._state
-        found = [member.tier.stats() for member in state.members] if state else []
+        total = TierStats.sum_of(self.name, [member.tier.stats() for member in state.members] if state else [])
         copies = state.placement.replicas if state else 1
-        total = TierStats.sum_of(self.name, found)
         sizes = (total.objects // copies, total.used_bytes // copies, total.bytes_max // copies)
         with self._lock:
             counters = (self._hits, self._misses, total.evictions // copies, self._faults)
@@ -343,6 +339,9 @@ class PoolTier(CountingTier):
     def _fault_of(self, member: _Member, error: Exception) -> None:
         _log.debug("%s: %s", member.server.name, error)
         self._note_fault(error)
+        if isinstance(error, WrongServer):
+            # It has a newer map than we have.
+            self._watcher.refresh()
 
 
 def _all_members(state: _State | None) -> list[_Member]:
