@@ -46,8 +46,7 @@ def test_range_waits_for_a_connection_that_takes_a_long_round_trip(monkeypatch: 
     connect, look_up = socket.create_connection, socket.getaddrinfo
 
     def far(place: tuple[str, int], wait_s: float) -> socket.socket:
-        # Of twenty seconds each of two addresses has ten.
-        if not 0.3 < wait_s <= 10:
+        if not 0.3 < wait_s <= 20 / 2:
             raise TimeoutError("timed out")
         return connect(place, wait_s)
 
@@ -82,9 +81,10 @@ def test_silent_server_is_left_for_the_other_one_in_time() -> None:
     with running_server() as west, socket.create_server(("127.0.0.1", 0)) as silent:
         assert west.store.put_from(object_id(1), object_bytes(1))
         place = Place(ListenAddress(*silent.getsockname()))
-        with opened(tier_on(place, west, tries_max=1, operation_s_max=4.0)) as tier:
+        with opened(tier_on(place, west, tries_max=1, operation_s_max=12.0)) as tier:
             started_s = time.monotonic()
             with until(started_s + 10):
                 assert read_all(tier, 1) == object_bytes(1)
+            with until(time.monotonic() + 2.5):
                 assert tier.contains(object_id(1))
             assert time.monotonic() - started_s < 8

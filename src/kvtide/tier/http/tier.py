@@ -23,7 +23,7 @@ from kvtide.errors import CorruptPayload, NotAllowed, RequestRefused, TierFull, 
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided, decisions_text
 from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take
-from kvtide.tier.breaker import caller_deadline_s
+from kvtide.tier.breaker import caller_deadline_s, until
 from kvtide.tier.http.peer import (
     Call,
     HttpAnswer,
@@ -227,8 +227,7 @@ class HttpTier(CountingTier):
 
     def note_decisions(self, namespace: Namespace, counts: Mapping[Decided, int]) -> None:
         """Tell the first server that answers, by the cheapest question about the namespace, a look-up of nothing."""
-        text = decisions_text(counts)
-        if text:
+        if text := decisions_text(counts):
             target, question = f"/v1/{namespace.hex()}/exists", msgspec.json.encode(ExistsQuestion([]))
             self._ask("POST", target, [(Header.DECISIONS, text)], question)
 
@@ -257,11 +256,10 @@ class HttpTier(CountingTier):
 
     def stats(self) -> TierStats:
         """Return our hits, misses and faults, and what the server says it holds: the last that was heard of that."""
-        view = None
         with suppress(TierUnavailable):
-            view = self._view().tier
+            self._known = self._view().tier or self._known
         with self._lock:
-            self._known = known = view or self._known
+            known = self._known
             counts = (self._hits, self._misses, known.evictions, self._faults)
         return TierStats(self.name, known.objects, known.used_bytes, known.bytes_max, *counts)
 
@@ -282,9 +280,12 @@ class HttpTier(CountingTier):
     def _first_answer(self, call: Call) -> HttpAnswer:
         """Return the answer of the first peer that gives one; where one breaks off, the next goes on."""
         *others, last = self._in_order()
+        # A look-up leaves time for the next one; a body may come slowly.
+        left_s = (caller_deadline_s() - self._clock.monotonic_s()) * (REPLICA_SHARE if call.into is None else 1.0)
         for peer in others:
             try:
-                return peer.call(call, self._patience(call, REPLICA_SHARE))
+                with until(self._clock.monotonic_s() + left_s):
+                    return peer.call(call, self._patience(call, REPLICA_SHARE))
             except TierUnavailable as error:
                 _log.debug("%s; the next one is asked", error)
         return last.call(call, self._patience(call))
