@@ -25,6 +25,13 @@ def index_of(blocks_max: int = 100, policy: str = "lru") -> RadixIndex:
     return RadixIndex(ManualClock(), policy_named(policy), blocks_max)
 
 
+def test_prompt_that_is_held_as_a_whole_is_not_gone_through_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, keys = index_of(), chain(1, 2, 3)
+    index.insert(NS, keys)
+    monkeypatch.setattr(index._tree.run_of(keys[0]), "keys", range(3))
+    assert all(map(index.is_held, keys))
+
+
 def test_unpin_of_what_is_not_pinned_is_refused() -> None:
     index, keys = index_of(2), chain(1, 2)
     index.insert(NS, keys)

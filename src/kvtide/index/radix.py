@@ -488,7 +488,7 @@ class RadixIndex:
         """Tell whether a block is held."""
         with self._lock:
             run = self._tree.run_of(key)
-            return run is not None and run.keys.index(key) < run.held
+            return run is not None and (run.held == len(run.keys) or key in run.keys[: run.held])
 
     def is_pinned(self, key: BlockKey) -> bool:
         """Tell whether a block is protected from eviction."""
