@@ -386,8 +386,8 @@ class PolicyOrder(EvictionOrder):
             while victim is None and self._tree is not None and (keys := self._tree.victims(1)):
                 # Without an object it was announced and did not come yet: it is not to come any more.
                 found = self._blocks.get(keys[0])
+                self._orphan(keys)
                 if found is None or may_go(found):
-                    self._orphan(keys)
                     victim = next((each for each in (*self._states.of(keys[0]), found) if each and may_go(each)), None)
                 else:
                     # In use: as good as used now, and passed over for this time.
