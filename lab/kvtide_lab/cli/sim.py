@@ -100,7 +100,7 @@ def _share(capacity: str, unique_blocks: int) -> float:
     number = capacity.removesuffix("%")
     try:
         value = float(number) / 100 if number != capacity else int(number) / unique_blocks
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"--capacity is a number of blocks or a share as in 3%, got {capacity!r}") from None
     if not value > 0:
         raise ValueError(f"--capacity must be positive, got {capacity!r}")

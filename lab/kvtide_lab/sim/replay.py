@@ -109,14 +109,14 @@ def replay(trace: Trace, policy: str, blocks_max: int, hints: str | None = None)
     hints: the kind of advice that comes with the requests, for policies that take any. ValueError for an unknown
     policy or kind.
     """
-    clock = ManualClock(trace.requests[0].at_s if trace.requests else 0.0)
+    clock = ManualClock(trace.requests[0].at_s)
     ranks = policy_named(policy)(blocks_max)
     index = RadixIndex(clock, lambda _: ranks, blocks_max)
     said = hints_of(trace, hints) if hints else []
     namespaces = {request.tenant: tenant_namespace(request.tenant) for request in trace.requests}
     requests, blocks, hits = Counter[str](), Counter[str](), Counter[str]()
     for number, (at_s, tenant, keys) in enumerate(trace.requests):
-        clock.advance(at_s - clock.monotonic_s())
+        clock.advance(max(0.0, at_s - clock.monotonic_s()))
         if said and isinstance(ranks, AdvisedPolicy):
             ranks.hear(said[number].mark)
         hit, length = index.match(keys), len(keys)

@@ -6,21 +6,20 @@ a block is chained here, whether or not its ids were.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from kvtide.cli.size import read_lines
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
 
 _Row = TypeVar("_Row")
 
-LINE_BYTES_MAX = 16 << 20
 REQUEST_BLOCKS_MAX = 1 << 20
 _DEFAULT_TENANT = "default"
 
@@ -100,21 +99,21 @@ def read_trace(path: Path, weka: WekaReplay | None = None) -> Trace:
     """
     if path.is_dir():
         return build_trace(path.name, TEXT_BLOCK_TOKENS, _text_sources(path))
-    lines = _lines(path)
+    lines = read_lines(path, msgspec.Raw)
     first = next(lines, None)
     if first is None:
         raise ValueError(f"{path.name} has no requests")
-    head = _decode(first, dict[str, msgspec.Raw], path)
+    head = _decode(first, dict[str, msgspec.Raw])
     everything = chain([first], lines)
     if "hash_ids" in head:
         is_bailian = "chat_id" in head
-        rows = (_decode(line, _HashIds, path) for line in everything)
+        rows = (_decode(line, _HashIds) for line in everything)
         unit_s, block_tokens = (1.0, 16) if is_bailian else (1e-3, 512)
         sources = [TraceSource(row.timestamp * unit_s, row.type, row.hash_ids) for row in rows]
         return build_trace(path.name, block_tokens, sources)
     if "sid" in head and "h" in head:
         replay = weka or WekaReplay()
-        sources = _weka_sources((_decode(line, _Weka, path) for line in everything), replay)
+        sources = _weka_sources((_decode(line, _Weka) for line in everything), replay)
         return build_trace(path.name, 64 * replay.join, sources)
     raise ValueError(f"{path.name}: line 1 is of no known trace format; it has the fields {', '.join(sorted(head))}")
 
@@ -122,7 +121,7 @@ def read_trace(path: Path, weka: WekaReplay | None = None) -> Trace:
 def _text_sources(folder: Path) -> Iterator[TraceSource]:
     """Yield the requests of sessions of texts (`timestamp` in microseconds, `input`), a file each, started in turn."""
     for number, path in enumerate(sorted(folder.glob("*.jsonl*"))):
-        rows = sorted((_decode(line, _Text, path) for line in _lines(path)), key=lambda row: row.timestamp)
+        rows = sorted((_decode(line, _Text) for line in read_lines(path, msgspec.Raw)), key=lambda row: row.timestamp)
         for row in rows:
             text, at_s = row.input.encode(), number * _TEXT_GAP_S + (row.timestamp - rows[0].timestamp) / 1e6
             stop = len(text) - len(text) % TEXT_BLOCK_BYTES
@@ -144,24 +143,12 @@ def joined(traces: Sequence[Trace]) -> Trace:
     return build_trace("+".join(trace.name for trace in traces), sizes.pop(), sources)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    opener: Callable[..., Iterable[bytes]] = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:  # type: ignore[attr-defined]
-        number = 0
-        while line := file.readline(LINE_BYTES_MAX):
-            number += 1
-            if len(line) == LINE_BYTES_MAX:
-                raise ValueError(f"{path.name}: line {number} is longer than {LINE_BYTES_MAX} bytes")
-            if line.strip():
-                yield number, line
-
-
-def _decode(line: tuple[int, bytes], row: type[_Row], path: Path) -> _Row:
-    number, text = line
+def _decode(line: tuple[str, msgspec.Raw], row: type[_Row]) -> _Row:
+    where, text = line
     try:
         return msgspec.json.decode(text, type=row)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path.name}: line {number} is no such request: {error}") from error
+        raise ValueError(f"{where} is no such request: {error}") from error
 
 
 def _weka_sources(rows: Iterable[_Weka], replay: WekaReplay) -> list[TraceSource]:
@@ -186,7 +173,7 @@ def _weka_sources(rows: Iterable[_Weka], replay: WekaReplay) -> list[TraceSource
 def build_trace(name: str, block_tokens: int, sources: Iterable[TraceSource]) -> Trace:
     """Key the blocks and put the requests in order of time; those without a block are left out.
 
-    ValueError for a request of more than `REQUEST_BLOCKS_MAX` blocks.
+    ValueError for a request of more than `REQUEST_BLOCKS_MAX` blocks, and where there is none.
     """
     keys: dict[tuple[Hashable, Hashable], BlockKey] = {}
     requests = []
@@ -203,5 +190,7 @@ def build_trace(name: str, block_tokens: int, sources: Iterable[TraceSource]) ->
             parent = key
         if found:
             requests.append(TraceRequest(at_s, tenant, found))
+    if not requests:
+        raise ValueError(f"{name} has no request of a full block")
     requests.sort(key=lambda request: request.at_s)
     return Trace(name, block_tokens, requests, len(keys))

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 import typer
@@ -20,6 +20,7 @@ from kvtide.evict.policies import policy_named
 from kvtide.index import RadixIndex
 from kvtide.types import DIGEST_BYTES, BlockKey, Namespace
 
+_Row = TypeVar("_Row")
 _DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 # What `lossless` leaves of a block, measured on SmolLM2-135M (docs/codec.md, "Measured"): 1 / 1.197, 1.165, 1.490.
 _LOSSLESS_SHARE = {"float32": 0.835, "float16": 0.858, "bfloat16": 0.671}
@@ -167,7 +168,7 @@ def _chart(asked: AskedPrompts, hits: list[HitRow], policy: str) -> list[str | T
 
 
 # The prompts of a user's trace or logs. No more is read than these bounds say.
-LINE_BYTES_MAX, BLOCKS_MAX = 4 << 20, 1 << 22
+LINE_BYTES_MAX, BLOCKS_MAX = 16 << 20, 1 << 22
 # Of a block of a text: four bytes are a token, as in English.
 TEXT_TOKENS, TEXT_BYTES = 128, 512
 
@@ -194,7 +195,7 @@ def read_prompts(path: Path, block_tokens: int) -> AskedPrompts:
     """
     found, units, blocks = list[tuple[float, list[BlockKey]]](), set[int](), 0
     for file in sorted([*path.rglob("*.jsonl"), *path.rglob("*.jsonl.gz")]) if path.is_dir() else [path]:
-        for where, row in _rows(file):
+        for where, row in read_lines(file, _Line):
             if (row.hash_ids is None) == (row.input is None):
                 raise ValueError(f"{where} must have hash_ids, or a text as input")
             if keys := _keys(row):
@@ -219,13 +220,14 @@ def _keys(row: _Line) -> list[BlockKey]:
     return keys[1:]
 
 
-def _rows(path: Path) -> Iterator[tuple[str, _Line]]:
+def read_lines(path: Path, kind: type[_Row]) -> Iterator[tuple[str, _Row]]:
+    """Yield the values in a file, each a line of JSON, and where it is; unpacks `.gz`. ValueError for another file."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(iter(partial(file.readline, LINE_BYTES_MAX), b""), 1):
                 if line.strip():
-                    yield f"{path}: line {number}", msgspec.json.decode(line, type=_Line)
+                    yield f"{path}: line {number}", msgspec.json.decode(line, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: line {number} is no request (cut off, or too long?): {error}") from error
     except (OSError, EOFError, zlib.error) as error:

@@ -68,7 +68,10 @@ def test_weka_takes_the_first_sessions_by_id(tmp_path: Path) -> None:
         (b"", "has no requests"),
         (b"{}\n", "no known trace format"),
         (b"[1]\n", "line 1 is no such request"),
-        (b"\xff\n", "line 1 is no such request"),
+        (b"\xff\n", "line 1 is no"),
+        (b'{"hash_ids": ' + b"[" * 100_000, "line 1 is no request"),
+        (b'{"timestamp": 1, "hash_ids": []}\n', "no request of a full block"),
+        (gzip.compress(b'{"timestamp": 1, "hash_ids": []}\n', mtime=0)[:-9], "can't read"),
         (b'{"timestamp": 1, "hash_ids": [1]}\n\n{"timestamp": 1, "hash_ids": ["x"]}\n', "line 3 is no such request"),
         (b'{"sid": "a", "t": 1, "model": "m", "h": [[1, -4]]}\n', "run of blocks has length -4"),
         (b'{"sid": "a", "t": 1, "model": "m", "h": [[1, 1e9]]}\n', "line 1 is no such request"),
@@ -76,7 +79,7 @@ def test_weka_takes_the_first_sessions_by_id(tmp_path: Path) -> None:
     ],
 )
 def test_bad_traces_are_refused_with_the_place(tmp_path: Path, text: bytes, message: str) -> None:
-    path = tmp_path / "bad.jsonl"
+    path = tmp_path / ("bad.gz" if text.startswith(b"\x1f") else "bad.jsonl")
     path.write_bytes(text)
     with pytest.raises(ValueError, match=message):
         read_trace(path)
@@ -116,7 +119,9 @@ def test_sessions_of_texts_are_read_from_a_folder(tmp_path: Path) -> None:
 
 def trace_of(*prompts: Sequence[int], tenants: str = "a") -> Trace:
     cycle = itertools.cycle(tenants)
-    return build_trace("t", 16, [TraceSource(float(i), next(cycle), prompt) for i, prompt in enumerate(prompts)])
+    # In pairs; to what comes before, the difference adds up to a little more than the second of a pair.
+    sources = (TraceSource((36 + 296 * ((i + 1) // 2)) * 1e-3, next(cycle), each) for i, each in enumerate(prompts))
+    return build_trace("t", 16, sources)
 
 
 def best_hits(trace: Trace, blocks_max: int) -> int:
