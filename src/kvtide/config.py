@@ -15,7 +15,7 @@ TENANT_SALT_VARIABLE = "KVTIDE_TENANT_SALT"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Every bound of a cache in one place. ValueError for one that is not positive."""
+    """Every bound of a cache in one place. ValueError for one that is not positive, or not whole (times may be)."""
 
     memory_bytes_max: int = 1 << 30
     disk_bytes_max: int = 16 << 30
@@ -35,8 +35,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+            value, is_time = getattr(self, name), "_s_" in name
+            if not (isinstance(value, (int, float) if is_time else int) and value > 0):
+                raise ValueError(f"{name} must be a positive {'' if is_time else 'whole '}number, got {value!r}")
 
 
 def wait_passively() -> None:

@@ -86,9 +86,10 @@ def test_files_that_are_not_segments_are_passed_over(tmp_path: Path) -> None:
 
 def test_bounds_that_make_no_sense_are_refused(tmp_path: Path, clock: ManualClock) -> None:
     positive = partial(pytest.raises, ValueError, match="positive")
-    for value in (0, -1):
+    for bound in (0, -1, 8e9, "8 GiB"):
         with positive():
-            Limits(memory_bytes_max=value)
+            Limits(memory_bytes_max=bound)  # type: ignore[arg-type]
+    for value in (0, -1):
         with positive():
             MemoryTier(value, clock, nothing_pinned)
         with positive():
