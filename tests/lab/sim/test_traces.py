@@ -31,7 +31,7 @@ def mooncake(timestamp: int, *hash_ids: int) -> dict[str, Any]:
 def test_mooncake_times_are_milliseconds_order_is_by_time_and_equal_ids_behind_other_prefixes_are_others(
     tmp_path: Path,
 ) -> None:
-    trace = read_trace(write(tmp_path / "a.jsonl", mooncake(3000, 1, 2), mooncake(1000, 1)))
+    trace = read_trace(write(tmp_path / "a.jsonl", mooncake(3000, 1, 2), mooncake(2000), mooncake(1000, 1)))
     assert [request.at_s for request in trace.requests] == [1.0, 3.0]
     assert (trace.block_tokens, trace.unique_blocks) == (512, 2)
     assert trace.requests[0].keys == trace.requests[1].keys[:1]
@@ -83,10 +83,6 @@ def test_bad_traces_are_refused_with_the_place(tmp_path: Path, text: bytes, mess
     path.write_bytes(text)
     with pytest.raises(ValueError, match=message):
         read_trace(path)
-
-
-def test_requests_without_a_block_are_left_out() -> None:
-    assert build_trace("t", 16, [TraceSource(0.0, "a", ()), TraceSource(1.0, "a", (1,))]).unique_blocks == 1
 
 
 @pytest.mark.parametrize("name", MADE)
