@@ -25,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
 from kvtide.engines.paged import LoadOutcome
-from kvtide.engines.paged.sequence import StepCommands, WorkerReport
+from kvtide.engines.paged.sequence import LoadOrder, StepCommands, WorkerReport
 from kvtide.engines.settings import TAIL_TOKENS
 from kvtide.engines.vllm.connector import KVTideConnector, StepMetadata, StepReport
 from kvtide_lab.bench.engine_process import kvtide_transfer
@@ -49,6 +49,10 @@ class Stepped:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(PAGE, sha256)
         self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), block_size=PAGE)
+        # The prompt is stored, and its pages are nobody's any more.
+        self.add("a")
+        self.first = self.step()
+        assert self.scheduler.reset_prefix_cache()
 
     def add(self, name: str) -> Request:
         sampling = SamplingParams(temperature=0, max_tokens=1)
@@ -84,10 +88,8 @@ def stepped(model: Path) -> Any:
 
 
 def test_prompt_is_ordered_to_be_stored_and_loaded_by_the_next_request(stepped: Stepped) -> None:
-    stepped.add("a")
-    tokens, orders = stepped.step()
+    tokens, orders = stepped.first
     assert (tokens, len(orders.stores), orders.loads) == ({"a": len(PROMPT)}, len(PROMPT) // PAGE + 1, ())
-    assert stepped.scheduler.reset_prefix_cache()
     request = stepped.add("b")
     tokens, orders = stepped.step()
     (load,) = orders.loads
@@ -100,9 +102,6 @@ def test_prompt_is_ordered_to_be_stored_and_loaded_by_the_next_request(stepped: 
 
 
 def test_pages_that_a_load_did_not_fill_are_computed(stepped: Stepped) -> None:
-    stepped.add("a")
-    stepped.step()
-    assert stepped.scheduler.reset_prefix_cache()
     request = stepped.add("b")
     (load,) = stepped.step()[1].loads
     stepped.step(finished_recving={"b"}, invalid_block_ids=set(load.pages[2:]))
@@ -113,9 +112,6 @@ def test_pages_that_a_load_did_not_fill_are_computed(stepped: Stepped) -> None:
 
 def test_pages_that_a_load_did_not_fill_are_found_by_nobody_if_its_request_is_aborted_in_that_step(model: Path) -> None:
     stepped = Stepped(model, "layers")
-    stepped.add("a")
-    stepped.step()
-    assert stepped.scheduler.reset_prefix_cache()
     stepped.add("b")
     (load,) = stepped.step(aborted=["b"], invalid_block_ids=set(range(64)))[1].loads
     request = stepped.add("c")
@@ -129,9 +125,6 @@ def test_pages_that_a_load_did_not_fill_are_left_to_nobody_if_its_request_is_abo
     model: Path,
 ) -> None:
     stepped = Stepped(model, "layers")
-    stepped.add("a")
-    stepped.step()
-    assert stepped.scheduler.reset_prefix_cache()
     stepped.add("b")
     stepped.add("shares")
     tokens, orders = stepped.step(invalid_block_ids=set(range(64)))
@@ -145,16 +138,19 @@ def test_pages_that_a_load_did_not_fill_are_left_to_nobody_if_its_request_is_abo
 
 
 @pytest.mark.parametrize("error", [None, MemoryError(), SystemExit()])
-def test_step_that_broke_off_stores_nothing(error: BaseException | None) -> None:
+def test_step_that_broke_off_stores_nothing_and_none_ends_its_own_loads(error: BaseException | None) -> None:
     connector = KVTideConnector.__new__(KVTideConnector)
     connector._scheduler = connector._cache_counts = None
     connector._model, connector._worker = Mock(), Mock()
     connector._worker.ended.return_value = LoadOutcome(set(), set(), set())
-    metadata = StepMetadata(StepCommands(1, (), (), is_idle=False))
-    step = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=True, finished_req_ids=set())
+    # Of a request that has the name of one that has ended.
+    loads = (LoadOrder("again", (), (), 0, 0.0),)
+    metadata = StepMetadata(StepCommands(1, loads, (), is_idle=False))
+    step = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=True, finished_req_ids={"again", "gone"})
     run = runner.KVConnectorModelRunnerMixin._get_kv_connector_output
     place = patch.multiple(runner, get_kv_transfer_group=lambda: connector, get_forward_context=Mock())
     with place, suppress(MemoryError, SystemExit), run(step):
         if error is not None:
             raise error
     assert connector._worker.store.called == (error is None)
+    connector._worker.ended.assert_called_once_with({"gone"}, False)

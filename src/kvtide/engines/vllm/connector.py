@@ -318,7 +318,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the requests whose loads have ended; loads of finished requests end here."""
         # Where drafts are made vLLM asks before `wait_for_save`.
         self.worker.wait_loads()
-        self._outcome = self.worker.ended(finished_req_ids, self._orders.is_idle)
+        # A load of this step is of a request that took the name of one that has ended.
+        gone = finished_req_ids - {load.request for load in self._orders.loads}
+        self._outcome = self.worker.ended(gone, self._orders.is_idle)
         # vLLM hears of those within the step through their pages alone.
         return None, self._outcome.requests
 
