@@ -31,7 +31,7 @@ from tests.server.worlds import invalidate, region_processes
 from tests.servers import running_server
 from tests.store.test_cache import OpenCache
 
-from kvtide.clock import SystemClock
+from kvtide.clock import ManualClock, SystemClock
 from kvtide.engines.paged.scheduler import ANSWER_S, ANSWERS_S, STEPS_IN_FLIGHT_MAX, ScheduledRequest
 from kvtide.engines.paged.sequence import FollowedPrefix, LoadOrder, WorkerReport
 from kvtide.engines.paged.worker import FAULTY, LOADS_AT_ONCE, WorkerHalf
@@ -350,22 +350,23 @@ def test_line_about_a_request_says_why_a_load_ended_early(second: ToyEngine) -> 
     assert "24 found in x; 0 loaded (absent) in" in summary.text("x")
 
 
-def test_first_step_of_some_length_says_nothing_of_speed(engines: Engines) -> None:
-    engine = engines()
-    for tokens, is_known in ((BLOCK - 1, False), (100, False), (100, True)):
-        step = engine.step(tokens=tokens)
-        engine.scheduler.heard(engine.worker.report(step.step))
-        assert (engine.scheduler.cache.judge.prefill() is not None) == is_known
-
-
-def test_steps_of_answers_alone_say_nothing_of_how_fast_prompts_are_computed(engines: Engines) -> None:
+def test_first_step_of_some_length_and_steps_of_answers_say_nothing_of_how_fast_prompts_are(engines: Engines) -> None:
     engine, longer = engines(), [*PROMPT, 1]
     engine.ask("a", PROMPT)
-    pages = engine.pages(len(longer))
-    for tokens, is_known in ((PROMPT, False), (longer, False), (PROMPT, True)):
-        step = engine.step(ScheduledRequest("a", tokens, len(tokens), lambda: pages))
+    pages, steps = engine.pages(len(longer)), ((BLOCK - 1, PROMPT), (100, PROMPT), (100, longer), (100, PROMPT))
+    for number, (count, tokens) in enumerate(steps):
+        step = engine.step(ScheduledRequest("a", tokens, len(tokens), lambda: pages), tokens=count)
         engine.scheduler.heard(engine.worker.report(step.step))
-        assert (engine.scheduler.cache.judge.prefill() is not None) == is_known
+        assert (engine.scheduler.cache.judge.prefill() is not None) == (number == 3)
+
+
+def test_step_that_was_planned_ahead_has_taken_no_longer_than_since_the_one_before(engines: Engines) -> None:
+    scheduler, clock = engines().scheduler, ManualClock()
+    scheduler._clock = clock
+    for step in [scheduler.plan((), 100).step for _ in range(3)]:
+        clock.advance(1.0)
+        scheduler.heard(WorkerReport(step))
+    assert scheduler.cache.judge.deadline_s(100) == pytest.approx(1.0)
 
 
 def test_finished_request_ends_its_load_and_nothing_is_written_later(second: ToyEngine) -> None:

@@ -93,6 +93,7 @@ class SchedulerHalf:
         # When a step began, and its tokens.
         self._steps: Recent[int, tuple[float, int]] = Recent(STEPS_IN_FLIGHT_MAX)
         self._step = self._heard = 0
+        self._heard_s = -math.inf  # until then a step that was planned ahead has waited
         # Of several shards: the pages of loads within steps of which nobody has heard whether all shards have them.
         self._doubtful: dict[int, frozenset[int]] = {}
         self._is_warm = False
@@ -248,9 +249,8 @@ class SchedulerHalf:
         doubtful = frozenset[int]().union(*self._doubtful.values())
         stores = tuple(order for request in scheduled for order in self._stores(request, doubtful))
         self._lookups.waited_s = 0.0
-        loads, self._loads = tuple(self._loads), []
-        advice, self._advice = tuple(self._advice), []
-        held, self._held = tuple(self._held), []
+        loads, advice, held = tuple(self._loads), tuple(self._advice), tuple(self._held)
+        self._loads, self._advice, self._held = [], [], []
         self._steps[self._step] = (self._clock.monotonic_s(), 0 if is_waiting or is_answering else step_tokens)
         return StepCommands(self._step, loads, stores, step_tokens == 0, self._heard, advice, held)
 
@@ -343,8 +343,9 @@ class SchedulerHalf:
             started_s, tokens = self._steps.pop(report.step)
             # The first one of a block or more is slower than all others: memory and kernels are new to it.
             if self._is_warm:
-                self.cache.judge.note_prefill(0, tokens, now_s - started_s)
+                self.cache.judge.note_prefill(0, tokens, now_s - max(started_s, self._heard_s))
             self._is_warm |= tokens >= self._block_tokens
+        self._heard_s = now_s
         for ended in report.ended:
             if ended.is_timed:
                 # One that was given up is extrapolated.
