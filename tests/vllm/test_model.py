@@ -460,25 +460,34 @@ def test_image_that_vllm_only_numbers_has_no_name(is_caching: bool, room_gb: flo
         assert (ServedRequest.of(_request(mm_features=features), SETTINGS, config, {}) is not None) == expected
 
 
+UNNAMED = ConnectorSettings.parse({"store": "memory://"})
+
+
+def _toy(folder: str, load: str = "auto", config: Any = (), images: Any = None, tokens: int = 4096) -> Any:
+    found, kwargs = _config(), SimpleNamespace(mm_processor_kwargs=images)
+    own = {"model": folder, "revision": "r", "quantization": None, "max_model_len": tokens, "multimodal_config": kwargs}
+    vars(found.model_config).update(own, hf_config=SimpleNamespace(to_dict=lambda: dict(config)))
+    found.load_config.load_format = load
+    return found
+
+
 @pytest.mark.parametrize(
-    ("config", "is_other"),
+    ("config", "other", "is_other"),
     [
-        ({"rope_parameters": {"rope_type": "longrope"}}, True),
-        ({"text_config": {"model_type": "llama4_text"}}, True),
-        ({"rope_parameters": {"rope_type": "yarn"}}, False),
+        ({"rope_parameters": {"rope_type": "longrope"}}, {"tokens": 65536}, True),
+        ({"text_config": {"model_type": "llama4_text"}}, {"tokens": 65536}, True),
+        ({"rope_parameters": {"rope_type": "yarn"}}, {"tokens": 65536}, False),
+        ({}, {"images": {"do_resize": False}}, True),
+        ({}, {"load": "safetensors"}, False),
+        ({}, {"load": "dummy"}, True),
     ],
 )
-def test_longest_prompt_is_part_of_the_name_where_keys_go_by_it(
-    tmp_path: Path, config: dict[str, Any], is_other: bool
+def test_what_else_decides_a_block_s_bytes_is_part_of_its_name(
+    tmp_path: Path, config: Any, other: dict[str, Any], is_other: bool
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    names = set()
-    for tokens in (4096, 65536):
-        served = _config()
-        own = {"model": str(tmp_path), "revision": None, "quantization": None, "max_model_len": tokens}
-        vars(served.model_config).update(own, hf_config=SimpleNamespace(to_dict=lambda: config))
-        model = _served(served, _caches(_spec()), ConnectorSettings.parse({"store": "memory://"}))
-        names.add(model.namespaces(b""))
+    engines = (_toy(str(tmp_path), config=config, **more) for more in ({}, other))
+    names = {_served(each, _caches(_spec()), UNNAMED).namespaces(b"") for each in engines}
     assert (len(names) == 2) == is_other
 
 
@@ -489,26 +498,13 @@ def test_weights_are_those_of_the_folder_that_the_engine_downloads_to(
         return f"{cache_dir or tmp_path / 'usual'}/{name}-{revision}"
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
-    served, names = _config(), set()
-    own = {"model": "toy", "revision": "r", "quantization": None, "max_model_len": 1}
-    vars(served.model_config).update(own, hf_config=SimpleNamespace(to_dict=dict))
+    served, names = _toy("toy"), set()
     for folder in ("usual", "other"):
         (tmp_path / folder / "toy-r").mkdir(parents=True)
         (tmp_path / folder / "toy-r" / "model.safetensors").write_text(folder)
         served.load_config.download_dir = str(tmp_path / folder) if folder == "other" else None
-        model = _served(served, _caches(_spec()), ConnectorSettings.parse({"store": "memory://"}))
-        names |= {model.namespaces(b""), profile_fingerprint(served, ConnectorSettings.parse({"store": "memory://"}))}
+        names |= {_served(served, _caches(_spec()), UNNAMED).namespaces(b""), profile_fingerprint(served, UNNAMED)}
     assert len(names) == 4
-
-
-def test_random_weights_are_not_those_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_text("weights")
-    served, names = _config(), set()
-    own = {"model": str(tmp_path), "quantization": None, "max_model_len": 1}
-    vars(served.model_config).update(own, revision=None, hf_config=SimpleNamespace(to_dict=dict))
-    for served.load_config.load_format in ("auto", "safetensors", "dummy"):
-        names.add(_served(served, _caches(_spec()), ConnectorSettings.parse({"store": "memory://"})).namespaces(b""))
-    assert len(names) == 2
 
 
 @pytest.mark.parametrize(

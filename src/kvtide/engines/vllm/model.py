@@ -318,6 +318,8 @@ def _fingerprint(vllm_config: Any) -> bytes:
     what = {"config": config, "dtype": str(model.dtype), "quantization": str(model.quantization)}
     if any(name in repr(config) for name in _BY_LENGTH):
         what["tokens"] = model.max_model_len
+    if model.multimodal_config is not None and model.multimodal_config.mm_processor_kwargs:
+        what["images"] = model.multimodal_config.mm_processor_kwargs  # which vLLM's names of images leave out
     if vllm_config.load_config.load_format == "dummy":
         what["weights"] = "random, whatever the files say"
     if _is_drafted(vllm_config):
