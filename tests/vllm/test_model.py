@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -225,8 +226,13 @@ def test_fp8_is_refused_where_vllm_has_no_kernels_for_it(monkeypatch: pytest.Mon
         _served(_config(cache="fp8"), _caches(_fp8()))
 
 
-def test_pages_of_another_shape_are_refused() -> None:
-    model = _served(_config(), _caches(_spec()))
+def test_pages_of_another_shape_are_refused_and_a_layer_that_attends_to_another_s_is_not() -> None:
+    model, two = _served(_config(), _caches(_spec())), torch.zeros((2, 4, 2, 16, 128))
+    caches = {"a": two[0], "b": two[1], "shares": two[1]}
+    assert page_pools(model, caches, _config(), SETTINGS, (), SystemClock()).pool.page_tokens == 16
+    connector: Any = object.__new__(KVTideConnector)
+    connector._layers, connector._worker = {"a": 0, "b": 1}, Mock()
+    connector.wait_for_layer_load("shares")
     pages = torch.zeros((4, 2, 8, 128), dtype=torch.float32)
     with pytest.raises(UnsupportedModel, match="must be"):
         page_pools(model, {"a": pages, "b": pages}, _config(), SETTINGS, (), SystemClock())

@@ -301,8 +301,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker.start(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for what this step loads of a layer; nobody waits for loads between steps."""
-        self.worker.wait_layer(self._layers[layer_name])
+        """Wait for what this step loads of a layer, as it did before one that attends to its; none between steps."""
+        self.worker.wait_layer(self._layers.get(layer_name, 0))
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: blocks are stored when all their layers are there."""

@@ -51,8 +51,11 @@ def page_pools(
     """Return the engine's pages, a device's once they are proved with the codecs. UnsupportedModel for unknown ones."""
     states = model.layers.states
     names = {*model.layers.names, *(states.layer_names if states is not None else ())}
-    if set(kv_caches) != names:
-        raise UnsupportedModel(f"pages and layers do not match: {sorted(set(kv_caches) ^ names)[:4]}")
+    known = {kv_caches[name].data_ptr() for name in names.intersection(kv_caches)}
+    # Layers that attend to what others keep come with the pages of these.
+    found = {name for name, pages in kv_caches.items() if name in names or pages.data_ptr() not in known}
+    if found != names:
+        raise UnsupportedModel(f"pages and layers do not match: {sorted(found ^ names)[:4]}")
     layers = [kv_caches[name] for name in model.layers.names]
     parts = [] if states is None else zip(states.layer_names, states.layer_bytes, states.slots, strict=True)
     bytes_of = [(_bytes_of(kv_caches[name])[:, :size], (slot,)) for name, size, slot in parts]
