@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -57,9 +58,9 @@ class ChunkStore:
         if tokens_per_s := self._settings.prefill_tokens_per_s:
             self.cache.judge.note_prefill(0, 1024, 1024 / tokens_per_s)
 
-    def forget(self, epoch: bytes) -> None:
-        """Serve nothing that was stored before: from now on names carry `epoch`, which nobody has used."""
-        self._namespace = Namespace(hashlib.sha256(self._namespace + epoch).digest())
+    def forget(self) -> None:
+        """Serve nothing that was stored before, as after an update of the weights: names change from now on."""
+        self._namespace = Namespace(hashlib.sha256(self._namespace + uuid.uuid4().bytes).digest())
 
     def _meta(self, name: bytes) -> BlockMeta:
         key = BlockKey(hashlib.sha256(self._namespace + name).digest())

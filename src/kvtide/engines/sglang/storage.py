@@ -5,7 +5,6 @@ Invariant: nothing leaves it but a value of the interface; a fault is a page tha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from kvtide.errors import UnsupportedModel
 
 # What the factory reads of the options, or hands to every backend; the rest is ours.
 _FACTORY_OPTIONS = {"backend_name", "module_path", "class_name", "interface_v1"}
-EPOCH_BYTES = 16
 
 
 class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed for us
@@ -119,7 +117,7 @@ class KVTideStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not type
 
     def clear(self) -> None:
         """Serve nothing that was stored before, as after an update of the weights: names change from now on."""
-        self.store.forget(os.urandom(EPOCH_BYTES))
+        self.store.forget()
 
     def close(self) -> None:
         """Store what is queued and close. Idempotent."""

@@ -110,8 +110,9 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches the primary tier."""
+        """Wait until no job touches the primary tier. vLLM resets its cache next: names change, as weights may have."""
         wait(self._pending)
+        self._store.forget()
 
     def shutdown(self) -> None:
         """Finish jobs, store what is queued, give everything back."""
