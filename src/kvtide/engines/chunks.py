@@ -108,7 +108,6 @@ class ChunkStore:
         gate.close()
         now_s = self._clock.monotonic_s()
         if not is_near:
-            # One that was given up is extrapolated.
-            chunks = len(metas) if report.reason is MissReason.DEADLINE else report.blocks
-            judge.note_load(chunks * tokens, (now_s - started_s) * chunks / (report.blocks or 1), now_s)
+            wanted = len(metas) if report.reason is MissReason.DEADLINE else report.blocks
+            judge.note_load(wanted * tokens, now_s - started_s, now_s, report.blocks * tokens)
         return report.blocks

@@ -135,10 +135,10 @@ class Judge:
             with self._lock:
                 self._meter.note(start, stop, seconds)
 
-    def note_load(self, tokens: int, seconds: float, now_s: float) -> None:
-        """Take the duration of a load, from the decision to the last page."""
+    def note_load(self, tokens: int, seconds: float, now_s: float, came: int | None = None) -> None:
+        """Take the duration of a load, from the decision to the last page; extrapolated if so many tokens `came`."""
         with self._lock:
-            self._load.note(tokens, seconds, now_s)
+            self._load.note(tokens, seconds if came is None else seconds * tokens / max(1, came), now_s)
 
     def note_decode(self, codec_id: str, tokens: int, seconds: float) -> None:
         """Take what decoding tokens took."""

@@ -141,9 +141,8 @@ class LlamaPrefixes:
             for rows in part.rows if group.window_cells else ():
                 rows[before] = 0
         if not prefix.is_near and reason in (None, MissReason.DEADLINE):
-            # A load that was given up is extrapolated.
             now_s = self._clock.monotonic_s()
-            self._cache.judge.note_load(tokens, (now_s - began_s) * wanted / max(1, came), now_s)
+            self._cache.judge.note_load(tokens, now_s - began_s, now_s, tokens * came // wanted)
         return tokens if reason is None and self._context.write(state, gaps) else 0
 
     def store(self, tokens: Tokens, first: int, exact: int, spoken: int) -> int:

@@ -348,9 +348,8 @@ class SchedulerHalf:
         self._heard_s = now_s
         for ended in report.ended:
             if ended.is_timed:
-                # One that was given up is extrapolated.
                 tokens = ended.wanted_tokens if ended.reason is MissReason.DEADLINE else ended.tokens
-                self.cache.judge.note_load(tokens, ended.seconds * tokens / (ended.tokens or 1), now_s)
+                self.cache.judge.note_load(tokens, ended.seconds, now_s, ended.tokens)
             if (sequence := self._sequences.get(ended.request)) is None:
                 continue
             sequence.summary.ended = min(sequence.summary.ended or ended, ended, key=lambda each: each.tokens)

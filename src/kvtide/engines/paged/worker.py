@@ -338,8 +338,7 @@ class WorkerHalf:
         """Return what the scheduler half should know, once."""
         with self._changed:
             found, self._report = self._report, WorkerReport(0)
-        lost = found.lost + self.cache.take_gone()
-        return found._replace(step=step, lost=lost, is_refused=self._is_refused)
+        return WorkerReport(step, found.ended, found.lost + self.cache.take_gone(), self._is_refused)
 
     def take_counts(self) -> Mapping[str, float]:
         """Return what was counted of loads that ended since the last call, by name."""

@@ -173,9 +173,8 @@ class Prefixes:
                 if any(identity.reaches):
                     break
         if since_s is not None and reason in (None, MissReason.DEADLINE):
-            # A load that was given up is extrapolated.
             now_s = clock.monotonic_s()
-            self._cache.judge.note_load(tokens, (now_s - since_s) * wanted / max(1, came), now_s)
+            self._cache.judge.note_load(tokens, now_s - since_s, now_s, tokens * came // max(1, wanted))
         if columns < stop and any(identity.reaches):
             return None
         past = DynamicCache(config=self._model.config)
