@@ -20,7 +20,7 @@ from kvtide.config import Limits
 from kvtide.engines.calibrate.texts import evaluation_texts
 from kvtide.engines.transformers import CachedModel, Impress, attach, load_tokenizer
 from kvtide.engines.transformers.fingerprint import ModelIdentity
-from kvtide.engines.transformers.groups import groups_of, model_groups
+from kvtide.engines.transformers.groups import StateRoom, groups_of, model_groups, read_states
 from kvtide.engines.transformers.smollm2 import _begin_texts
 from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind
@@ -222,6 +222,17 @@ def test_states_alone_leave_no_hook_and_answer_as_the_model_does_with_what_a_cal
         assert not model._forward_pre_hooks
         assert cached.flush(FLUSH_S_MAX)
         assert assert_as_plain(cached, prompt_of(BLOCK - 1)) == 0
+
+
+def test_a_state_of_too_many_rows_has_wider_ones() -> None:
+    # 48 heads of 128 x 128, as Qwen3.5 27B has them.
+    model, large = model_of("qwen3_next"), torch.randn(1, 48, 128, 128)
+    cache = model(prompt_of(2)).past_key_values
+    cache.layers[0].recurrent_states[0] = large.clone()
+    room = StateRoom(group := model_groups(model, cache, BLOCK)[-1])
+    room.write(0, read_states(cache, group))
+    room.fill(cache, 2, large.device)
+    assert torch.equal(cache.layers[0].recurrent_states[0], large)
 
 
 def test_states_of_another_transformers_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvtide.block import HEAD_DIM_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
+from kvtide.block import HEAD_DIM_MAX, KV_HEADS_MAX, BlockBits, BlockLayout, BlockMeta, KVDtype
 from kvtide.codec import ProfileShape
 from kvtide.errors import UnsupportedModel
 from kvtide.group import GroupKind, LayerGroup, row_group
@@ -38,7 +38,7 @@ _STATES_GO_ON = {
 }
 # Their rotary frequencies depend on the length of the sequence: keys from a short prompt are wrong in a long one.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# A state's bytes are rounded up to whole rows of so many elements.
+# A state's bytes are rounded up to whole rows of so many elements, or of a multiple where these would be too many.
 _STATE_ROW = 64
 
 
@@ -127,7 +127,7 @@ def _probe(model: Any, tokens: list[int]) -> Any:
     try:
         with torch.inference_mode():
             model(torch.tensor([tokens], device=model.device), **given)
-    except (ValueError, IndexError, NotImplementedError) as error:
+    except (AttributeError, ValueError, IndexError, NotImplementedError) as error:
         raise UnsupportedModel(f"the model takes no usual cache: {error}") from error
     return cache
 
@@ -222,8 +222,8 @@ def _states_of(layer: LinearAttentionLayer) -> dict[torch.dtype, tuple[StateTens
 
 def _state_group(dtype: torch.dtype, layers: dict[int, tuple[StateTensor, ...]]) -> ModelGroup:
     elements = max(sum(math.prod(tensor.shape) for tensor in tensors) for tensors in layers.values())
-    half = -(-elements // (2 * _STATE_ROW)) * _STATE_ROW
-    layout = BlockLayout(len(layers), 1, half // _STATE_ROW, _STATE_ROW, _KVTIDE_DTYPES[dtype])
+    row = _STATE_ROW * -(-elements // (2 * _STATE_ROW * KV_HEADS_MAX))
+    layout = BlockLayout(len(layers), 1, -(-elements // (2 * row)), row, _KVTIDE_DTYPES[dtype])
     group = LayerGroup(f"state {layout.dtype.value}", GroupKind.STATE, tuple(layers), layout)
     return ModelGroup(group, None, tuple(layers.values()))
 
