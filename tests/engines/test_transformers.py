@@ -114,10 +114,11 @@ def test_sampling_with_a_seed_gives_the_same_answer_warm(tiny_model: Any, tmp_pa
 def test_streamer_and_stopping_criteria_of_the_caller_are_kept(tiny_model: Any, tmp_path: Path) -> None:
     seen = list[torch.Tensor]()
     streamer = SimpleNamespace(put=seen.append, end=lambda: None)
-    output, _ = answer(
-        tiny_model, tmp_path, PROMPT, streamer=streamer, stopping_criteria=[lambda ids, scores: ids.shape[1] >= 104]
-    )
-    assert output.shape[1] == 104
+    # A tokenizer is for stop strings.
+    stops = [lambda ids, scores: ids.shape[1] >= 104]
+    given = {"streamer": streamer, "stopping_criteria": stops, "tokenizer": object()}
+    output, cached = answer(tiny_model, tmp_path, PROMPT, **given)
+    assert (output.shape[1], cached.last.bypass) == (104, None)
     assert len(seen) == 5
 
 

@@ -25,6 +25,7 @@ _NEUTRAL_ARGUMENTS = {
     "prefix_allowed_tokens_fn",
     "stopping_criteria",
     "streamer",
+    "tokenizer",
 }
 
 
@@ -138,8 +139,9 @@ def bypass_reason(model: Any, call: CallSettings) -> str | None:
         return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
     if (settings.num_return_sequences or 1) != 1:
         return f"num_return_sequences={settings.num_return_sequences}"
-    # Outputs that have a part for each token that was run: with a restored prefix these would be fewer.
-    for name in ("output_hidden_states", "output_attentions"):
+    # Outputs that have a part for each token that was run: with a restored prefix these would be fewer. Healing changes
+    # the prompt within the call.
+    for name in ("output_hidden_states", "output_attentions", "token_healing"):
         if getattr(settings, name):
             return f"{name} wants every token of the prompt to run"
     if not mask.all() and "position_ids" not in signature(model.forward).parameters:
