@@ -504,8 +504,9 @@ def test_layers_are_counted_by_arrays_before_anything_is_made_of_each() -> None:
 
 def test_losses_are_those_of_the_curve_a_third_of_the_step_at_a_time() -> None:
     codec = TideCodec(fitted(LAYOUT), 1e-2, 2)
-    # 10 times the loss for 40 units below, and for 30 above.
-    assert LossLaw.of(codec).losses == pytest.approx((1e-2 * 10 ** (38 / 30), 1e-2 * 10 ** (19 / 30), 1e-2), rel=1e-3)
+    # 10 times the loss for 40 units below, and for 30 above, of which a path that is cut has .7.
+    cut = 0.7 * 1e-2
+    assert LossLaw.of(codec).losses == pytest.approx((cut * 10 ** (38 / 30), cut * 10 ** (19 / 30), 1e-2), rel=1e-3)
 
 
 # Levels along a trellis: kernels against their twin on every path, and the codec that is made of them.
@@ -693,6 +694,8 @@ def test_loss_of_a_hit_does_not_depend_on_how_it_is_cut_into_blocks(purpose: Pur
     assert LAW.kl(fine, 64, purpose) == pytest.approx(LAW.kl(coarse, 256, purpose))
     assert LAW.lost(4, 256)[purpose, range(4), coarse].sum() == pytest.approx(LAW.kl(coarse, 256, purpose))
     assert LAW.kl([], 256, purpose) == LAW.kl([4] * 8, 256, purpose) == 0.0, "nothing, and exact blocks, lose nothing"
+    flat = [LAW.kl([kept] * 6, 256, Purpose.GOES_ON) for kept in range(4)]
+    assert flat == pytest.approx(LAW.losses), "the level is the curve's"
 
 
 def test_copies_are_judged_by_the_passage_that_is_named() -> None:

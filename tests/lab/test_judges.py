@@ -16,7 +16,7 @@ from kvtide.engines.transformers.groups import model_layout
 from kvtide_lab.bench import beginnings, position
 from kvtide_lab.bench.beginnings import BEGINNINGS, RUNS, run, texts
 from kvtide_lab.bench.position import EXACT, PositionSize, PositionSubject, flats
-from kvtide_lab.judge.law import LossLaw
+from kvtide_lab.judge.law import CURVE_OVER_MEAN, LossLaw
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
 from kvtide_lab.judge.quality import QualityJudge
 from kvtide_lab.subjects import LoadedModel
@@ -83,7 +83,7 @@ def test_bench_goes_on_from_its_file_beside_the_law_of_the_profile(
     law = LossLaw.of(subject.codec)
     assert result.law == law.positions
     flat = next(row for row in result.rows if (row.mixture, row.passage) == ("all 1", None))
-    assert flat.law == pytest.approx(law.kl([1] * 8, 64, Purpose.GOES_ON))
+    assert CURVE_OVER_MEAN * flat.law == pytest.approx(law.kl([1] * 8, 64, Purpose.GOES_ON))
     monkeypatch.setattr(position, "_judge_job", None)
     again = position.run(subject, position.partial_of(subject, tmp_path / "partial"), lambda *_: None)
     assert again.rows == result.rows

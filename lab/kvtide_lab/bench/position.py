@@ -23,7 +23,7 @@ from kvtide.codec.tide.law import PositionLaw, Purpose
 from kvtide.engines.calibrate.texts import Text
 from kvtide.engines.transformers.fingerprint import model_fingerprint
 from kvtide_lab.bench.partial import Partial, ids_digest
-from kvtide_lab.judge.law import LossLaw
+from kvtide_lab.judge.law import CURVE_OVER_MEAN, LossLaw
 from kvtide_lab.judge.position_judge import Mixture, Patch, PositionJudge
 from kvtide_lab.judge.quality import one_torch_thread
 from kvtide_lab.measuring import Show
@@ -94,7 +94,7 @@ QUICK = PositionSize(64, {512: 1})
 class PositionRow(msgspec.Struct, frozen=True):
     """One mixture after one prefix length with one continuation; the mean of `texts` texts.
 
-    passage: where the copied passage begins, None for text that goes on. law: what the profile's law says.
+    passage: where the copied passage begins, None for text that goes on. law: what the profile's law expects.
     """
 
     prefix_tokens: int
@@ -259,7 +259,7 @@ def _rows(subject: PositionSubject, jobs: Sequence[_Job], results: Results, law:
                 else:
                     copied = range(passage // PIECE_TOKENS, (passage + answer) // PIECE_TOKENS)
                     said = law.kl(kept, PIECE_TOKENS, Purpose.COPIES, tuple(copied) or None)
-                yield PositionRow(tokens, mixture.name, passage, len(kls), fmean(kls), stderr, said)
+                yield PositionRow(tokens, mixture.name, passage, len(kls), fmean(kls), stderr, said / CURVE_OVER_MEAN)
 
 
 def _close(rows: Sequence[PositionRow]) -> float | None:

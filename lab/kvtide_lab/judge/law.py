@@ -47,9 +47,11 @@ class LossLaw:
             raise ValueError(f"blocks of tokens keep 0 to {len(self.losses)}, got {kept!r} of {block_tokens}")
         if not len(found):
             return 0.0
-        everywhere = np.take_along_axis(law.of_blocks(len(found), block_tokens, losses), found[:, None], axis=1).sum()
+        share = self.positions[Purpose.GOES_ON].curve_share(losses)
+        by_block = share * law.of_blocks(len(found), block_tokens, losses)
         copied = found if passages is None else found[list(passages)]
-        return float(everywhere + law.of_passage(losses)[copied].mean())
+        everywhere = np.take_along_axis(by_block, found[:, None], axis=1).sum()
+        return float(everywhere + (share * law.of_passage(losses))[copied].mean())
 
     def lost(self, blocks: int, block_tokens: int) -> NDArray[np.float64]:
         """Return what each block adds to each purpose's KL: (purposes, blocks, refinements + 1)."""

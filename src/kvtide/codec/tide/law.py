@@ -21,12 +21,13 @@ LAW_VERSION = 1
 DISTANCES = (0, 64, 128, 256, 512, 1024, 2048, 4096)
 # The first tokens of a prompt, which all later ones look at.
 SINK_TOKENS = 256
+# As long are the texts of a curve: a hit of so many tokens that all keep one refinement costs what it says.
+CURVE_TOKENS = 1536
 # Values of the curve's KL at which powers change.
 KNOTS = (0.01, 0.1)
 NEAR_RANGES = 3
 _RANGES = (NEAR_RANGES, len(DISTANCES) - NEAR_RANGES)
-# Sink, passage, ranges, and three times three powers.
-LAW_NUMBERS = 2 + len(DISTANCES) + 9
+LAW_NUMBERS = 2 + len(DISTANCES) + 9  # sink, passage, ranges, and three times three powers
 
 _Floats = NDArray[np.float64]
 
@@ -56,9 +57,9 @@ class Powers(NamedTuple):
 class PositionLaw:
     """Loss by position, for one purpose. ValueError for numbers that are no law.
 
-    Weights are losses where the curve has KNOTS[0]. sink: of the first SINK_TOKENS together. passage: of the block that
-    an answer copies from. by_distance: of a thousand tokens in each range of DISTANCES. near: how the first
-    NEAR_RANGES grow; copied: how the passage does; far: how the others do, which are soon ignored where they are rough.
+    Weights are losses at KNOTS[0], up to a level (`curve_share`). sink: of the first SINK_TOKENS together. passage: of
+    the block that an answer copies from. by_distance: of a thousand tokens in each range of DISTANCES. near: how the
+    first NEAR_RANGES grow; copied: how the passage does; far: how the others do, which are soon ignored if rough.
     """
 
     sink: float
@@ -103,6 +104,10 @@ class PositionLaw:
         """Return what the copied block's own refinement adds, at each KL of the curve."""
         return self.passage * self.copied.grown(curve)
 
+    def curve_share(self, curve: _Floats) -> _Floats:
+        """Return what losses are multiplied by, of each purpose, where this is the law of texts that go on."""
+        return np.asarray(curve / self.of_blocks(1, CURVE_TOKENS, curve).sum(axis=0).clip(1e-30))
+
 
 # Of `tide-layer` on SmolLM2-135M, eleven prefixes of 1,024 to 4,096 tokens: for a profile without a law.
 DEFAULT_POSITIONS = (
@@ -130,7 +135,8 @@ def losses_by_block(
 ) -> _Floats:
     """Return what each block of a hit adds to each purpose's KL; see `EmbeddedCodec.losses_by_block`."""
     curve = np.array(losses)
-    return np.stack([law.of_blocks(blocks, block_tokens, curve) + law.of_passage(curve) / blocks for law in positions])
+    found = [law.of_blocks(blocks, block_tokens, curve) + law.of_passage(curve) / blocks for law in positions]
+    return np.stack(found) * positions[Purpose.GOES_ON].curve_share(curve)
 
 
 def read_law_table(table: NDArray[Any] | None) -> tuple[PositionLaw, PositionLaw]:

@@ -139,8 +139,7 @@ def bypass_reason(model: Any, call: CallSettings) -> str | None:
         return f"use_cache={settings.use_cache}, cache_implementation={settings.cache_implementation}"
     if (settings.num_return_sequences or 1) != 1:
         return f"num_return_sequences={settings.num_return_sequences}"
-    # Outputs that have a part for each token that was run: with a restored prefix these would be fewer. Healing changes
-    # the prompt within the call.
+    # Outputs with a part for each token that was run: a restored prefix has none. Healing changes the prompt meanwhile.
     for name in ("output_hidden_states", "output_attentions", "token_healing"):
         if getattr(settings, name):
             return f"{name} wants every token of the prompt to run"
