@@ -59,7 +59,8 @@ class TideCodec:
         self._is_held = self._is_own = True
 
     def _steps_for(self, quality: float, refinements: int) -> Steps:
-        has_trellis = (model := self._profiled()).trellis is not None
+        model = self._profiled()
+        has_trellis = model.trellis is not None
         return Steps(model.final_units(quality, has_trellis), refinements, has_trellis)
 
     def _profiled(self) -> TideModel:
@@ -187,10 +188,8 @@ class TideCodec:
 
     def quality_without(self, quality: float, refinements: int) -> float:
         """Return the measured KL at the step so many refinements above that of `quality`."""
-        if not refinements:
-            return quality
         steps = self._steps_for(min(max(quality, QUALITY_MIN), QUALITY_MAX), refinements)
-        return self._profiled().quality_at(steps, refinements)
+        return self._profiled().quality_at(steps, refinements) if refinements else quality
 
     def losses_by_block(self, losses: Sequence[float], blocks: int, block_tokens: int) -> NDArray[np.float64]:
         """Return what each block of a hit adds to the KL of an answer, by the profile's law."""

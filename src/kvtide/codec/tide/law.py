@@ -27,7 +27,8 @@ CURVE_TOKENS = 1536
 KNOTS = (0.01, 0.1)
 NEAR_RANGES = 3
 _RANGES = (NEAR_RANGES, len(DISTANCES) - NEAR_RANGES)
-LAW_NUMBERS = 2 + len(DISTANCES) + 9  # sink, passage, ranges, and three times three powers
+# Sink, passage, ranges, and three times three powers.
+LAW_NUMBERS = 2 + len(DISTANCES) + 9
 
 _Floats = NDArray[np.float64]
 
