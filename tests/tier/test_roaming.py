@@ -85,6 +85,16 @@ def test_silent_server_is_left_for_the_other_one_in_time() -> None:
             started_s = time.monotonic()
             with until(started_s + 10):
                 assert read_all(tier, 1) == object_bytes(1)
-            with until(time.monotonic() + 2.5):
-                assert tier.contains(object_id(1))
             assert time.monotonic() - started_s < 8
+
+
+@pytest.mark.real_time
+@pytest.mark.parametrize(("wait_s", "is_left_alone"), [(1.2, True), (0.4, False)], ids=["silent", "maybe only far"])
+def test_silent_server_is_not_asked_for_each_look_up(wait_s: float, is_left_alone: bool) -> None:
+    with running_server() as west, socket.create_server(("127.0.0.1", 0)) as silent:
+        assert west.store.put_from(object_id(1), object_bytes(1))
+        with opened(tier_on(Place(ListenAddress(*silent.getsockname())), west, faults_max=2)) as tier:
+            for _ in range(2):
+                with until(time.monotonic() + wait_s):
+                    assert tier.contains(object_id(1))
+            assert tier._peers[0].breaker.is_open == is_left_alone

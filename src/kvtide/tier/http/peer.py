@@ -31,6 +31,8 @@ SMALL_ANSWER_BYTES_MAX = 2 << 20
 # Who waits for a range is asked so often whether to go on.
 _BEAT_S = 0.05
 _WAIT_S_MIN = 1e-3
+# A server that is silent for less may only be far.
+_SILENCE_S_MIN = 0.25
 _REASON_BYTES_MAX = 200
 # Worth another try: a body that was damaged on its way, a server that is busy, full of requests or restarting.
 _RETRIED = frozenset({408, 422, 429, 500, 502, 503})
@@ -330,15 +332,16 @@ class Peer:
         """Send a request until an answer comes that is worth having. TierUnavailable if none does."""
         if not self.breaker.allows():
             raise TierUnavailable(f"{self.endpoint} failed {self._settings.faults_max} times in a row; left alone")
-        problem, is_cut = "", False
+        problem, is_cut, started_s = "", False, self._clock.monotonic_s()
         for attempt in range(tries_max or self._settings.tries_max):
             try:
                 answer = self._try(call, patience)
             except (OSError, RequestRefused) as error:
                 problem = str(error) or type(error).__name__
                 if call.is_given_up or isinstance(error, TimeoutError):
-                    # It says nothing of the server if the caller's own deadline ended it, or it was never asked.
-                    is_late = self._clock.monotonic_s() + _WAIT_S_MIN >= caller_deadline_s()
+                    # It says nothing of a server that had hardly time to answer, or was never asked.
+                    now_s = self._clock.monotonic_s()
+                    is_late = now_s + _WAIT_S_MIN >= caller_deadline_s() or now_s < started_s + _SILENCE_S_MIN
                     is_cut = call.is_given_up or is_late or isinstance(error, _AllInUse)
                     break
             else:

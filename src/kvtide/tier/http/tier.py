@@ -23,7 +23,7 @@ from kvtide.errors import CorruptPayload, NotAllowed, RequestRefused, TierFull, 
 from kvtide.evict import Hint
 from kvtide.outcomes import Decided, decisions_text
 from kvtide.tier.base import Buffer, CountingTier, ObjectInfo, RangeRead, Take
-from kvtide.tier.breaker import caller_deadline_s, until
+from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.peer import (
     Call,
     HttpAnswer,
@@ -150,8 +150,7 @@ class HttpTier(CountingTier):
 
     def get_ranges_into(self, object_id: ObjectId, ranges: Sequence[RangeRead]) -> list[int] | None:
         asked = [ByteRange(offset, offset + len(buffer)) for offset, buffer in ranges]
-        size = sum(len(buffer) for _, buffer in ranges)
-        room = memoryview(bytearray(size + PART_HEAD_BYTES_MAX * (len(asked) + 1)))
+        room = memoryview(bytearray(sum(len(part) + PART_HEAD_BYTES_MAX for _, part in ranges) + PART_HEAD_BYTES_MAX))
         target, headers = object_target(object_id)
         with self._faults_noted():
             answer = self._first_answer(Call("GET", target, [*headers, ("Range", ranges_header(asked))], into=room))
@@ -284,8 +283,7 @@ class HttpTier(CountingTier):
         left_s = (caller_deadline_s() - self._clock.monotonic_s()) * (REPLICA_SHARE if call.into is None else 1.0)
         for peer in others:
             try:
-                with until(self._clock.monotonic_s() + left_s):
-                    return peer.call(call, self._patience(call, REPLICA_SHARE))
+                return peer.call(call, self._patience(call, REPLICA_SHARE, left_s))
             except TierUnavailable as error:
                 _log.debug("%s; the next one is asked", error)
         return last.call(call, self._patience(call))
@@ -294,9 +292,9 @@ class HttpTier(CountingTier):
         call = Call(method, target, headers, body)
         return peer.call(call, self._patience(call))
 
-    def _patience(self, call: Call, silence_share: float = 1.0) -> Patience:
+    def _patience(self, call: Call, silence_share: float = 1.0, left_s: float = math.inf) -> Patience:
         moved_bytes = len(call.body) + len(call.into or b"")
-        own_s = self._clock.monotonic_s() + self._operation_s_max + moved_bytes / self._bytes_s_min
+        own_s = self._clock.monotonic_s() + min(left_s, self._operation_s_max + moved_bytes / self._bytes_s_min)
         return Patience(self._clock, min(own_s, caller_deadline_s()), silence_share * self._operation_s_max)
 
     def check(self) -> None:
@@ -389,8 +387,7 @@ def put_in_pieces(
             # What was announced may be gone after a restart, or have made room.
             if answer.status not in {202, 404}:
                 return answer
-            if answer.status == 202:
-                missing = _missing(answer, stored)
+            missing = _missing(answer, stored) if answer.status == 202 else ()
         except TierUnavailable as error:
             problem = f": {error}"
             sleep(_RETRY_S * 2**tries)
