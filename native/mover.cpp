@@ -235,6 +235,7 @@ Progress Mover::progress(std::uint64_t id) {
   if (running->job.direction == Direction::receive && !running->is_stepping) {
     running->note(call(running->job, running->moved, running->size));
     if (running->is_over()) end(*running);
+    else if (running->is_registered) wait_for(*running);
   }
   const Progress progress{running->moved, running->moved_ns};
   tell(lock);

@@ -189,8 +189,9 @@ def test_tables_fit_80_columns(tmp_path: Path, layout: BlockLayout, open_cache: 
     store = str(tmp_path / "store")
     filled(store, layout, open_cache)
     for command in ("stats", "ls", "doctor", "profile ls"):
-        lines = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*command.split(), "--store", store]).stdout.splitlines()
-        assert max(map(len, lines)) <= 80, command
+        said = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*command.split(), "--store", store]).stdout
+        # What is to be copied, on a slow disk, is not cut into lines.
+        assert max(map(len, said.partition("What changes it")[0].splitlines())) <= 80, command
     listing = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["ls", "--store", store]).stdout.splitlines()
     found = [line for line in listing for meta in metas_of(layout, BLOCKS) if meta.id.key.hex()[:16] in line]
     assert len(found) == BLOCKS and all("…" not in line for line in found)
