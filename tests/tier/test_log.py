@@ -117,9 +117,8 @@ def test_any_range_of_any_size_is_read_into_any_buffer(size: int, tmp_path: Path
 
 
 def test_checkpoint_saves_the_scan_and_a_lost_one_does_no_harm(tmp_path: Path) -> None:
-    writer = open_disk(tmp_path, 64 << 20)
-    put_all(writer, range(50))
-    writer.close()
+    with opened(open_disk(tmp_path, 64 << 20)) as writer:
+        put_all(writer, range(50))
     for has_checkpoint, reads_max in ((True, 10), (False, 100)):
         files = Counted()
         if not has_checkpoint:
@@ -131,13 +130,11 @@ def test_checkpoint_saves_the_scan_and_a_lost_one_does_no_harm(tmp_path: Path) -
 
 
 def test_removal_outlives_an_older_checkpoint(tmp_path: Path) -> None:
-    tier = open_disk(tmp_path, TIER_BYTES)
-    put_all(tier, (1, 2))
-    tier.close()
+    with opened(open_disk(tmp_path, TIER_BYTES)) as tier:
+        put_all(tier, (1, 2))
     checkpoint = (tmp_path / "checkpoint").read_bytes()
-    remover = open_disk(tmp_path, TIER_BYTES)
-    assert remover.delete(object_id(1), "removed")
-    remover.close()
+    with opened(open_disk(tmp_path, TIER_BYTES)) as remover:
+        assert remover.delete(object_id(1), "removed")
     (tmp_path / "checkpoint").write_bytes(checkpoint)
     assert sum(len(summary.entries) for summary in parse_checkpoint(checkpoint)) == 2
     assert [info.id for info in open_disk(tmp_path, TIER_BYTES).objects()] == [object_id(2)]
@@ -231,21 +228,29 @@ def test_object_that_two_processes_replace_at_once_stays(tmp_path: Path) -> None
     assert read_all(open_disk(tmp_path), 1) == b"other" * 50
 
 
-def test_newest_of_two_copies_is_read_however_the_folder_is_listed(tmp_path: Path) -> None:
+def test_newest_of_two_copies_is_read_however_the_folder_is_listed_and_older_ones_go(tmp_path: Path) -> None:
     class Turned(Files):
         def listing(self, folder: Path) -> list[FileInfo]:
             return sorted(super().listing(folder), reverse=True)
 
-    open_disk(tmp_path).put_from(object_id(1), b"old" * 50)
-    # As one that was killed while it replaced it.
-    open_disk(tmp_path)._log.append(object_id(1), b"new" * 50)
-    assert read_all(open_disk(tmp_path, files=Turned()), 1) == b"new" * 50
+    bytes_max, new, offered = 16 << 20, b"new" * 6000, list[ObjectId]()
+    with opened(open_disk(tmp_path, bytes_max)) as first:
+        put_all(first, range(1, 11), 20_000)
+        # As one that was killed while it replaced it.
+        first._log.append(object_id(2), new)
+    open_disk(tmp_path, bytes_max)._log.append(object_id(1), new)
+    tier = open_disk(tmp_path, bytes_max, Turned(), order_of=partial(order_named, "lru", bytes_max=bytes_max))
+    tier.offer_to(lambda name, size, fill: offered.append(name))
+    for number in range(100, 900):
+        assert read_all(tier, 1) == new
+        put_all(tier, [number], 20_000)
+    assert len(tier._log.catalog.copies(object_id(1))) == 1
+    assert [offered.count(object_id(number)) for number in (1, 2)] == [0, 1]
 
 
 def test_removing_everything_frees_the_disk(tmp_path: Path) -> None:
-    tier = open_disk(tmp_path, 64 << 20)
-    put_all(tier, range(8), 900_000)
-    tier.close()
+    with opened(open_disk(tmp_path, 64 << 20)) as tier:
+        put_all(tier, range(8), 900_000)
     tier = open_disk(tmp_path, 64 << 20)
     for number in range(8):
         tier.delete(object_id(number), "removed")
@@ -253,9 +258,7 @@ def test_removing_everything_frees_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_segment_that_somebody_appends_to_is_not_evicted_nor_anything_used_for_it(
-    tmp_path: Path, is_open: bool
-) -> None:
+def test_segment_somebody_appends_to_is_not_evicted_nor_anything_used_for_it(tmp_path: Path, is_open: bool) -> None:
     order_of = partial(order_named, "lru", bytes_max=TIER_BYTES)
     other, tier = open_disk(tmp_path, TIER_BYTES), open_disk(tmp_path, TIER_BYTES, order_of=order_of)
     other.put_from(object_id(1000), object_bytes(1000, 50_000))
@@ -283,9 +286,7 @@ def test_hot_object_moves_when_its_segment_is_evicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("events_max", [1 << 16, 16])
-def test_disk_with_a_policy_writes_little_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events_max: int
-) -> None:
+def test_disk_with_policy_writes_little_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events_max: int) -> None:
     monkeypatch.setattr("kvtide.tier.disk.catalog.EVENTS_MAX", events_max)
     files, bytes_max, size = Counted(), 16 << 20, 20_000
     order_of = partial(order_named, "lru", bytes_max=bytes_max)
@@ -312,10 +313,9 @@ def test_object_evicted_by_another_process_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_reserved_space_is_given_back_at_close_and_after_a_kill(tmp_path: Path) -> None:
-    tier = open_disk(tmp_path / "closed", 1 << 30)
-    tier.put_from(object_id(1), object_bytes(1))
-    assert disk_bytes(tmp_path / "closed") > 8 << 20
-    tier.close()
+    with opened(open_disk(tmp_path / "closed", 1 << 30)) as tier:
+        tier.put_from(object_id(1), object_bytes(1))
+        assert disk_bytes(tmp_path / "closed") > 8 << 20
     assert disk_bytes(tmp_path / "closed") < 100_000
     code = "import sys; from pathlib import Path; from tests.tier.test_log import *; "
     code += "open_disk(Path(sys.argv[1]), 1 << 30).put_from(object_id(1), object_bytes(1)); os._exit(9)"
@@ -326,8 +326,7 @@ def test_reserved_space_is_given_back_at_close_and_after_a_kill(tmp_path: Path) 
 
 
 def test_what_another_process_stored_and_sealed_while_we_opened_is_not_cut_off(tmp_path: Path) -> None:
-    writer = open_disk(tmp_path)
-    writer.put_from(object_id(1), object_bytes(1))
+    put_all(writer := open_disk(tmp_path), [1])
 
     def go_on() -> None:
         writer.put_from(object_id(2), object_bytes(2))
@@ -343,9 +342,7 @@ def files_open_in(folder: Path) -> list[str]:
     return [name for name in (str(link.readlink()) for link in links) if name.startswith(f"{folder}/")]
 
 
-def test_directory_that_stays_locked_is_given_up_and_a_segment_given_back_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_directory_is_given_up_and_a_segment_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.tier.disk.directory.LOCK_TRIES_MAX", 3)
     tier = open_disk(tmp_path, TIER_BYTES)
     held = os.open(tmp_path, os.O_RDONLY)
@@ -390,17 +387,14 @@ def test_directory_that_can_not_be_opened_anew_closes_nobody_else_s_file(tmp_pat
 
 def several_segments(folder: Path) -> DiskTier:
     """A tier that knows segments of somebody who has ended."""
-    writer = open_disk(folder, 2 << 20)
-    put_all(writer, range(20), 50_000)
-    writer.close()
+    with opened(open_disk(folder, 2 << 20)) as writer:
+        put_all(writer, range(20), 50_000)
     tier = open_disk(folder, 2 << 20)
     assert len(tier._log._directory.segments) > 5
     return tier
 
 
-def test_segments_that_another_thread_has_evicted_meanwhile_are_forgotten_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_another_thread_evicts_are_forgotten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = several_segments(tmp_path)
     directory = tier._log._directory
     shutil.rmtree(directory.folder)

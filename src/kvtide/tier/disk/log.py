@@ -199,8 +199,7 @@ class SegmentLog:
         while (excess := self._excess(size)) > 0 and self._evict_oldest(ancestors):
             pass
         if size - max(0, excess) < need:
-            what = "what it holds is in use, or the beginning of this prompt"
-            raise TierFull(f"no room for {need} bytes in {self._directory.folder}: {what}")
+            raise TierFull(f"no room for {need} bytes in {self._directory.folder}: all is in use, or of this prompt")
         return self._create(size - max(0, excess) // ALIGN_BYTES * ALIGN_BYTES, need, ancestors)
 
     def _create(self, size: int, need: int, ancestors: frozenset[BlockKey]) -> SegmentWriter:
@@ -243,12 +242,13 @@ class SegmentLog:
         that others have `kept`. False if none could go.
         """
         for number in self._candidates(ancestors, kept):
-            segment = self._directory.segments.get(number)
-            if segment is None or segment.is_mine:
+            if (segment := self._directory.segments.get(number)) is None or segment.is_mine:
                 continue
             pinned, rest = list[CatalogEntry](), list[CatalogEntry]()
             for entry in self.catalog.in_segment(number):
-                (pinned if self._is_held(ancestors, entry.header.id) else rest).append(entry)
+                # A copy that was replaced is not moved: it would be the newest.
+                if entry is self.catalog.find(entry.header.id):
+                    (pinned if self._is_held(ancestors, entry.header.id) else rest).append(entry)
             given_up = self.given_up
             hot = [each for each in rest if (each.uses if given_up is None else each.header.id not in given_up)]
             if _bytes_of(pinned) > room:
@@ -294,7 +294,8 @@ class SegmentLog:
                             moved = self._append_to(writer, entry.header.id, body, entry.header.label)
                             moved.last_use_ms = entry.last_use_ms
                 for entry in self.catalog.in_segment(number):
-                    if len(self.catalog.copies(entry.header.id)) == 1:
+                    copies = self.catalog.copies(entry.header.id)
+                    if entry in copies[-1:] and {copy.header.segment for copy in copies} == {number}:
                         self.offer(entry.header.id, entry.header.size, partial(self._copy_out, entry))
                 # First: a look-up of another thread forgets what was shortened, and tells nobody.
                 self._on_evicted(self.catalog.drop_segment(number))
