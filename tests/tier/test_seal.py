@@ -1,9 +1,12 @@
 """Sealed stores: the suite over the wrapper, damage of every kind, keys that come and go."""
 
+import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from tests.servers import hints_heard, running_server
@@ -168,11 +171,7 @@ def test_object_that_leaves_or_is_written_anew_while_it_is_read_is_a_miss_or_who
 def test_fault_behind_the_first_part_and_closing_are_faults_of_the_read(ring: Keyring, slow: Slow) -> None:
     tier, plain = SealedTier(slow, ring), object_bytes(1, 7 * PIECE)
     tier.put_from(object_id(1), plain)
-
-    def fail() -> None:
-        raise TierUnavailable("a test")
-
-    slow.between = fail
+    slow.between = Mock(side_effect=TierUnavailable("a test"))
     with pytest.raises(TierUnavailable, match="a test"):
         read_all(tier, 1)
     tier._ahead.shutdown()
@@ -272,9 +271,7 @@ def test_swapped_objects_and_pieces_are_refused(ring: Keyring) -> None:
 
 
 @pytest.mark.parametrize("verb", ["put_from", "replace"])
-def test_wrong_key_is_a_miss_said_once_and_the_block_is_stored_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, verb: str
-) -> None:
+def test_wrong_key_is_said_once_and_stored_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture, verb: str) -> None:
     below = open_memory()
     SealedTier(below, keyring(tmp_path, ONE)).put_from(object_id(1), object_bytes(1))
     ours = SealedTier(below, keyring(tmp_path, TWO))
@@ -302,13 +299,26 @@ def test_keys_are_read_again_and_stay_if_the_file_is_gone(tmp_path: Path) -> Non
     assert ring.newest() == second
 
 
-def test_what_could_not_be_opened_is_found_once_its_key_is_here(tmp_path: Path) -> None:
-    below, clock = open_memory(), ManualClock()
+@pytest.mark.parametrize("source", ["file:", "command:cat "])
+@patch.object(keys, "COMMAND_S_MAX", 60.0)
+def test_what_could_not_be_opened_is_found_once_its_key_is_here(tmp_path: Path, source: str) -> None:
+    below, clock, file = open_memory(), ManualClock(), tmp_path / "keys"
     SealedTier(below, keyring(tmp_path, TWO)).put_from(object_id(1), object_bytes(1))
-    (tmp_path / "keys").write_text(ONE)
-    ours = SealedTier(below, Keyring(f"file:{tmp_path / 'keys'}", clock))
+    file.write_text(ONE)
+    ours = SealedTier(below, Keyring(f"{source}{file}", clock))
     assert read_all(ours, 1) is None and not ours.contains(object_id(1))
-    (tmp_path / "keys").write_text(f"{ONE}\n{TWO}")
+    file.unlink()
+    if source != "file:":
+        # The command waits until somebody writes; look-ups don't, and don't start another one.
+        os.mkfifo(file)
+        for _ in range(2):
+            clock.advance(keys.REREAD_S)
+            assert not ours.contains(object_id(1))
+    renewing = [each for each in threading.enumerate() if each.name == "kvtide-keys"]
+    assert len(renewing) == (source != "file:")
+    file.write_text(f"{ONE}\n{TWO}")
+    for each in renewing:
+        each.join()
     clock.advance(keys.REREAD_S)
     assert ours.contains(object_id(1)) and ours.count_leading([object_id(1)]) == 1
     assert read_all(ours, 1) == object_bytes(1)

@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -61,8 +62,7 @@ class Keyring:
         self._is_file = kind == "file"
         self._read: Callable[[], str] = partial(_READERS[kind], where)
         self._shown = f"seal={kind}:{where if kind != 'command' else shlex.split(where)[0]}"
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._clock, self._lock, self._renewal = clock, threading.Lock(), threading.Thread()
         self._keys = self._parsed()
         self._read_s = clock.monotonic_s()
 
@@ -85,25 +85,32 @@ class Keyring:
     def _fresh(self) -> _Keys:
         with self._lock:
             now_s = self._clock.monotonic_s()
-            if now_s - self._read_s < REREAD_S:
+            if now_s - self._read_s < REREAD_S or self._renewal.is_alive():
                 return self._keys
             self._read_s = now_s
+            if not self._is_file:
+                # Look-ups don't wait for a command, which may take long. Where no thread can be had, another time.
+                self._renewal = threading.Thread(target=self._renew, name="kvtide-keys", daemon=True)
+                with suppress(RuntimeError):
+                    self._renewal.start()
+                return self._keys
+        self._renew()
+        return self._keys
+
+    def _renew(self) -> None:
         try:
             self._keys = self._parsed()
         except ValueError as error:
             _log.warning("the keys that are known stay in use: %s", error)
-        return self._keys
 
     def _parsed(self) -> _Keys:
         by_id: dict[bytes, SealingKey] = {}
         newest: dict[str, SealingKey] = {}
         for number, line in enumerate(self._read().splitlines(), 1):
-            words = line.partition("#")[0].split()
-            if not words:
+            if not (words := line.partition("#")[0].split()):
                 continue
             tenant, digits = words if len(words) == 2 else ("", words[0])
-            is_hex = re.fullmatch(r"([0-9A-Fa-f]{2})*", digits)
-            secret = bytes.fromhex(digits) if is_hex else b""
+            secret = bytes.fromhex(digits) if re.fullmatch(r"([0-9A-Fa-f]{2})*", digits) else b""
             if len(words) > 2 or len(secret) != KEY_BYTES:
                 raise ValueError(f"{self}: line {number} is not [TENANT] and {2 * KEY_BYTES} hex digits")
             key_id = hashlib.sha256(b"kvtide-seal-id" + secret).digest()[:KEY_ID_BYTES]
@@ -143,8 +150,7 @@ def _from_file(where: str) -> str:
 
 
 def _from_environment(where: str) -> str:
-    text = environment_variable(where)
-    if text is None:
+    if (text := environment_variable(where)) is None:
         raise ValueError(f"seal=env:{where}: no such environment variable")
     return text
 

@@ -140,8 +140,7 @@ class SealedTier(WrappedTier, CountingTier):
             pieces = self._pieces(object_id, 0, AHEAD_PIECES, one)
             if pieces is None or len(pieces) < OVERHEAD:
                 return None if pieces is None else 0
-            seal = self._seal_of(object_id, pieces)
-            if seal is None:
+            if (seal := self._seal_of(object_id, pieces)) is None:
                 return None
             size = min(len(buffer), seal.size)
             for start, view in zip(range(0, size, step), cycle((other, one)), strict=False):
@@ -186,8 +185,7 @@ class SealedTier(WrappedTier, CountingTier):
     def _seal_of(self, object_id: ObjectId, piece: memoryview) -> Seal | None:
         """Return the seal of what begins with this piece; None, and noted, if none of our keys made it."""
         key_id, salt, size = PREFIX.unpack_from(piece)
-        key = self._ring.find(key_id)
-        if key is None:
+        if (key := self._ring.find(key_id)) is None:
             self._note_unopened(object_id, key_id)
             return None
         return Seal.of(key, salt, size, object_id)
@@ -262,8 +260,7 @@ class SealedTier(WrappedTier, CountingTier):
     @contextmanager
     def _sealed(self, object_id: ObjectId, buffer: Buffer) -> Iterator[memoryview]:
         tenant = object_id.name.tenant if isinstance(object_id, NamedId) else ""
-        key = self._ring.newest(tenant)
-        if key is None:
+        if (key := self._ring.newest(tenant)) is None:
             raise TierUnavailable(f"{self._ring} has no key for tenant {tenant!r}")
         plain = memoryview(buffer)
         seal = Seal.of(key, os.urandom(SALT_BYTES), len(plain), object_id)
