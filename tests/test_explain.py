@@ -1,5 +1,7 @@
 import json
+import tracemalloc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,9 @@ from kvtide.types import Namespace, ObjectId
 from kvtide.wire import pack_object
 from tests.codec.test_quantise import fitted
 from tests.store.test_cache import OpenCache, fill, metas_of
-from tests.stores import stored_records
+from tests.stores import open_memory, stored_records
 from tests.suites import namespace, smooth_bits
+from tests.suites.tier_suite import object_bytes, object_id
 
 PROMPT = range(70)  # four full blocks of 16, and 6 tokens
 
@@ -95,6 +98,16 @@ def test_object_of_a_tenant_is_no_problem_and_one_of_another_key_is(stored: Cach
             read(stored.tiers, ObjectId(hashed, second.id.key))
 
 
+def test_header_that_says_too_much_takes_no_memory() -> None:
+    tier = open_memory()
+    tier.put_from(object_id(1), object_bytes(1, 64 << 20)[:5000])
+    tracemalloc.start()
+    with pytest.raises(CorruptPayload, match="5000 came"):
+        read_object(tier, object_id(1))
+    peak, _ = tracemalloc.get_traced_memory()[1], tracemalloc.stop()
+    assert peak < 8 << 20
+
+
 NAMESPACE = Namespace(b"n" * 32)
 COUNTS = {Decided(Choice.LOAD, Why.IN_TIME): 12, Decided(Choice.RECOMPUTE, Why.LINK_SLOWER): 3}
 
@@ -124,10 +137,7 @@ def test_every_way_has_a_reason() -> None:
 
 def test_counter_tells_each_token_once() -> None:
     counter, told = DecisionCounter(), []
-
-    def tell() -> None:
-        counter.tell(lambda namespace, counts: told.append((namespace, counts)))
-
+    tell = partial(counter.tell, lambda namespace, counts: told.append((namespace, counts)))
     counter.add(Choice.LOAD, Why.IN_TIME, 12, NAMESPACE)
     tell()
     counter.add(Choice.RECOMPUTE, Why.LINK_SLOWER, 3, NAMESPACE)

@@ -265,9 +265,7 @@ def test_mistakes_with_records_are_one_clear_line(servers: list[RunningServer], 
     refused(*words.format(tmp=tmp_path).split(), *place)
 
 
-def test_file_that_cannot_be_written_is_one_line(
-    servers: list[RunningServer], tmp_path: Path, command: Command
-) -> None:
+def test_file_that_can_t_be_written_is_one_line(servers: list[RunningServer], tmp_path: Path, command: Command) -> None:
     status, _, said = command("record", "--backup", str(tmp_path / "none" / "file"), "--server", servers[0].url)
     assert (status, said.count("\n"), "No such file or directory" in said) == (2, 1, True)
 

@@ -130,9 +130,7 @@ def test_server_that_gets_no_further_is_given_up() -> None:
     assert next(requests) <= TRIES_MAX + 1
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b'{"missing": [99]}', b'{"missing": [-1]}', b'{"missing": ["a"]}', b"\xff"]
-)
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"missing":[99]}', b'{"missing": [-1]}', b'{"missing":["a"]}', b"\xff"])
 def test_answers_that_make_no_sense_are_faults(body: bytes) -> None:
     with pytest.raises(TierUnavailable):
         send(lambda sent: HttpAnswer(202, {}, 0, body), pieces(1))

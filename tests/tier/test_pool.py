@@ -204,9 +204,7 @@ def test_what_engines_decided_is_told_to_one_server_that_lives(pool: Pool, tier:
     tier.note_decisions(object_id(1).namespace, {Decided(Choice.LOAD, Why.IN_TIME): 16})
 
     def told() -> list[float]:
-        return sorted(
-            counted(server, "kvtide_prompt_tokens_total", decision="load") for server in pool.servers.values()
-        )
+        return sorted(counted(each, "kvtide_prompt_tokens_total", decision="load") for each in pool.servers.values())
 
     wait_until(lambda: told() == [0, 0, 0, 16], "the server to count")
 

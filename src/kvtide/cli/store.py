@@ -22,6 +22,7 @@ from kvtide.config import Limits, cache_home
 from kvtide.errors import CorruptPayload, TierUnavailable
 from kvtide.store import NOTES
 from kvtide.tier import ObjectInfo, Tier, disk_path, open_tier
+from kvtide.tier.buffers import aligned_buffer
 from kvtide.tier.disk import DiskTier
 from kvtide.types import BlockKey, Namespace, ObjectId
 from kvtide.wire import StoredObject, header_and_table_bytes, parse_header, parse_object
@@ -114,15 +115,13 @@ def read_header(tier: Tier, object_id: ObjectId) -> StoredObject | None:
 
 def read_object(tier: Tier, object_id: ObjectId) -> StoredObject | None:
     """Read and verify an object. None if absent; CorruptPayload if it is another key's (namespaces may be hashed)."""
-    header = read_header(tier, object_id)
-    if header is None:
+    if (header := read_header(tier, object_id)) is None:
         return None
-    # One byte more than it says, so that what is too long shows.
-    buffer = bytearray(header.object_bytes + 1)
-    size = tier.get_into(object_id, memoryview(buffer))
-    if size is None:
+    # One byte more than it says, so that what is too long shows; a header that says too much takes no memory.
+    buffer = aligned_buffer(header.object_bytes + 1)
+    if (size := tier.get_into(object_id, buffer)) is None:
         return None
-    stored = parse_object(memoryview(buffer)[:size], header.meta.id)
+    stored = parse_object(buffer[:size], header.meta.id)
     stored.sections()
     return stored
 
@@ -243,9 +242,7 @@ def rm(
     """Remove objects by leading hex digits (at least 4) of their key or namespace."""
     chosen = [prefix.lower() for prefix in prefixes or []]
     if bool(chosen) == everything:
-        raise ValueError(
-            "name what to remove by hex digits of key or namespace, as kvtide ls shows them, or give --all"
-        )
+        raise ValueError("name what to remove by hex digits of key or namespace, as kvtide ls has them, or give --all")
     for prefix in chosen:
         if len(prefix) < 4 or set(prefix) - set("0123456789abcdef"):
             raise ValueError(f"expected at least 4 hex digits, as kvtide ls shows them, got {prefix!r}")
@@ -322,8 +319,7 @@ def asked_s(tier: Tier, clock: Clock) -> float:
 def _read(tier: Tier, infos: Sequence[ObjectInfo], clock: Clock) -> tuple[int, int, float]:
     """Read objects while there is time: their number, bytes, and the seconds that it took."""
     buffer = memoryview(bytearray(max(info.size for info in infos)))
-    objects = size = 0
-    started_s = clock.monotonic_s()
+    objects, size, started_s = 0, 0, clock.monotonic_s()
     for info in infos:
         came = tier.get_into(info.id, buffer)
         objects, size = objects + (came is not None), size + (came or 0)
