@@ -67,9 +67,7 @@ def test_python_hashes_are_pinned_as_vllms_chunk_names_need() -> None:
     assert engine_environment({}).keys() >= os.environ.keys()
 
 
-def _tier(
-    folder: Path, store: Path, ranks: int, *, is_canonical: bool, fingerprint: str = "f", dtype: str = "float32"
-) -> Any:
+def _tier(folder: Path, store: Path, ranks: int, *, is_canonical: bool, dtype: str = "float32", **options: Any) -> Any:
     """A tier of an engine with so many tensor-parallel ranks."""
     parallel = config.OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, True)
     made = config.OffloadingConfig(
@@ -85,7 +83,8 @@ def _tier(
         kv_cache_layout="LBHNC",
     )
     view = memoryview(mmap.mmap(-1, 2 * CHUNK_BYTES)).cast("B", (2, CHUNK_BYTES))
-    return KVTideTier(SimpleNamespace(config=made), view, "KVTideTier", store=str(store), fingerprint=fingerprint)
+    options = {"store": str(store), "fingerprint": "f", **options}
+    return KVTideTier(SimpleNamespace(config=made), view, "KVTideTier", **options)
 
 
 def _store(tier: Any) -> bool:
@@ -107,9 +106,13 @@ def test_model_of_another_config_with_the_same_weights_shares_nothing(tmp_path: 
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights")
         (folder / "config.json").write_text(config_text)
-        tier = _tier(folder, tmp_path / "store", 1, is_canonical=False, fingerprint="")
-        found.append(_store(tier))
+        found.append(_store(_tier(folder, tmp_path / "store", 1, is_canonical=False, fingerprint="")))
     assert found == [False, False, True]
+
+
+def test_speed_that_only_sglang_needs_to_be_told_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="prefill_tokens_per_s is an option for SGLang"):
+        _tier(tmp_path, tmp_path, 1, is_canonical=False, prefill_tokens_per_s=1000.0)
 
 
 @pytest.mark.parametrize("is_canonical", [False, True])

@@ -176,9 +176,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """ValueError for options that do nothing where the engine moves bytes of its own to and from us."""
         for field in msgspec.structs.fields(self):
             if field.name in _OF_PAGES and getattr(self, field.name) != field.default:
-                raise ValueError(
-                    f"{field.name} is an option of vLLM's connector: here the engine itself fills its pages"
-                )
+                raise ValueError(f"{field.name} is an option of vLLM's connector: here the engine fills its pages")
 
     def limits(self) -> Limits:
         """Return the bounds of the cache. ValueError for one that is not positive."""

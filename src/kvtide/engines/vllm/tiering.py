@@ -45,6 +45,8 @@ class KVTideTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
         settings = ConnectorSettings.parse(options)
+        if settings.prefill_tokens_per_s:
+            raise ValueError("prefill_tokens_per_s is an option for SGLang: vLLM itself decides what to ask a tier for")
         fingerprint = settings.fingerprint.encode() or _fingerprint(config)
         text = f"vllm chunks of {self.block_size_bytes} bytes, {_order(config)}"
         self._store = ChunkStore(settings, _layout(config, self.block_size_bytes), fingerprint, text)
