@@ -292,10 +292,7 @@ class Faulty:
     """Reads of a stack of tiers of which one in six of a group's goes wrong somehow. faults: how many did."""
 
     def __init__(self, read: Any, namespace: Namespace, seed: int) -> None:
-        self._read = read
-        self._namespace = namespace
-        self._random = random.Random(seed)
-        self.faults = 0
+        self._read, self._namespace, self._random, self.faults = read, namespace, random.Random(seed), 0
 
     def __call__(self, object_id: Any, buffer: memoryview, offset: int = 0) -> int | None:
         size: int | None = self._read(object_id, buffer, offset)

@@ -25,6 +25,7 @@ from kvtide.config import Limits
 from kvtide.engines.transformers import CachedModel, attach, model_layout
 from kvtide.engines.transformers.groups import RestoredRoom
 from kvtide.errors import UnsupportedModel
+from kvtide.tier.stack import TierStack
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
@@ -127,12 +128,10 @@ def test_unsupported_model_or_bad_settings_are_refused_before_any_work(tiny_mode
         attach(copy.deepcopy(tiny_model).train(), str(tmp_path))
     with pytest.raises(UnsupportedModel, match="meta"):
         attach(cpu_offload(copy.deepcopy(tiny_model), "cpu"), str(tmp_path))
-    with pytest.raises(ValueError, match="unknown codec"):
-        attach(tiny_model, str(tmp_path), codec="zip")
-    with pytest.raises(ValueError, match="tokens"):
-        attach(tiny_model, str(tmp_path), block_tokens=0)
-    with pytest.raises(ValueError, match="store"):
-        attach(tiny_model, "")
+    bad: list[dict[str, Any]] = [{"codec": "zip"}, {"block_tokens": 0}, {"store": ""}]
+    for settings, message in zip(bad, ("unknown codec", "tokens", "store"), strict=True):
+        with pytest.raises(ValueError, match=message):
+            attach(tiny_model, **{"store": str(tmp_path), **settings})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,6 +213,16 @@ def test_row_without_a_stored_prefix_leaves_the_others_their_padding_alone(tiny_
     assert hit(said(tiny_model, tmp_path, rows_of(ROWS[0], text(80, 9)))) == 0
     # The other row begins after 20 columns, which the first may have restored.
     assert hit(said(tiny_model, tmp_path, rows_of(ROWS[0], text(60, 10)))) == 20
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_rows_that_begin_alike_are_all_whole(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 20 columns are left, as the first row's second block is gone: one block of the next row, but two of the last.
+    batch, plain = rows_of(text(76, 4), ROWS[1], ROWS[0]), TierStack.get_into
+    gone = said(tiny_model, tmp_path, batch).prefixes.row(text(76, 4).numpy()).metas[0][1].id
+    monkeypatch.setattr(TierStack, "get_into", lambda *given: None if given[1] == gone else plain(*given))
+    monkeypatch.setattr(np, "empty", lambda shape, dtype=float, **more: np.full(shape, -1).astype(dtype))
+    assert hit(said(tiny_model, tmp_path, batch)) == 16 + 13 + 20
 
 
 def test_answer_that_ends_early_is_stored_up_to_its_end(tiny_model: Any, tmp_path: Path) -> None:

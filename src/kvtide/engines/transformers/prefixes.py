@@ -78,9 +78,7 @@ class Prefixes:
             for want in (True, False)
         )
         if state_every_tokens is not None and (state_every_tokens < 1 or not state_bytes):
-            raise ValueError(
-                f"state_every_tokens must be positive, and the model keep states, got {state_every_tokens}"
-            )
+            raise ValueError(f"state_every_tokens must be positive, of a model with states, got {state_every_tokens}")
         # Often enough that a prompt that branches has one near.
         self._state_every_tokens = state_every_tokens or state_every(state_bytes, row_bytes / identity.block_tokens)
 
@@ -134,9 +132,9 @@ class Prefixes:
         for row in rows:
             cache.decisions.add_absent(size * (len(row.metas[0]) - row.hit.blocks), namespace)
         stop = min([row.pad + size * row.hit.blocks for row in rows])
-        # Rows that begin alike are loaded once.
+        # Rows that begin alike are loaded once, as many blocks as the one with the least padding needs of any columns.
         alike = defaultdict[BlockKey, list[int]](list)
-        for number, row in enumerate(rows):
+        for number, row in sorted(enumerate(rows), key=lambda each: each[1].pad):
             if row.pad < stop:
                 alike[row.metas[0][(stop - row.pad - 1) // size].id.key].append(number)
         loaded = [rows[number] for number, *_ in alike.values()]
@@ -153,7 +151,8 @@ class Prefixes:
     ) -> RestoredColumns | None:
         """Load the columns before `stop`. None if a part did not come without which the others are of no use.
 
-        alike: numbers of the rows that begin alike. since_s: when it began; None where it tells nothing of the link.
+        alike: numbers of the rows that begin alike, the least padded first. since_s: when it began; None where that
+        tells nothing of the link.
         """
         identity, size, clock = self._identity, self._block_tokens, self._clock
         until_s = clock.monotonic_s() + self._cache.judge.deadline_s(tokens)
