@@ -193,7 +193,7 @@ def test_state_of_a_restored_context_is_no_beginning_of_another(opened: Any, tok
     other = tokens[:100] + tokens[900:950]
     plain = ask_fresh(opened, other, **options)
     with opened(**options) as llm, attach(llm, tmp_path) as cached:
-        ask(llm, tokens[:257])
+        said = ask(llm, tokens[:257])
         assert cached.flush(60)
     with opened(**options) as llm, attach(llm, tmp_path) as cached:
         ask(llm, tokens[:257], 1)
@@ -201,6 +201,12 @@ def test_state_of_a_restored_context_is_no_beginning_of_another(opened: Any, tok
         state = llm.save_state()
         ask(llm, other)
         llm.load_state(state)
+        assert ask(llm, other).is_same(plain)
+        # Nor is the context itself once the cache is closed, while an answer under way ends in it.
+        ids = [next(answer := llm.generate(tokens[:257], temp=0.0))]
+        assert cached.last.hit_tokens == 256
+        cached.close()
+        assert [*ids, *itertools.islice(answer, 11)] == said.ids
         assert ask(llm, other).is_same(plain)
 
 
@@ -235,7 +241,9 @@ def test_answer_that_was_given_up_looks_at_no_context_that_is_another_s_or_gone(
 
 def test_model_is_as_before_after_the_cache_closed(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     with opened() as llm:
-        with attach(llm, tmp_path):
+        with attach(llm, tmp_path) as cached:
             ask(llm, tokens[:200])
         assert not {"generate", "eval", "load_state"} & set(vars(llm))
         assert isinstance(llm, llama_cpp.Llama) and ask(llm, tokens[:200]).ids
+        with cached:
+            assert llm.n_tokens == cached._exact == 0

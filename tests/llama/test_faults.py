@@ -84,12 +84,7 @@ def test_damaged_stores_change_no_answer(
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_llama_cpp_that_gives_or_takes_no_state_is_served(
-    opened: Any,
-    plain: dict[int, Answer],
-    tokens: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
+    opened: Any, plain: Any, tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     for has_fault in (True, False, True):
         with opened() as llm, attach(llm, tmp_path) as cached, monkeypatch.context() as patch:

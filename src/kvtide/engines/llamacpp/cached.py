@@ -73,6 +73,9 @@ class CachedLlama:
         self.cache.recall()
         if self._seek_profile is not None:
             self._seek_profile()
+        # What the model has run by itself since the last time is not known here.
+        self._context.clear()
+        self._cut(0)
         self.llm.generate, self.llm.eval, self.llm.load_state = self._generate, self._eval, self._load_state
         return self
 
@@ -85,6 +88,10 @@ class CachedLlama:
             vars(self.llm).pop(name, None)
         with self._lock:
             self._answer = object()
+            if self._whole_from and self.llm.ctx:
+                # Rows of windows are not there: no prompt begins with this, while a stream under way has its context.
+                self.llm.input_ids[0] = -1
+                self._cut(0)
         self.cache.close()
 
     def flush(self, timeout_s: float) -> bool:

@@ -48,13 +48,9 @@ class LlamaPrefixes:
     """Prefixes of one context, whose rows are `served`, in a cache."""
 
     def __init__(self, context: LlamaContext, cache: Cache, clock: Clock, served: ServedLlama) -> None:
-        self._context = context
-        self._cache = cache
-        self._clock = clock
-        self._served = served
-        self._reaches = [
-            each.group.reach_blocks(served.block_tokens) if each.window_cells else 0 for each in served.groups
-        ]
+        self._context, self._cache, self._clock, self._served = context, cache, clock, served
+        size = served.block_tokens
+        self._reaches = [each.group.reach_blocks(size) if each.window_cells else 0 for each in served.groups]
 
     def _named(self, tokens: Tokens) -> list[list[list[BlockMeta]]]:
         """Return the parts of all full blocks of tokens: by group, and by kind of rows as `ServedGroup.spaces` is."""
@@ -89,10 +85,8 @@ class LlamaPrefixes:
         step = self._served.step // self._served.block_tokens
         stop = len(named[0]) // step * step
         while stop:
-            parts = [
-                Parts([meta.id for meta in metas[:stop]], reach, bool(reach))
-                for metas, reach in zip(named, self._reaches, strict=True)
-            ]
+            every = zip(named, self._reaches, strict=True)
+            parts = [Parts([meta.id for meta in metas[:stop]], reach, bool(reach)) for metas, reach in every]
             blocks = self._cache.match_parts(parts, None, LOOK_UP_S_MAX).blocks
             if blocks == stop:
                 break
@@ -116,8 +110,7 @@ class LlamaPrefixes:
     def load(self, prefix: Prefix) -> int:
         """Put a stored prefix in the place of all that the context has; return its tokens, 0 if it has none then."""
         groups, tokens = self._served.groups, prefix.tokens
-        cells = [positions_of(tokens, group.window_cells) for group in groups]
-        gaps = list[int]()
+        cells, gaps = [positions_of(tokens, group.window_cells) for group in groups], list[int]()
         for group, each in zip(groups, cells, strict=True):
             # The cell that llama.cpp is to fill next, where it is not the first: a position of its own, to be emptied.
             if 0 < group.window_cells < tokens and tokens % group.window_cells:
