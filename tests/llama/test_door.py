@@ -7,7 +7,7 @@ from typing import Any
 import llama_cpp
 import pytest
 from tests.llama.conftest import ask
-from tests.llama.tiny import write_mamba
+from tests.llama.tiny import write_mamba, write_model
 
 from kvtide.engines.llamacpp import KVTideCache, attach
 
@@ -62,11 +62,13 @@ def test_set_cache_attaches_the_model_that_asks(
         caplog.clear()
 
 
+@pytest.mark.parametrize(("write", "reason"), [(write_mamba, "layers that keep a state"), (write_model, "no file")])
 def test_model_that_can_not_be_served_runs_without_the_cache(
-    opened: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, write: Any, reason: str
 ) -> None:
-    with opened(write_mamba(tmp_path / "mamba.gguf")) as llm:
+    with opened(path := write(tmp_path / "model.gguf")) as llm:
+        path.unlink()
         llm.set_cache(KVTideCache(tmp_path / "store"))
         for _ in range(2):
             assert llm.create_completion([5, 6, 7], max_tokens=3)["choices"]
-    assert sum("running without the cache: layers that keep a state" in each for each in caplog.messages) == 1
+    assert sum(f"running without the cache: {reason}" in each for each in caplog.messages) == 1

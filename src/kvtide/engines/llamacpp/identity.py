@@ -81,16 +81,19 @@ def served_llama(context: LlamaContext, is_exact: bool, tenant_salt: bytes) -> S
     ubatch = int(llama_cpp.llama_n_ubatch(llm.ctx))
     # After so many tokens a batch ends, wherever a whole prompt is computed from its beginning.
     unit = ubatch if llm.n_batch % ubatch == 0 else int(llm.n_batch)
-    size = block_tokens_for(unit)
-    path = Path(llm.model_path)
-    _check_mapped(gguf_files(path))
-    weights = gguf_fingerprint(path)
+    size, path = block_tokens_for(unit), Path(llm.model_path)
+    try:
+        _check_mapped(gguf_files(path))
+        weights, settings = gguf_fingerprint(path), _settings(llm)
+    except (ValueError, OSError) as error:
+        # A loaded model needs its files no more.
+        raise UnsupportedModel(str(error)) from error
     # The second cache is that of windows, and may forget what has left them: its cells hold the newest tokens.
     window = int(llama_cpp.llama_model_n_swa(llm.model)) if len(shapes) > 1 else 0
     kept = min(int(llm.n_ctx()), window + ubatch)
     window_cells = -(-kept // 256) * 256 if window and not llm.context_params.swa_full else 0
     # Cells in another order are summed in another order, which all layers' rows feel.
-    decisive = {"weights": weights.hex(), "unit": unit, "shapes": repr(shapes), "cells": window_cells, **_settings(llm)}
+    decisive = {"weights": weights.hex(), "unit": unit, "shapes": repr(shapes), "cells": window_cells, **settings}
     fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).digest()
     layers, groups = _layers(llm, shapes), list[ServedGroup]()
     if not is_exact and not layers:
@@ -154,9 +157,7 @@ def _probed(context: LlamaContext) -> list[PartShape]:
         if not context.write(built) or context.read()[0] != data:
             raise CorruptPayload("a state that was put together is not what llama.cpp wrote")
     except CorruptPayload as error:
-        raise UnsupportedModel(
-            f"llama.cpp's state of this model has a form that kvtide does not know: {error}"
-        ) from error
+        raise UnsupportedModel(f"kvtide does not know the form of llama.cpp's state of it: {error}") from error
     finally:
         context.clear()
     return shapes
