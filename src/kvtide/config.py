@@ -15,7 +15,7 @@ TENANT_SALT_VARIABLE = "KVTIDE_TENANT_SALT"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Every bound of a cache in one place. ValueError for one that is not positive, or not whole (times may be)."""
+    """Every bound of a cache in one place. ValueError for one not positive, too large or not whole (times may be)."""
 
     memory_bytes_max: int = 1 << 30
     disk_bytes_max: int = 16 << 30
@@ -36,8 +36,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value, is_time = getattr(self, name), "_s_" in name
-            if not (isinstance(value, (int, float) if is_time else int) and value > 0):
-                raise ValueError(f"{name} must be a positive {'' if is_time else 'whole '}number, got {value!r}")
+            most, kind = (threading.TIMEOUT_MAX, "") if is_time else (sys.maxsize, "whole ")
+            if not (isinstance(value, (int, float) if is_time else int) and 0 < value <= most):
+                raise ValueError(f"{name} must be a positive {kind}number up to {most:.0f}, got {value!r}")
 
 
 def wait_passively() -> None:

@@ -1,12 +1,13 @@
 """Tiers in memory and on disk; lists of runs; what all remote tiers share."""
 
+import math
 import socketserver
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice, product, takewhile
 from pathlib import Path
 
 import msgspec
@@ -86,10 +87,13 @@ def test_files_that_are_not_segments_are_passed_over(tmp_path: Path) -> None:
 
 def test_bounds_that_make_no_sense_are_refused(tmp_path: Path, clock: ManualClock) -> None:
     positive = partial(pytest.raises, ValueError, match="positive")
-    for bound in (0, -1, 8e9, "8 GiB"):
+    # No lock waits for 8e10 s.
+    for bound, name in product((0, -1, 8e10, math.inf, "8 GiB"), ("memory_bytes_max", "close_s_max")):
         with positive():
-            Limits(memory_bytes_max=bound)  # type: ignore[arg-type]
+            Limits(**{name: bound})  # type: ignore[arg-type]
     for value in (0, -1):
+        with pytest.raises(ValueError, match="half_life"):
+            Ranking(value)
         with positive():
             MemoryTier(value, clock, nothing_pinned)
         with positive():
@@ -99,6 +103,10 @@ def test_bounds_that_make_no_sense_are_refused(tmp_path: Path, clock: ManualCloc
             MemoryTier(PAGE, clock, nothing_pinned, frame_bytes=frame_bytes)
     with pytest.raises(ValueError, match="at least one tier"):
         TierStack([])
+    memory = open_memory()
+    for last in (memory, open_memory()):
+        with pytest.raises(ValueError, match="written_last"):
+            TierStack([memory], written_last=[last])
 
 
 def test_journal_keeps_its_bound_and_the_newest_lines(tmp_path: Path) -> None:
