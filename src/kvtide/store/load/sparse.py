@@ -98,8 +98,7 @@ class SparseLoad:
     def __init__(
         self, tier: Tier, on_corrupt: Callable[[ObjectId, CorruptPayload], object] = lambda object_id, error: None
     ) -> None:
-        self.tier = tier
-        self._on_corrupt = on_corrupt
+        self.tier, self._on_corrupt = tier, on_corrupt
         self._parts: list[PackedPart] = []
         # The blocks that are open, in order, and how each is packed.
         self.metas: list[BlockMeta] = []
@@ -112,8 +111,7 @@ class SparseLoad:
         self._pool: ThreadPoolExecutor | None = None
         # Up to where a block was read: the next one's table and base are of nearly the same size.
         self._front_bytes = HEADER_BYTES
-        self.read_bytes = 0
-        self.reads = 0
+        self.read_bytes = self.reads = 0
 
     def open(
         self,
@@ -154,11 +152,14 @@ class SparseLoad:
             self.blocks, self.tokens = len(self._parts), len(self._parts) * self.layout.tokens
         return self.blocks
 
-    def _tried(self, object_id: ObjectId, action: Callable[[], _Found | None]) -> _Found | None:
+    def _tried(self, object_id: ObjectId, action: Callable[[], _Found | None], tries: int = 2) -> _Found | None:
         """Run an action on a block; None if that can't be loaded in part."""
         try:
             return action()
         except CorruptPayload as error:
+            # What was packed anew between two reads is whole at the next try.
+            if tries > 1:
+                return self._tried(object_id, action, tries - 1)
             self._on_corrupt(object_id, error)
         except TierUnavailable as error:
             _log.debug("a block is not loaded in part: %s", error)
@@ -179,8 +180,6 @@ class SparseLoad:
         self, meta: BlockMeta, registry: CodecRegistry, tokens_ahead: int, quality_max: float
     ) -> PackedFront | None:
         data = self._read(meta, 0, self._front_bytes)
-        if not data:
-            return None
         head_stop = header_and_table_bytes(data)
         data = self._read_on(meta, data, head_stop)
         # A copy: who keeps it does not keep the chunks.
@@ -279,21 +278,20 @@ class SparseLoad:
     def _damaged(self, part: PackedPart, error: CorruptPayload) -> None:
         _log.debug("chunks stay rough: %s", error)
         try:
-            is_same = self._read(part.meta, 0, len(part.stored.head)) == part.stored.head
+            # Unless it was packed anew meanwhile.
+            if self._read(part.meta, 0, len(part.stored.head)) == part.stored.head:
+                self._on_corrupt(part.meta.id, error)
         except TierUnavailable as unknown:
             _log.debug("what is stored now can't be read: %s", unknown)
-            return
-        if is_same:
-            # It was not repacked meanwhile.
-            self._on_corrupt(part.meta.id, error)
 
     def _read(self, meta: BlockMeta, start: int, stop: int) -> memoryview:
         return self._read_ranges(meta, [(start, stop)])[0]
 
     def _read_ranges(self, meta: BlockMeta, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Return what is there of ranges of an object's bytes: nothing if the object is gone."""
+        """Return what is there of ranges of an object's bytes. TierUnavailable if it is gone, or a tier has a fault."""
         reads = [RangeRead(start, np.empty(stop - start, dtype=np.uint8).data) for start, stop in ranges]
-        sizes = read_ranges(self.tier, meta.id, reads) or [0] * len(reads)
+        if (sizes := read_ranges(self.tier, meta.id, reads)) is None:
+            raise TierUnavailable(f"{meta.id} is gone, or can't be read now")
         with self._lock:
             self.read_bytes += sum(sizes)
             self.reads += len(reads)
@@ -308,8 +306,7 @@ class Sparse:
 
     def __init__(self, sink: BlockSink, tokens_ahead: int = 0) -> None:
         """tokens_ahead: as in `SparseLoad.open`."""
-        self._sink = sink
-        self._tokens_ahead = tokens_ahead
+        self._sink, self._tokens_ahead = sink, tokens_ahead
         self._pins = ExitStack()
         self.opened: SparseLoad | None = None
 
