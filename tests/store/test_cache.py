@@ -246,10 +246,7 @@ def test_failing_source_is_counted_and_the_next_block_stored(
     layout: BlockLayout, open_cache: OpenCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, metas = open_cache(), metas_of(layout, 2)
-
-    def broken() -> BlockBits:
-        raise RuntimeError("device lost")
-
+    broken = Mock(side_effect=RuntimeError("device lost"))
     cache.store([PendingBlock(metas[0], lambda: broken), pending(metas[1], smooth_bits(layout, 1))])
     assert cache.flush(60)
     assert cache.stats().blocks_stored == 1

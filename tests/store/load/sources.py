@@ -67,9 +67,7 @@ class MadeSource:
         self.is_down = False
         self.served: list[tuple[ObjectId, int, int]] = []
         self.reading = self.reading_max = 0
-        self._bytes_per_s = bytes_per_s
-        self._part = part
-        self._cut_bytes = cut_bytes
+        self._bytes_per_s, self._part, self._cut_bytes = bytes_per_s, part, cut_bytes
         self._link, self._lock = threading.Lock(), threading.Lock()
 
     def read_range(self, object_id: ObjectId, start: int, stop: int, take: Take) -> bool:

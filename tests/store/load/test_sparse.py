@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 from unittest.mock import Mock
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.store.load.sources import (
     IdleEngine,
     MadeEngine,
     MadeSource,
+    access_of,
     made_job,
     made_objects,
     parsed,
@@ -34,20 +36,23 @@ from kvtide.clock import SystemClock
 from kvtide.codec import Codec, CodecRegistry
 from kvtide.codec.base import RawCodec
 from kvtide.codec.packed import PackedCodec
+from kvtide.codec.published import ChunkwiseCodec
+from kvtide.codec.tide import TideCodec
 from kvtide.errors import TierUnavailable
 from kvtide.importance import packing_orders
 from kvtide.plan import LinkEstimate, PrefillSpeed
 from kvtide.plan.base import Reason, StreamPolicy
 from kvtide.plan.policies import CachegenRule, Layered, TwoEnded
-from kvtide.store.load import sparse
+from kvtide.store.load import sparse, streamed
 from kvtide.store.load.run import Engine, FetchJob, FetchLimits, FetchReport, FetchRun, LoadRequest, level_job
 from kvtide.store.load.sparse import ChunkBits, PackedFront, PackedPart, SparseLoad
+from kvtide.store.load.streamed import Streamed
 from kvtide.tier.base import Tier
 from kvtide.tier.breaker import caller_deadline_s
 from kvtide.tier.http.tier import http_tier
 from kvtide.tier.ram import MemoryTier
 from kvtide.tier.stack import TierStack
-from kvtide.types import ObjectId
+from kvtide.types import ObjectId, Section
 from kvtide.wire import pack_object, parse_object
 from kvtide.wire.receiver import Receiver
 from kvtide_lab.bench.services import wait_until
@@ -266,6 +271,34 @@ def test_fronts_are_let_go_once_they_are_decoded() -> None:
 
     assert Watched(tier).open(metas, REGISTRY) == 60
     assert most < 30
+
+
+@pytest.mark.parametrize("last", ["has fewer refinements", "is over the bound", "can't be decoded", "is damaged"])
+def test_a_stream_ends_before_a_block_that_can_not_come_with_the_others(
+    last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ChunkwiseCodec(2) if "damaged" in last else TideCodec(fitted(LAYOUT))
+    codec = TideCodec(fitted(LAYOUT), refinements=1) if "fewer" in last else first
+    sections = [Section(each.id, bytes(each.data)["decoded" in last :]) for each in codec.encode(METAS[2], BITS[2])]
+    data, tier = pack_object(METAS[2], codec.codec_id, sections, codec.profile), a_tier(codec=first)
+    data[-1] ^= "damaged" in last
+    assert tier.replace(METAS[2].id, data)
+    monkeypatch.setattr(streamed, "_RECEIVE_BYTES_MAX", sum(each.size for each in tier.objects()) - ("bound" in last))
+    with opened(TierStack([tier])) as stack:
+        access = access_of(stack)
+        access.registry = REGISTRY
+        load = Streamed(Mock(), LoadRequest(PrefillSpeed(1.0), 30.0), Layered(), computes=False)
+        assert load.load(access, METAS, 30.0).blocks == 2
+        assert tier.contains(METAS[2].id) == ("fewer" in last or "bound" in last)
+        access.backfill.close()
+
+
+def test_a_whole_load_keeps_no_copy_of_what_was_appended() -> None:
+    access, alive, counts = access_of(MadeSource({})), WeakValueDictionary[int, BlockBits](), list[int]()
+    access.queued = lambda object_id: lambda: BITS[0]
+    engine = Mock(append=lambda block, bits: alive.update({block: bits}) or counts.append(len(alive)))
+    Streamed(engine, LoadRequest(PrefillSpeed(1.0), 0.0), Layered()).load(access, METAS, 30.0)
+    assert counts == [1, 1, 1]
 
 
 OBJECTS = made_objects(6)

@@ -156,12 +156,7 @@ def test_object_that_goes_between_two_pieces_is_a_miss(by_layer: None, open_cach
 
 def test_tier_or_sink_that_fails_in_the_midst_is_a_miss(by_layer: None, open_cache: OpenCache) -> None:
     metas, reader = filled(open_cache, 3)
-
-    def fail(position: int, layer: int) -> None:
-        if (position, layer) == (2, 3):
-            raise RuntimeError("made to fail")
-
-    report = load(reader, metas, Layers(fail))
+    report = load(reader, metas, Layers(lambda position, layer: 1 // ((position, layer) != (2, 3))))
     assert (report.blocks, report.reason) == (2, MissReason.FAULT)
     assert load(reader, metas, Layers()).blocks == 3
 
@@ -355,12 +350,9 @@ def test_whole_objects_are_enough_for_the_goal_they_were_stored_for(goal: float,
     assert is_ready(job.request, everything) is raised
 
 
-def test_wrong_number_of_losses_is_refused() -> None:
+def test_wrong_number_of_losses_and_objects_that_are_no_run_are_refused() -> None:
     with pytest.raises(ValueError, match="a loss for each of 3 steps, got 2"):
         layered_job(STORED, [(0, 40)], KL[:2], WISH)
-
-
-def test_objects_that_are_no_run_are_refused() -> None:
     with pytest.raises(CorruptPayload, match="blocks of 10 tokens one behind the other"):
         layered_job(STORED[::2], [(0, 20)], KL, WISH)
     with pytest.raises(CorruptPayload, match="same refinements, got \\[3, 1\\]"):

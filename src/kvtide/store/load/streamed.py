@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -53,10 +55,7 @@ class SpeculativePrefill:
     """
 
     def __init__(self, tokens: int, block_tokens: int, request: LoadRequest, clock: Clock) -> None:
-        self._tokens = tokens
-        self._block_tokens = block_tokens
-        self._request = request
-        self._clock = clock
+        self._tokens, self._block_tokens, self._request, self._clock = tokens, block_tokens, request, clock
         self._started_s = clock.monotonic_s()
         self._lock = threading.Lock()
         # Tokens that are computed, and that will be once the pass under way has ended.
@@ -205,7 +204,7 @@ class Streamed:
 
         report = Whole(keep).load(access, metas, deadline_s)
         for position in range(report.blocks):
-            self.engine.append(position, found[position])
+            self.engine.append(position, found.pop(position))
         tokens, now_s = report.blocks * metas[0].layout.tokens, access.clock.monotonic_s()
         self.report = StreamedReport(tokens, 0, 0.0, now_s - started_s, None, tokens, range(report.blocks))
         return report
@@ -241,16 +240,15 @@ class _Stream:
     def run(self) -> StreamedReport:
         total, how = len(self._metas) * self._tokens, self._how
         lead = SpeculativePrefill(total, self._tokens, how.request, self._access.clock)
+        begin = partial(self._access.guarded, "begin a load", partial(self._open, lead), None)
         if how.computes and not self._is_by_level:
             pool = ThreadPoolExecutor(1, thread_name_prefix="kvtide-heads")
-            opened = pool.submit(self._open, lead)
+            opened = pool.submit(begin)
             # Heads that come too late are read to no purpose, for their own bound at most.
             pool.shutdown(wait=False)
             lead.compute(how.engine, lambda: not opened.done())
-            if opened.done():
-                opened.result()
         else:
-            self._open(lead)
+            begin()
         if lead.load is None:
             return StreamedReport(lead.done, lead.done, 0.0, self._since(), self._decision, self._stored_tokens)
         return self._finish(lead.load, lead.is_begun_computed)
@@ -270,12 +268,14 @@ class _Stream:
             # At least two round trips, one after the other.
             link.latency_s = min(link.latency_s, self._since() / 2)
         stored, codec = self._usable(heads)
-        coarser = self._coarser(len(stored))
+        levels = [*self._coarser(len(stored)), stored]
+        sizes = accumulate(sum(each.object_bytes for each in block) for block in zip(*levels, strict=True))
+        blocks = bisect_right([*sizes], _RECEIVE_BYTES_MAX)
 
         def found(done: int, under_way: int) -> StreamedLoad | None:
-            if codec is None or len(stored) * self._tokens <= done or len(stored) * self._tokens < under_way:
+            if codec is None or blocks * self._tokens <= done or blocks * self._tokens < under_way:
                 return None
-            job = self._job([*coarser, stored], codec, done, under_way)
+            job = self._job([level[:blocks] for level in levels], codec, done, under_way)
             decision = access.judge.decide(job.request, codec.codec_id, access.clock.monotonic_s())
             # The rule for levels says itself when computing fits.
             is_declined = decision.why is Why.LINK_SLOWER and how.computes and not self._is_by_level
@@ -305,15 +305,17 @@ class _Stream:
         return self._access.registry.get(head.codec_id, head.profile) is not None
 
     def _usable(self, heads: Sequence[StoredObject]) -> tuple[list[StoredObject], Codec | None]:
-        """Return the leading objects that are the blocks asked for, of one codec that is here and good enough."""
-        found: list[StoredObject] = []
-        first: Codec | None = None
+        """Return the leading objects that are the blocks asked for, of one kind that is here and good enough."""
+        found, kinds, first = list[StoredObject](), set[tuple[str, int]](), None
         for head, meta in zip(heads, self._metas, strict=False):
             try:
                 codec = self._access.codec_of(head, meta)
             except CorruptPayload as error:
                 codec = self._access.corrupt(meta.id, error)
-            if isinstance(codec, MissReason) or (first is not None and head.codec_id != found[0].codec_id):
+            # The refinements of all are asked for alike, where an object can be used without some.
+            parts = {each.refinement for each in head.section_ids} if isinstance(codec, EmbeddedCodec) else ()
+            kinds.add((head.codec_id, len(parts)))
+            if isinstance(codec, MissReason) or len(kinds) > 1:
                 break
             first = first or codec
             found.append(head)
@@ -375,8 +377,6 @@ class StreamedLoad:
     def __init__(self, access: LoadAccess, job: FetchJob, how: Streamed, give_up_s: float) -> None:
         """give_up_s: see `FetchRun`."""
         self.job = job
-        if (size := sum(stored.object_bytes for stored in job.objects)) > _RECEIVE_BYTES_MAX:
-            raise ValueError(f"a streamed load brings at most {_RECEIVE_BYTES_MAX} bytes, got objects of {size}")
         self.receivers = [Receiver(stored) for stored in job.objects]
         # What the engine has, from the start on; the blocks of it that were appended, and what that took.
         self.tokens = self._stop_of(job.computed)
@@ -441,4 +441,6 @@ class StreamedLoad:
                 return bits
             except CorruptPayload as error:
                 _log.debug("object %d can't be decoded, what is behind it is not used: %s", number, error)
+                if len(sections) == len(stored.entries):
+                    self._access.corrupt(stored.meta.id, error)
         return None
