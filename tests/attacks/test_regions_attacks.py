@@ -308,7 +308,7 @@ def test_removed_records_stay_removed_and_take_little_room(tmp_path: Path, monke
         again.check()
 
 
-def test_a_deadline_reaches_the_centre_and_does_not_count_against_it(
+def test_deadline_reaches_the_centre_and_does_not_count_against_it(
     halves: tuple[RunningServer, ServerProcess],
 ) -> None:
     region, centre = halves

@@ -35,9 +35,7 @@ def shell(hint: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("module", doctor.OPTIONAL)
-def test_hint_for_what_is_not_installed_names_what_pip_can_install(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hint_for_what_is_not_installed_names_what_pip_installs(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     hint = doctor._optional(module).hint
     words = shlex.split(hint)

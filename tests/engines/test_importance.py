@@ -161,9 +161,7 @@ def test_a_refused_selection_gives_the_exact_answer(tokens: int, tiny_model: Any
             assert (selected.is_fallback and 0 < selected.tokens_share <= 1) if is_selected else selected is None
 
 
-def test_nothing_is_learnt_from_a_pass_that_ended_early(
-    tiny_model: Any, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_learnt_from_a_pass_cut_short(tiny_model: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the layers behind would have attended to is not known."""
     monkeypatch.setattr(HeadsAgree, "trusts", lambda *_: False)
     noted = list[Any]()
@@ -316,9 +314,7 @@ def test_a_fallback_reads_nothing_twice(prefix: Prefix, rest: Rest) -> None:
     assert load.read_bytes - before == load.blocks * load.layout.raw_bytes
 
 
-def test_layers_of_a_fallback_attend_while_the_next_ones_are_read(
-    prefix: Prefix, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_a_fallback_attend_while_the_next_are_read(prefix: Prefix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selective, "FALLBACK_LAYERS", 1)
     attended, last_layer = threading.Event(), set[tuple[ObjectId, int]]()
     for meta in prefix.metas:

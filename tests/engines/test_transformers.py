@@ -93,9 +93,7 @@ def test_looking_up_and_restoring_follow_the_model_as_generate_does(tiny_model: 
         {"generation_config": GenerationConfig(num_beams=2, max_new_tokens=4, pad_token_id=0)},
     ],
 )
-def test_what_the_cache_cannot_help_with_runs_without_it(
-    arguments: dict[str, Any], tiny_model: Any, tmp_path: Path
-) -> None:
+def test_what_it_cannot_help_with_runs_without_it(arguments: dict[str, Any], tiny_model: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     output, cached = answer(tiny_model, tmp_path, PROMPT, **arguments)
     torch.manual_seed(0)

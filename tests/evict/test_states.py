@@ -121,7 +121,7 @@ def test_links_of_states_that_never_come_are_bounded() -> None:
     assert states.block_of(ObjectId(OF_STATES, keys[5])) == keys[5]
 
 
-def test_a_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
+def test_prompt_of_more_states_than_links_are_kept_for_is_ranked_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtide.evict.policies.order.LINKS_MAX", 3)

@@ -147,9 +147,7 @@ def test_lost_server_costs_neither_errors_nor_hits(
         assert after >= 0.95 * before
 
 
-def test_join_and_leave_under_load_move_what_they_must(
-    pool: Pool, stack: tuple[TierStack, PoolTier], tally: Tally
-) -> None:
+def test_join_and_leave_under_load_move_what_must(pool: Pool, stack: tuple[TierStack, PoolTier], tally: Tally) -> None:
     tier = stack[1]
     with Load(stack[0], OBJECTS, OBJECT_BYTES, threads=2) as load:
         before = load.hit_rate(OBJECTS)

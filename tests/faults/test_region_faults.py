@@ -186,9 +186,7 @@ class Story:
 
 
 @pytest.mark.timeout(3600)
-def test_random_faults_of_the_centre_and_of_regions(
-    world: tuple[Node, list[Node]], tally: Tally, fault_factor: int
-) -> None:
+def test_random_faults_of_centre_and_regions(world: tuple[Node, list[Node]], tally: Tally, fault_factor: int) -> None:
     centre, regions = world
     story = Story(10_000)
     for seed, rng in seeds(1, SCHEDULES if fault_factor == 1 else SCHEDULES_NIGHTLY):

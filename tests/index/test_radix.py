@@ -50,9 +50,7 @@ def test_pin_of_a_middle_block_holds_what_is_before_it() -> None:
     [(NS, keys, "chain") for keys in (chain(1, 1)[:1] * 2, chain(1, 2, 3)[::-1], [*chain(1, 2), *chain(1)])]
     + [(OTHER, chain(1), "not as block 1")],
 )
-def test_keys_that_are_no_chain_of_their_namespace_are_refused(
-    space: Namespace, keys: list[BlockKey], message: str
-) -> None:
+def test_keys_of_no_chain_of_their_namespace_are_refused(space: Namespace, keys: list[BlockKey], message: str) -> None:
     index = index_of()
     index.insert(NS, chain(1, 2, 3))
     with pytest.raises(ValueError, match=message):

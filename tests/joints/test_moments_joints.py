@@ -220,9 +220,7 @@ def test_every_turn_finds_the_turns_before_it(codec: str, tiny_model: Any, tmp_p
         gate.set()
 
 
-def test_a_block_that_waits_is_not_queued_again(
-    layout: BlockLayout, open_cache: OpenCache, held_back: HoldBack
-) -> None:
+def test_block_that_waits_is_not_queued_again(layout: BlockLayout, open_cache: OpenCache, held_back: HoldBack) -> None:
     cache = open_cache("memory://")
     gate, captured = held_back(cache), []
 
@@ -244,9 +242,7 @@ def test_what_was_queued_and_not_stored_is_a_miss(tiny_model: Any, tmp_path: Pat
         assert cached.flush(60) and cached.hit_tokens(PROMPT) == 0
 
 
-def test_connectors_find_what_their_workers_have_queued(
-    open_cache: OpenCache, tmp_path: Path, held_back: HoldBack
-) -> None:
+def test_connectors_find_what_their_workers_queued(open_cache: OpenCache, tmp_path: Path, held_back: HoldBack) -> None:
     engine = pools.ToyEngine(open_cache, str(tmp_path))
     held_back(engine.worker.cache)
     engine.worker.cache.flush = lambda timeout_s: True  # type: ignore[method-assign]
@@ -373,9 +369,7 @@ def test_loadings_that_differ_in_buffers_alone_share_nothing(tiny_model: Any, tm
 
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("is_inferred", [False, True])
-def test_a_changed_model_is_another_model_until_it_is_changed_back(
-    kind: str, is_inferred: bool, tmp_path: Path
-) -> None:
+def test_changed_model_is_another_model_until_it_is_changed_back(kind: str, is_inferred: bool, tmp_path: Path) -> None:
     with torch.inference_mode(is_inferred):
         model = make_model()
     ids = PROMPT % model.config.vocab_size

@@ -80,9 +80,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("url", MISTAKES, ids=repr)
-def test_mistake_in_a_store_url_is_one_line_at_the_start(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistake_in_a_store_url_is_one_line_at_start(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=MISTAKES[url]) as caught:
         cache_for(url, RawCodec())

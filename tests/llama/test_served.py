@@ -111,9 +111,7 @@ def test_models_that_keep_states_are_refused_with_the_reason(opened: Any, tmp_pa
 @pytest.mark.parametrize(
     ("option", "reason"), [("embedding", "is for embeddings"), ("logits_all", "which are never stored")]
 )
-def test_contexts_of_other_uses_are_refused_with_the_reason(
-    opened: Any, tmp_path: Path, option: str, reason: str
-) -> None:
+def test_contexts_of_other_uses_are_refused_with_reason(opened: Any, tmp_path: Path, option: str, reason: str) -> None:
     with opened(**{option: True}) as llm, pytest.raises(UnsupportedModel, match=reason):
         attach(llm, tmp_path / "store")
 

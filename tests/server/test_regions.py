@@ -154,9 +154,7 @@ def test_second_region_that_ends_at_once_costs_the_first_one_s_manifest_nothing(
         assert (len(again), again.next()) == (1, named(2))
 
 
-def test_manifest_drops_the_oldest_over_its_bound_though_it_was_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_drops_the_oldest_over_its_bound_though_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.regions.PENDING_MAX", 3)
     with manifest_in(tmp_path, 0) as manifest:
         manifest.note_use(object_id(0))
@@ -253,9 +251,7 @@ def test_region_without_its_centre_goes_on_and_says_since_when(world: World) -> 
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_region_answers_without_its_centre_once_it_has_heard_of_it(
-    world: World, stack: ExitStack, is_known: bool
-) -> None:
+def test_region_answers_without_its_centre_once_it_heard_of_it(world: World, stack: ExitStack, is_known: bool) -> None:
     world.centre.stop()
     one = world.regions[0]
     one.stop()
@@ -331,9 +327,7 @@ def test_region_may_not_act_for_a_tenant_that_its_grant_does_not_name(tenants: W
     assert b'"records":[]' in listed
 
 
-def test_centre_and_regions_talk_under_tls_with_certificates(
-    certificates: Path, tmp_path: Path, stack: ExitStack
-) -> None:
+def test_centre_and_regions_talk_tls_with_certificates(certificates: Path, tmp_path: Path, stack: ExitStack) -> None:
     cert, key, authority = (certificates / name for name in ("server.pem", "server.key", "ca.pem"))
     tls = TlsSettings(cert_file=cert, key_file=key, client_ca_file=authority)
     words = [("ca_file", "ca.pem"), ("cert_file", "client.pem"), ("key_file", "client.key")]
@@ -428,9 +422,7 @@ def test_a_region_that_missed_an_invalidation_does_not_undo_it(
     expect_nothing_back(wiped, centre)
 
 
-def test_a_wiped_centre_says_nothing_before_each_region_was_asked(
-    wiped: World, tmp_path: Path, stack: ExitStack
-) -> None:
+def test_wiped_centre_says_nothing_before_each_region_was_asked(wiped: World, tmp_path: Path, stack: ExitStack) -> None:
     one, two = wiped.regions
     wiped.centre.stop()
     one.stop()

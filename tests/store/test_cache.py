@@ -406,9 +406,7 @@ def test_cache_holds_in_memory_what_the_simulator_says_and_finds_the_rest_on_dis
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "mix"])
-def test_disk_that_evicts_for_real_keeps_what_the_simulator_keeps(
-    tmp_path: Path, layout: BlockLayout, policy: str
-) -> None:
+def test_disk_that_evicts_keeps_what_the_simulator_keeps(tmp_path: Path, layout: BlockLayout, policy: str) -> None:
     clock, bytes_max = ManualClock(1e9), DISK_BLOCKS * (4096 + -(-object_bytes_max(layout) // 4096) * 4096)
     simulated = RadixIndex(clock, policy_named(policy), BLOCKS)
     index = RadixIndex(clock, lambda blocks_max: LruPolicy(), 10_000)

@@ -50,9 +50,7 @@ def newest(store: ProfileStore, name: bytes = NAME) -> list[str]:
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 10, 1 << 23])
-def test_profile_comes_back_as_it_was_put(
-    shelf: ProfileStore, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_comes_back_as_it_was(shelf: ProfileStore, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "PIECE_BYTES", piece_bytes)
     shelf.put(FIRST, [NAME], 1.0)
     found = shelf.read(FIRST.digest)

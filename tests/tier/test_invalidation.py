@@ -298,9 +298,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("way", ["read twice", "prefetched"])
-def test_a_copy_that_was_on_its_way_up_is_not_served(
-    server: RunningServer, tmp_path: Path, way: str, stack: ExitStack
-) -> None:
+def test_copy_on_its_way_up_is_not_served(server: RunningServer, tmp_path: Path, way: str, stack: ExitStack) -> None:
     held = Held(http_tier(server.url, CLOCK), "get")
     disk = DiskTier(tmp_path / "own", 8 << 20, CLOCK, nothing_pinned)
     engine = Engine(stack, [open_memory(), disk], [held], [server.url])
@@ -388,9 +386,7 @@ def test_a_coarser_level_is_of_the_generation_of_its_block() -> None:
     assert (level.name, level.is_latest) == (named.name, True)
 
 
-def test_another_form_of_an_invalidated_block_does_not_replace_a_new_one(
-    server: RunningServer, stack: ExitStack
-) -> None:
+def test_other_form_of_an_invalidated_block_does_not_replace_a_new_one(server: RunningServer, stack: ExitStack) -> None:
     engine = Engine(stack, [open_memory()], [], [server.url])
     engine.stack.put_from(ONE, OLD)
     named = engine.stack.named(ONE)
@@ -432,9 +428,7 @@ def test_a_server_that_lost_its_records_serves_nothing_older(server: RunningServ
     assert server.records.generation("", SPACE) == 1, "the engine knows better"
 
 
-def test_a_block_that_waits_to_be_stored_is_no_hit_any_more(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_that_waits_to_be_stored_is_no_hit_now(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_for(server.url, LosslessCodec())
     stored, may_store = threading.Event(), threading.Event()
     monkeypatch.setattr(cache._placer, "store", lambda block: (stored.set(), may_store.wait(WAIT_S)))

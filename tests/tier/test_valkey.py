@@ -205,7 +205,7 @@ def test_cluster_that_is_gone_is_found_when_it_comes() -> None:
             assert nodes._refresher._thread.is_alive()
 
 
-def test_connections_to_a_server_that_is_gone_are_closed_and_few_servers_are_known(
+def test_connections_to_a_gone_server_are_closed_and_few_servers_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtide.tier.valkey.nodes.SERVERS_MAX", 3)

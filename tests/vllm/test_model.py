@@ -280,9 +280,7 @@ GPU_CACHES: dict[str, tuple[list[Any], list[torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("kind", GPU_CACHES)
-def test_whatever_a_gpu_keeps_is_proved_and_then_served(
-    monkeypatch: pytest.MonkeyPatch, kind: str, caplog: Any
-) -> None:
+def test_whatever_a_gpu_keeps_is_proved_and_served(monkeypatch: pytest.MonkeyPatch, kind: str, caplog: Any) -> None:
     caplog.set_level("INFO")
     found = _on_gpu(monkeypatch, *GPU_CACHES[kind])
     assert found.refused == ""

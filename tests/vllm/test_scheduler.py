@@ -121,7 +121,7 @@ def test_pages_that_a_load_did_not_fill_are_found_by_nobody_if_its_request_is_ab
     stepped.scheduler.shutdown()
 
 
-def test_pages_that_a_load_did_not_fill_are_left_to_nobody_if_its_request_is_aborted_after_that_step(
+def test_pages_a_load_did_not_fill_are_left_to_nobody_if_its_request_is_aborted_after_that_step(
     model: Path,
 ) -> None:
     stepped = Stepped(model, "layers")

@@ -277,9 +277,7 @@ def test_decoding_writes_each_tables_values(path: str, dtype: type[np.unsignedin
     count=st.integers(0, 120),
     rows=st.lists(count_rows, min_size=1, max_size=3),
 )
-def test_foreign_bytes_fail_or_decode_as_the_twin_does(
-    twin: Twin, data: bytes, count: int, rows: list[list[int]]
-) -> None:
+def test_foreign_bytes_fail_or_decode_as_the_twin(twin: Twin, data: bytes, count: int, rows: list[list[int]]) -> None:
     runs = Runs(runs_for(np.random.default_rng(len(data)), 1, count, 32, len(rows)), 32)
     built = twin.coder.build(counts_of(rows))
     truth = twin.module.decode(data, count, [twin.tables(row) for row in rows_of(built)], runs.tables[0].tolist(), 32)

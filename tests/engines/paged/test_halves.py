@@ -486,9 +486,7 @@ def test_load_that_was_given_up_does_not_end_the_next_one_of_its_request(second:
     assert np.array_equal(held(second, pages)[:, :, :BLOCK], block_of(PROMPT, 0))
 
 
-def test_threads_that_can_not_be_had_are_misses(
-    second: ToyEngine, engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_not_to_be_had_are_misses(second: ToyEngine, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     third, hit, pages = engines(), second.ask("b", PROMPT), second.pages(len(PROMPT))
     second.scheduler.allocated("b", pages, hit)
 
@@ -615,9 +613,7 @@ def test_block_counts_only_if_every_shard_has_it(engines: Engines) -> None:
     assert engine.ask("b", PROMPT) == 0
 
 
-def test_block_that_one_shard_lost_is_stored_again_however_late(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_one_shard_lost_is_stored_again_however_late(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.engines.paged.scheduler.LOST_S", -1.0)
     engine = engines(shards=2)
     pages = engine.compute("a", PROMPT)

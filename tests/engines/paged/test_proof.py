@@ -188,7 +188,7 @@ class _Aside(DevicePages):
 
 
 @pytest.mark.parametrize("kind", [_Hasty, _Aside])
-def test_pages_that_do_not_wait_for_the_engine_are_caught(
+def test_pages_that_do_not_wait_for_engines_are_caught(
     monkeypatch: pytest.MonkeyPatch, kind: type[DevicePages]
 ) -> None:
     made = whole()

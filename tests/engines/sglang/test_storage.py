@@ -195,7 +195,7 @@ def test_pages_that_come_slower_than_they_are_computed_are_left_alone(backends: 
 
 
 @pytest.mark.usefixtures("stored")
-def test_load_that_takes_longer_than_computing_is_given_up_and_the_next_one_declined(
+def test_load_that_takes_longer_than_computing_is_given_up_and_the_next_declined(
     backends: Callable[..., Any],
 ) -> None:
     backend, gate, started_s = backends(prefill_tokens_per_s=1000.0), threading.Event(), time.monotonic()

@@ -63,9 +63,7 @@ def findings(result: quality.CodecQuality) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("results_max", [1, 30])
-def test_run_that_was_broken_off_goes_on_to_the_same_rows(
-    subject: quality.Subject, tmp_path: Path, results_max: int
-) -> None:
+def test_run_broken_off_goes_on_to_the_same_rows(subject: quality.Subject, tmp_path: Path, results_max: int) -> None:
     path = tmp_path / "partial"
     with pytest.raises(Stopped):
         judged(subject, path, results_max=results_max)

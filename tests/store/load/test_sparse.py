@@ -198,7 +198,7 @@ def test_the_rest_of_a_block_comes_by_one_read_and_is_exact() -> None:
     load.close()
 
 
-def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_by_one_each(
+def test_chunks_of_a_block_come_by_one_request_from_a_server_and_not_one_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with (
@@ -274,9 +274,7 @@ def test_fronts_are_let_go_once_they_are_decoded() -> None:
 
 
 @pytest.mark.parametrize("last", ["has fewer refinements", "is over the bound", "can't be decoded", "is damaged"])
-def test_a_stream_ends_before_a_block_that_can_not_come_with_the_others(
-    last: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_ends_before_a_block_that_can_not_come_with_others(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ChunkwiseCodec(2) if "damaged" in last else TideCodec(fitted(LAYOUT))
     codec = TideCodec(fitted(LAYOUT), refinements=1) if "fewer" in last else first
     sections = [Section(each.id, bytes(each.data)["decoded" in last :]) for each in codec.encode(METAS[2], BITS[2])]
@@ -355,7 +353,7 @@ def test_dead_source_leaves_all_to_the_engine() -> None:
 
 # The second one is given up once, and not for each chunk: six, one after the other, would take two minutes.
 @pytest.mark.parametrize(("read_s_max", "give_up_after_s", "ready_s_max"), [(0.2, math.inf, 20.0), (20.0, 0.3, 10.0)])
-def test_without_an_engine_a_dead_source_ends_the_load(
+def test_without_engine_a_dead_source_ends_a_load(
     read_s_max: float, give_up_after_s: float, ready_s_max: float
 ) -> None:
     source, limits = MadeSource(OBJECTS), FetchLimits(read_s_max=read_s_max, retry_s=0.01)

@@ -98,9 +98,7 @@ def test_all_layers_come_as_they_were_stored(
     reader.check()
 
 
-def test_first_layers_of_all_blocks_come_before_the_next_ones(
-    open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_layers_of_all_blocks_come_before_others(open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "PIECE_BYTES", 2 * BIG.layer_bytes)
     metas, layers = metas_of(BIG, 4), Layers()
     fill(open_cache(codec="raw"), metas)
@@ -127,9 +125,7 @@ def test_codec_that_joins_layers_delivers_whole_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["header", "first layer", "last layer", "cut", "empty", "other block"])
-def test_damage_ends_the_run_and_removes_the_object(
-    damage: str, step: int, tmp_path: Path, open_cache: OpenCache
-) -> None:
+def test_damage_ends_the_run_and_removes_objects(damage: str, step: int, tmp_path: Path, open_cache: OpenCache) -> None:
     metas, layers = metas_of(BIG, 3), Layers()
     fill(open_cache(tmp_path, "raw"), metas)
     flips = {"header": 100, "first layer": 256 + 48 * BIG.layers + 3, "last layer": -5}
@@ -174,9 +170,7 @@ def test_load_is_given_up_between_pieces(by_layer: None, open_cache: OpenCache) 
     reader.check()
 
 
-def test_load_whose_pace_is_hopeless_ends_with_what_it_has(
-    open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_of_hopeless_pace_ends_with_what_it_has(open_cache: OpenCache, monkeypatch: pytest.MonkeyPatch) -> None:
     metas, reader = filled(open_cache, 8)
     clock = ManualClock()
     with monkeypatch.context() as patch:

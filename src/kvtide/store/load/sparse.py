@@ -157,7 +157,7 @@ class SparseLoad:
         try:
             return action()
         except CorruptPayload as error:
-            # What was packed anew between two reads is whole at the next try.
+            # What was packed again between two reads is whole at the next try.
             if tries > 1:
                 return self._tried(object_id, action, tries - 1)
             self._on_corrupt(object_id, error)
@@ -278,7 +278,7 @@ class SparseLoad:
     def _damaged(self, part: PackedPart, error: CorruptPayload) -> None:
         _log.debug("chunks stay rough: %s", error)
         try:
-            # Unless it was packed anew meanwhile.
+            # Unless it was packed again meanwhile.
             if self._read(part.meta, 0, len(part.stored.head)) == part.stored.head:
                 self._on_corrupt(part.meta.id, error)
         except TierUnavailable as unknown:
