@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -145,13 +146,18 @@ def test_records_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_full_disk_changes_nothing(tmp_path: Path) -> None:
-    with opened(tmp_path / "records") as records:
+    path, old = tmp_path / "records", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(path) as records:
         records.write("", NAME, "1")
-        records._file.close()
-        records._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
-        with pytest.raises(RequestRefused, match="can't be written"):
-            records.write("", NAME, "2")
+        records.settle()
+        for room in (0, 40):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, old[1]))
+            with pytest.raises(RequestRefused, match="can't be written"):
+                records.write("", NAME, "2")
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
         assert records.generation("", SPACE) == 1
+    with opened(path) as again:
+        assert (again.generation("", SPACE), again.is_complete) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +191,8 @@ def test_record_is_written_read_and_listed(server: RunningServer) -> None:
     assert ask(server, "PUT", CHAT, SPACE.hex().encode(), Own_If_Match='"9"')[0].status == 412
     assert ask(server, "PUT", GENERATION, b"1")[0].status == 200
     listed = json.loads(ask(server, "GET", "/v1/records")[1])
-    assert [(each["kind"], each["value"]) for each in listed["records"]] == [
-        ("alias", SPACE.hex()),
-        ("generation", "1"),
-    ]
+    found = [(each["kind"], each["value"]) for each in listed["records"]]
+    assert found == [("alias", SPACE.hex()), ("generation", "1")]
     last = listed["records"][-1]["version"]
     answer, content = ask(server, "GET", f"/v1/records?after={last}")
     tag = str(answer.getheader("ETag"))

@@ -80,8 +80,7 @@ class Records:
     """All tenants' records. Thread-safe between `open` and `close`. Without a path they last as long as the process."""
 
     def __init__(self, path: Path | None, clock: Clock) -> None:
-        self._path = path
-        self._clock = clock
+        self._path, self._clock = path, clock
         self._lock = threading.Lock()
         self._file: BinaryIO | None = None
         self._lines = 0
@@ -269,9 +268,15 @@ class Records:
             if Files().is_unlinked(self._file.fileno()):
                 # Another server, which may have ended since, has put its own there: nobody would find these lines.
                 self._rewrite()
-            if self._file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._file.fileno())
+            size = os.fstat(self._file.fileno()).st_size
+            try:
+                if self._file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self._file.fileno())
+            except OSError:
+                # A part of a line would count as damage at the next start, and a whole one as written.
+                self._file.truncate(size)
+                raise
 
     def _rewrite(self) -> None:
         """Write what is valid to a new file, rename it, and go on after it."""
@@ -341,15 +346,12 @@ class CentralRecords:
     """Keeps a region's records like the centre's, from `open` to `close`."""
 
     def __init__(self, client: RecordsClient, records: Records, clock: Clock) -> None:
-        self._client = client
-        self._records = records
-        self._clock = clock
+        self._client, self._records, self._clock = client, records, clock
         self._asking = Repeater(self._ask, "kvtide-records")
         self.stop = self._asking.stop
         # Nothing after a restart of ours or of the centre: comparing all mends what a file lost, here or there.
         self._heard = _Heard("", 0)
-        self._lock = threading.Lock()
-        self._comparing = threading.Lock()
+        self._lock, self._comparing = threading.Lock(), threading.Lock()
         # When the centre was asked what is here, by the clock that never goes back; and for people, who read clocks.
         self._asked_s = float("-inf")
         # Wall time; None until the centre has answered once.
@@ -581,8 +583,7 @@ class RecordRequests:
         await self._reply(exchange, record)
 
     async def _delete(self, exchange: Exchange, name: RecordName) -> None:
-        whose, headers = exchange.caller.tenant, exchange.head.headers
-        remove = partial((self._central or self._records).remove, whose, name, headers)
+        remove = partial((self._central or self._records).remove, exchange.caller.tenant, name, exchange.head.headers)
         removed = await self._shared.workers.write(exchange.owner, remove)
         if removed is None:
             raise RequestRefused(404, "no such record")
