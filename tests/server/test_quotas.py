@@ -88,6 +88,17 @@ def test_what_is_evicted_before_it_is_counted_counts_no_longer(monkeypatch: pyte
         assert held(server) is None
 
 
+def test_what_others_removed_counts_no_longer(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"tiers": (f"disk://{tmp_path}",), "quotas": {"victim": Quota(objects_max=1)}}
+    with running_server(grants=GRANTS, **settings) as server, running_server(grants=GRANTS, **settings) as other:
+        assert (put(server, 1)[0], ask(other, "DELETE", path_of(1))[0].status) == (201, 204)
+        assert (ask(server, "GET", path_of(1))[0].status, held(server), put(server, 2)[0]) == (404, None, 201)
+        for segment in (tmp_path / "segments").iterdir():
+            segment.unlink()
+        # Whoever looks for anything learns of it.
+        assert (ask(server, "GET", path_of(3))[0].status, held(server), put(server, 3)[0]) == (404, None, 201)
+
+
 def test_refused_and_broken_uploads_take_nothing_of_the_quota() -> None:
     with running_server(grants=GRANTS, quotas={"victim": Quota(objects_max=1)}) as server:
         for _ in range(3):

@@ -64,9 +64,7 @@ class Quotas:
     """Counts what tiers hold for each tenant, if there were `quotas()` at the start. Observes a stack. Thread-safe."""
 
     def __init__(self, quotas: Callable[[], Mapping[str, Quota]], wall_s: Callable[[], float]) -> None:
-        self.quotas = quotas
-        self._wall_s = wall_s
-        self.is_counting = bool(quotas())
+        self.quotas, self._wall_s, self.is_counting = quotas, wall_s, bool(quotas())
         self._lock = threading.Lock()
         # The numbers of this server's own tiers: others don't say when objects go.
         self._own: set[int] = set()

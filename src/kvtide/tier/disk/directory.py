@@ -22,6 +22,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvtide.errors import TierUnavailable
+from kvtide.tier.base import OnRemoved
 from kvtide.tier.buffers import ALIGN_BYTES
 from kvtide.tier.disk.catalog import Catalog
 from kvtide.tier.disk.segment import (
@@ -102,9 +103,7 @@ class RemovalJournal:
     """Appends lines: time, reason, namespace and key. The older half goes before the file passes its bound."""
 
     def __init__(self, path: Path, bytes_max: int = JOURNAL_BYTES_MAX) -> None:
-        self._path = path
-        self._bytes_max = bytes_max
-        self._files = Files()
+        self._path, self._bytes_max, self._files = path, bytes_max, Files()
 
     def append(self, object_ids: Iterable[ObjectId], reason: str, wall_s: float) -> None:
         """Note removals, the last ones if all don't fit. OSError if the file can't be written."""
@@ -158,19 +157,18 @@ class SegmentState:
 class SegmentDirectory:
     """Keeps the catalog in step with the directory. `refresh` may be called from several threads."""
 
-    def __init__(self, root: Path, bytes_max: int, files: Files, catalog: Catalog) -> None:
+    def __init__(self, root: Path, bytes_max: int, files: Files, catalog: Catalog, on_lost: OnRemoved) -> None:
         self.folder = root / "segments"
         self.segments: dict[int, SegmentState] = {}
         self.opened = OpenSegments(files, self.path)
         self._folder_name = str(self.folder)
-        self._root = root
-        self._checkpoint = root / "checkpoint"
+        self._root, self._checkpoint = root, root / "checkpoint"
         self._checkpoint_bytes_max = side_file_bytes_max(bytes_max)
-        self._files = files
-        self._catalog = catalog
+        self._files, self._catalog, self._on_lost = files, catalog, on_lost
+        # Objects that others removed with their segments, before we know whether they put copies elsewhere.
+        self._lost: list[ObjectId] = []
         self._lock = threading.Lock()
-        self._descriptor = -1
-        self._number_max = 0
+        self._descriptor, self._number_max = -1, 0
 
     def open(self) -> None:
         """Learn what the directory holds, without writing. OSError if it can't be used at all."""
@@ -187,6 +185,7 @@ class SegmentDirectory:
             self._descriptor = -1
         for number in list(self.segments):
             self._forget(number)
+        self._lost.clear()
         self.opened.close()
 
     def path(self, number: int) -> str:
@@ -271,6 +270,9 @@ class SegmentDirectory:
                 for record in scan.records:
                     if record.state is RecordState.LIVE:
                         self._catalog.add(CatalogEntry(record, record.stored_ms))
+            lost, self._lost = self._lost, []
+        if lost:
+            self._on_lost(lost)
 
     def _has_changed(self, number: int, info: FileInfo) -> bool:
         """Tell whether a segment is to be scanned. One that somebody cut is forgotten first: its tail is gone."""
@@ -306,7 +308,7 @@ class SegmentDirectory:
         # Whoever evicts it may have been faster.
         self.segments.pop(number, None)
         self.opened.drop(number)
-        self._catalog.drop_segment(number)
+        self._lost.extend(self._catalog.drop_segment(number))
 
     def seal_abandoned(self) -> None:
         """Learn what others did, and give back space that killed writers had reserved. Call it under the lock."""
@@ -380,8 +382,7 @@ class SegmentDirectory:
             _log.debug("the checkpoint is not used: %s", error)
             return
         for summary in parse_checkpoint(data):
-            number = summary.header.number
-            page = bytearray(ALIGN_BYTES)
+            number, page = summary.header.number, bytearray(ALIGN_BYTES)
             try:
                 with self._files.opened(self.path(number), os.O_RDONLY) as descriptor:
                     self._files.read_full(descriptor, [memoryview(page)], 0)

@@ -21,7 +21,7 @@ from pathlib import Path
 from kvtide.clock import Clock
 from kvtide.errors import TierFull
 from kvtide.evict import EvictionOrder
-from kvtide.tier.base import Buffer, IsPinned, LentObject, Offer
+from kvtide.tier.base import Buffer, IsPinned, LentObject, Offer, OnRemoved
 from kvtide.tier.buffers import ALIGN_BYTES, Recycler, aligned_buffer
 from kvtide.tier.disk.catalog import Catalog, GivenUp, Lineage
 from kvtide.tier.disk.directory import SegmentDirectory, side_file_bytes_max
@@ -62,13 +62,14 @@ class SegmentLog:
     _clock: Clock
     _is_pinned: IsPinned
     _on_evicted: Callable[[list[ObjectId]], None]
+    _on_lost: OnRemoved
     _files: Files
     order_of: InitVar[Callable[[Clock], EvictionOrder] | None]
 
     def __post_init__(self, root: Path, bytes_max: int, order_of: Callable[[Clock], EvictionOrder] | None) -> None:
         self.given_up = GivenUp(order_of, self._clock) if order_of is not None else None
         self.catalog = Catalog(self.given_up)
-        self._directory = SegmentDirectory(root, bytes_max, self._files, self.catalog)
+        self._directory = SegmentDirectory(root, bytes_max, self._files, self.catalog, self._on_lost)
         # Learns what other processes did.
         self.refresh = self._directory.refresh
         self._segments_bytes_max = bytes_max - _SIDE_FILES * side_file_bytes_max(bytes_max)
@@ -77,13 +78,12 @@ class SegmentLog:
         self.offer: Offer = lambda object_id, size, fill: None
         self._lineage = Lineage(self.catalog)
         self._full_until_s = -math.inf
-        self._is_writable = False
+        self._is_open = self._is_writable = False
         self._write_lock = threading.RLock()
         self._writer: SegmentWriter | None = None
         # Of the writer; readers have their own.
         self._staging = aligned_buffer(STAGING_BYTES)
         self._reader = RecordReader(self._files, self._directory.opened, Recycler(_STAGING_BYTES_MAX))
-        self._is_open = False
 
     def open(self, is_writable: bool) -> None:
         """Learn what the directory holds. OSError if it can't be used; one that can only be read opens.

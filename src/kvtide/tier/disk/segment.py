@@ -312,9 +312,7 @@ class RecordReader:
     """Lends records, and reads them into callers' buffers: page-aligned ones directly, others through `staging`."""
 
     def __init__(self, files: Files, opened: OpenSegments, staging: Recycler) -> None:
-        self._files = files
-        self._opened = opened
-        self._staging = staging
+        self._files, self._opened, self._staging = files, opened, staging
         # For a header and the page that an object ends in; as many as there ever were readers at once.
         self._ends: deque[memoryview] = deque()
 

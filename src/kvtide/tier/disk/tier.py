@@ -51,7 +51,8 @@ class DiskTier(OwnTier):
         super().__init__(bytes_max, clock)
         self.root = root
         self._journal = RemovalJournal(root / "removed.log", min(JOURNAL_BYTES_MAX, side_file_bytes_max(bytes_max)))
-        self._log = SegmentLog(root, bytes_max, clock, is_pinned, self._note_evicted, files or Files(), order_of)
+        told = (self._note_evicted, self._note_lost)
+        self._log = SegmentLog(root, bytes_max, clock, is_pinned, *told, files or Files(), order_of)
         self.hears_requests = order_of is not None
 
     def note_request(self, object_ids: Sequence[ObjectId], hint: Hint | None = None, states: States = ()) -> bool:
@@ -130,6 +131,7 @@ class DiskTier(OwnTier):
             _log.debug("%s is no longer at its place: %s", entry.header.id, state)
             self._log.catalog.remove(entry)
             self._log.refresh()
+            self._note_lost([entry.header.id])
             return False
         self._log.catalog.note_use(entry, stamp_ms(self._clock.wall_s()))
         with self._lock:
@@ -151,6 +153,11 @@ class DiskTier(OwnTier):
     def _note_evicted(self, object_ids: list[ObjectId]) -> None:
         self._evictions += len(object_ids)
         self._note_removals(object_ids, "evicted")
+
+    def _note_lost(self, object_ids: Sequence[ObjectId]) -> None:
+        """Tell of what others removed, of which there may be another copy."""
+        if gone := [each for each in object_ids if self._log.catalog.find(each) is None]:
+            self._on_removed(gone)
 
     def delete(self, object_id: ObjectId, reason: str) -> bool:
         """Mark the object removed in the log, for every process, and note why."""

@@ -169,9 +169,7 @@ class TierStack(Tier):
         # Of those that are written at once: it has everything.
         self._slowest: _Place | None = None
         self._ranking = ranking or RecencyRanking()
-        self._late = late
-        self._written_last = list(written_last)
-        self._demote_to = list(demote_to)
+        self._late, self._written_last, self._demote_to = late, list(written_last), list(demote_to)
         self._invalidations = invalidations
         self.named: Callable[..., ObjectId] = _as_it_came
         self._present: Callable[[ObjectId], ObjectId | None] = _as_it_came
