@@ -91,6 +91,13 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 @in_loop
+async def test_workers_have_all_threads_from_the_start() -> None:
+    with Rig() as rig, pytest.MonkeyPatch.context() as patch:
+        patch.delattr("threading.Thread.start")
+        assert await rig.workers.read("a", int) == 0
+
+
+@in_loop
 async def test_reader_that_takes_nothing_ends_a_body_and_nothing_follows() -> None:
     with Rig() as rig:
         ours, theirs = rig.pair()

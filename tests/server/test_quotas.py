@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from tests.attacks.floods import GRANTS, ask
@@ -110,6 +111,8 @@ def test_refused_and_broken_uploads_take_nothing_of_the_quota() -> None:
 def test_objects_expire_and_make_room(tiers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.server.service._EXPIRY_S", 0.2)
     with running_server(grants=GRANTS, tiers=tiers, quotas={"victim": Quota(objects_max=1, ttl_s=0.5)}) as server:
+        look = Mock(wraps=server.service.quotas.expired, side_effect=[RuntimeError("no thread"), *[DEFAULT] * 1000])
+        monkeypatch.setattr(server.service.quotas, "expired", look)
         assert (put(server, 1)[0], put(server, 2)[0]) == (201, 507)
         assert put(server, 7, "attacker")[0] == 201
         wait_until(lambda: held(server) is None, "the end of the object")

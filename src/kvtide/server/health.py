@@ -31,9 +31,7 @@ class Health:
     """Answers `/livez` and `/readyz` on a port of their own. Runs on the event loop between `open` and `close`."""
 
     def __init__(self, backing: Backing, member: Member | None, clock: Clock) -> None:
-        self._backing = backing
-        self._member = member
-        self._clock = clock
+        self._backing, self._member, self._clock = backing, member, clock
         # The first moment of a shutdown: balancers should look elsewhere from then on.
         self.is_draining = False
         self._prober = ThreadPoolExecutor(1, "kvtide-health")

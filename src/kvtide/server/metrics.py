@@ -51,9 +51,7 @@ class Metrics:
     """The counters of one server, but for what `SourceCollector` reads. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry, tenants_max: int = 64, namespaces_max: int = 16) -> None:
-        self._tenants_max = tenants_max
-        self._namespaces_max = namespaces_max
-        self.registry = registry
+        self._tenants_max, self._namespaces_max, self.registry = tenants_max, namespaces_max, registry
         self._lock = threading.Lock()
         self._tenants: dict[str, str] = {}
         # Each tenant label's namespace labels.
@@ -119,9 +117,7 @@ class SourceCollector(Collector):
 
     def __init__(self, scheduler: Scheduler, quotas: Quotas, label: Callable[[str], str]) -> None:
         self.tier_stats: Sequence[TierStats] = ()
-        self._scheduler = scheduler
-        self._quotas = quotas
-        self._label = label
+        self._scheduler, self._quotas, self._label = scheduler, quotas, label
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""

@@ -150,8 +150,7 @@ class SendPolicy(ABC):
     has_slices: bool
 
     def __init__(self, slice_bytes: int, rng: random.Random) -> None:
-        self._slice_bytes = slice_bytes
-        self._rng = rng
+        self._slice_bytes, self._rng = slice_bytes, rng
 
     @abstractmethod
     def pick(self, ready: Sequence[Flow]) -> Flow:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 
@@ -52,8 +52,7 @@ class Service:
             self._addresses.append(ListenAddress("", 0, str(settings.socket_path)))
         self.acceptor = Acceptor(self.live, self._address)
         self._sender: Sender | None = None
-        self.health = Health(backing, self._member, clock)
-        self.health_port = 0
+        self.health, self.health_port = Health(backing, self._member, clock), 0
         self._access_log = AccessLog(lambda: self.live.limits, clock)
         self.buffers = BodyBuffers(settings.limits.buffer_bytes_max, settings.limits.tenant_buffer_bytes_max)
         self.scheduler = Scheduler(settings.sending, random.Random())
@@ -147,8 +146,10 @@ class Service:
         while True:
             await asyncio.sleep(_EXPIRY_S)
             self.uploads.drop_idle()
-            for object_id in await asyncio.to_thread(self.quotas.expired):
-                await asyncio.to_thread(self._backing.local.delete, object_id, "expired")
+            # A machine that has no thread to give now may have one next time.
+            with suppress(RuntimeError):
+                for object_id in await asyncio.to_thread(self.quotas.expired):
+                    await asyncio.to_thread(self._backing.local.delete, object_id, "expired")
 
     def check(self) -> None:
         """AssertionError if buffers or send slots are lost. Call it while no request is under way."""

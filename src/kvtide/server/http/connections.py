@@ -385,9 +385,7 @@ class ConnectionLimits:
     """Lets in `connections_max` connections, `owner_connections_max` of one owner; `cut` ends one that has to leave."""
 
     def __init__(self, connections_max: int, owner_connections_max: int, cut: Callable[[Guest], None]) -> None:
-        self._connections_max = connections_max
-        self._owner_connections_max = owner_connections_max
-        self._cut = cut
+        self._connections_max, self._owner_connections_max, self._cut = connections_max, owner_connections_max, cut
         self._owners: Counter[str] = Counter()
         self._known = 0
         # In the order in which they came.

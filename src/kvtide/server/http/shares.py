@@ -41,10 +41,8 @@ class Shares:
 
     def __init__(self, amount_max: int, owner_max: int) -> None:
         assert 0 < owner_max <= amount_max
-        self._amount_max = amount_max
-        self._owner_max = owner_max
-        self._held: Counter[str] = Counter()
-        self._held_in_all = 0
+        self._amount_max, self._owner_max = amount_max, owner_max
+        self._held, self._held_in_all = Counter[str](), 0
         # The owner who comes next first.
         self._waiting: dict[str, deque[_Claim]] = {}
 
@@ -231,8 +229,7 @@ class Rates:
     """Lets an owner make `requests_s()` requests a second, as it is now, with a burst of one second's."""
 
     def __init__(self, requests_s: Callable[[], float], owners_max: int = 16384) -> None:
-        self._requests_s = requests_s
-        self._owners_max = owners_max
+        self._requests_s, self._owners_max = requests_s, owners_max
         # What is left of the burst, and when that was; below 0 what others wait for. Last used last.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
@@ -271,7 +268,13 @@ class Workers:
     """`io_threads` threads for reading, and one more so that a write finds one. Used from one event loop."""
 
     def __init__(self, io_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(io_threads + 1, "kvtide-tiers")
+        self._executor, may_rest = ThreadPoolExecutor(io_threads + 1, "kvtide-tiers"), threading.Event()
+        try:
+            # All at once: a machine that has too few ends the start, and takes nobody's share later.
+            for _ in range(io_threads + 1):
+                self._executor.submit(may_rest.wait)
+        finally:
+            may_rest.set()
         owner_max = max(1, io_threads - 1)
         self._reading, self._writing = Shares(io_threads, owner_max), Shares(io_threads, owner_max)
 
@@ -291,7 +294,9 @@ class Workers:
             future.add_done_callback(partial(_undo, undo))
             raise
 
-    async def write(self, owner: str, action: Callable[[], _Result], drop: Callable[[], None] | None = None) -> _Result:
+    async def write(
+        self, owner: str, action: Callable[[], _Result], drop: Callable[[], None] = lambda: None
+    ) -> _Result:
         """Run what may wait for a tier to take something, or call `drop` if we are cancelled before a thread has it."""
         try:
             await self._writing.take(owner)
