@@ -173,11 +173,16 @@ def test_what_expires_in_a_region_stays_at_its_centre(tmp_path: Path, monkeypatc
         assert ask(region, "GET", path_of(1))[0].status == 200
 
 
-def test_region_counts_what_it_has_itself(tmp_path: Path) -> None:
+def test_region_counts_what_it_has_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.server.regions.LATEST_S_MAX", 15.0)
     region_of: dict[str, Any] = {"manifest": tmp_path / "manifest", "quotas": {"*": Quota(objects_max=1)}}
     with running_server() as centre, running_server(grants=GRANTS, central=centre.url, **region_of) as region:
         assert (put(region, 1)[0], put(region, 2)[0]) == (201, 507)
         assert held(region) == Stored("victim", 1, SIZE)
+        wait_until(lambda: not len(region.backing.synchroniser.manifest), "the centre to have it")
+        assert region.backing.local.delete(next(region.backing.local.objects()).id, "evicted")
+        assert put(region, 2)[0] == 201
+        assert (ask(region, "GET", path_of(1))[0].status, held(region)) == (200, Stored("victim", 1, SIZE))
 
 
 # Clients behind a proxy: told apart by what a trusted one says, and by nothing that anybody else does.

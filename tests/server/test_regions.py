@@ -58,6 +58,15 @@ def test_a_finer_object_takes_the_place_of_a_coarser_one_at_the_centre_too(world
     assert counted(one, "kvtide_region_waiting_objects") == counted(one, "kvtide_region_given_up_objects") == 0
 
 
+def test_object_crosses_the_long_link_once_whoever_holds_the_manifest(world: World) -> None:
+    one, two = world.regions
+    put(one, 1)
+    wait_until(lambda: not len(one.backing.synchroniser.manifest), "the centre to have it")
+    with two.backing.synchroniser.manifest._lock:
+        assert [ask(two, "GET", what)[0].status for what in (1, 1, "/healthz")] == [200] * 3
+    assert ask(two, "GET", 1, Local="1")[1] == object_bytes(1)
+
+
 def test_what_is_replaced_while_it_is_sent_is_sent_again(tmp_path: Path) -> None:
     with manifest_in(tmp_path, 1) as manifest:
         taken = manifest.next()

@@ -12,7 +12,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -22,7 +22,7 @@ import msgspec
 from kvtide import wire
 from kvtide.errors import CorruptPayload, RequestRefused, TierFull
 from kvtide.server.auth import Scope
-from kvtide.server.http import BodyBuffers, Exchange, Resources, Sender, SendOrder, Shares, lent_pieces, receive
+from kvtide.server.http import Exchange, Resources, Sender, SendOrder, Shares, lent_pieces, receive
 from kvtide.server.quotas import Quotas
 from kvtide.server.regions import Backing, Latest, stored_quality
 from kvtide.server.settings import ServerLimits
@@ -44,8 +44,8 @@ _REASON_CHARACTERS_MAX = 16
 class Lending:
     """Lends objects out of any tier. Runs on the event loop; what waits for a tier runs in `workers`."""
 
-    def __init__(self, shared: Resources) -> None:
-        self._shared = shared
+    def __init__(self, shared: Resources, quotas: Quotas) -> None:
+        self._shared, self._quotas = shared, quotas
         # As they were at the start: what memory tiers hold does not change.
         limits = shared.live.limits
         # Of the memory tier all readers hold a half at a time and one tenant's a quarter: the rest can be evicted.
@@ -56,8 +56,7 @@ class Lending:
         # A thread takes ten times as long as what it would do here.
         lent = await self._lent_at_once(exchange, tier, stored)
         if lent is None:
-            buffers, size_max = self._shared.buffers, self._shared.live.limits.object_bytes_max
-            action = partial(_lend, tier, stored, buffers, exchange.caller.tenant, size_max)
+            action = partial(_lend, tier, stored, self._shared, self._quotas, exchange.caller.tenant)
             try:
                 lent = await self._shared.workers.read(exchange.owner, _in_time(exchange, action), _release)
             except CorruptPayload:
@@ -120,18 +119,18 @@ def _release(lent: LentObject | None) -> None:
         lent.release()
 
 
-def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_max: int) -> LentObject | None:
+def _lend(tier: Tier, stored: ObjectId, shared: Resources, quotas: Quotas, tenant: str) -> LentObject | None:
     """Lend an object, else a copy in a buffer; None without it, or if it is too large. CorruptPayload if damaged."""
     if (lent := tier.lend(stored)) is not None:
         return lent
-    head = bytearray(wire.HEADER_BYTES)
+    head, buffers = bytearray(wire.HEADER_BYTES), shared.buffers
     came = tier.get_into(stored, memoryview(head))
     if came is None:
         return None
     size = wire.object_bytes(head[:came])
     if size < wire.HEADER_BYTES:
         raise CorruptPayload(f"{stored}: {came} bytes of a head say that the object has {size}")
-    if size > size_max:
+    if size > shared.live.limits.object_bytes_max:
         # The centre, or this server before, takes larger ones: a miss here, and good there unless its head is damaged.
         table = memoryview(bytearray(wire.header_and_table_bytes(head)))
         wire.parse_header(table[: tier.get_into(stored, table) or 0])
@@ -139,13 +138,17 @@ def _lend(tier: Tier, stored: ObjectId, buffers: BodyBuffers, tenant: str, size_
     buffer = buffers.take(size, tenant)
     with ExitStack() as held:
         held.callback(buffers.give_back, buffer, tenant)
-        read = tier.get_into(stored, buffer[:size])
-        if read is None:
+        room = buffer[:size]
+        with suppress(RequestRefused), quotas.room(tenant, size):
+            # A stack copies up what leaves room: it is whole. The rounded-up buffer has some for all but a few sizes.
+            room = buffer[: size + 1]
+        read = tier.get_into(stored, room)
+        if read is None or (read > size and room[: wire.HEADER_BYTES] != head):
+            # It is gone, or a longer one has taken its place meanwhile.
             return None
-        wire.parse_header(buffer[:read])
-        if read != size:
+        if wire.parse_header(room[:read]).object_bytes != read:
             raise CorruptPayload(f"{stored}: {read} bytes came of an object of {size}")
-        return LentObject(size, bytes(head), (buffer[:size],), None, held.pop_all().close)
+        return LentObject(read, bytes(room[: wire.HEADER_BYTES]), (room[:read],), None, held.pop_all().close)
 
 
 @dataclass(eq=False)
@@ -163,7 +166,7 @@ class ObjectRequests:
         self._tier: Tier = self._backing.store
         # Where a PUT looks whether the object is here: what the centre has is of no use if that falls silent.
         self._local: Tier = self._backing.local
-        self._lending = Lending(self._shared)
+        self._lending = Lending(self._shared, self._quotas)
 
     async def answer(self, exchange: Exchange, object_id: ObjectId) -> None:
         """Answer GET, HEAD, PUT, POST or DELETE. RequestRefused if that is an error."""
@@ -400,16 +403,14 @@ class Upload:
     def __init__(self, object_id: ObjectId, owner: str, stored: wire.StoredObject, now_s: float) -> None:
         """CorruptPayload for a table out of bounds."""
         self.name = (object_id, stored.version_tag)
-        self.owner = owner
-        self.stored = stored
+        self.owner, self.stored = owner, stored
         self.receiver = Receiver(stored)
         # Made here: the loop and a worker may ask for it at the same time.
         self.memory = self.receiver.memory
         self.held_bytes = self.receiver.held_bytes
         self.used_s = now_s
         # Those that read or store it now, and whether it goes when they are done.
-        self.users = 0
-        self.is_over = False
+        self.users, self.is_over = 0, False
         self._lock = threading.Lock()
 
     def offer(self, frames: memoryview) -> None:
@@ -435,8 +436,7 @@ class Uploads:
     """
 
     def __init__(self, limits: Callable[[], ServerLimits], monotonic_s: Callable[[], float]) -> None:
-        self._limits = limits
-        self._monotonic_s = monotonic_s
+        self._limits, self._monotonic_s = limits, monotonic_s
         self._lock = threading.Lock()
         # By object and version tag, as they began.
         self._uploads: dict[tuple[ObjectId, bytes], Upload] = {}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,6 +45,8 @@ RECORDS_MAX = 4 * PENDING_MAX
 _RECORD = struct.Struct("<Q32s32sB")
 _ADDED, _DONE, _NAME, _TENANT = range(4)
 _FILE_BYTES_MAX = 2 * RECORDS_MAX * _RECORD.size
+# Objects that were read, the first ones, among which the next to send is chosen.
+HOT_MAX = 1024
 RETRY_S = 0.5
 # The synchroniser's wait when there is nothing to send, or nobody to send it to.
 IDLE_S = 0.2
@@ -65,8 +68,7 @@ class Manifest:
     """The objects that wait, by sequence number. Thread-safe between `open` and `close`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
+        self._path, self._lock = path, threading.Lock()
         self._file: BinaryIO | None = None
         self._pending: OrderedDict[ObjectId, int] = OrderedDict()
         self._uses: Counter[ObjectId] = Counter()
@@ -128,17 +130,18 @@ class Manifest:
                 self._append(_RECORD.pack(sequence, *oldest, _DONE))
 
     def note_use(self, object_id: ObjectId) -> None:
-        """Count a read: what is read often is sent first."""
-        with self._lock:
+        """Count a read: what is read often is sent first. Never waits: one is left out while the disk is written."""
+        if self._lock.acquire(blocking=False):
             if object_id in self._pending:
                 self._uses[object_id] += 1
+            self._lock.release()
 
     def next(self) -> NamedId | None:
         """Return what to send next: the one that was read most, of those the oldest. None if nothing waits."""
         with self._lock:
             found = next(iter(self._pending), None)
             if self._uses:
-                found = max(self._uses, key=lambda each: (self._uses[each], -self._pending[each]))
+                found = max(islice(self._uses, HOT_MAX), key=lambda each: (self._uses[each], -self._pending[each]))
             if found is None:
                 return None
             self._taken = (found, self._pending[found])
@@ -187,8 +190,7 @@ class Recovery:
     """Asks regions for their generations until all have answered, or once where no record is missing."""
 
     def __init__(self, regions: Sequence[RecordsClient], records: Records) -> None:
-        self._regions = list(regions)
-        self._records = records
+        self._regions, self._records = list(regions), records
         self._asking = Repeater(self._ask, "kvtide-recovery")
         self.stop = self._asking.stop
         self._fault = LastingFault(_log, "the centre waits for what its regions know")
@@ -362,9 +364,7 @@ class Latest:
     """Servers that may have what we lack: for a region the centre, which asks others; for the centre its regions."""
 
     def __init__(self, sources: Sequence[Tier], store: Tier, object_bytes_max: int) -> None:
-        self._sources = list(sources)
-        self._store = store
-        self._object_bytes_max = object_bytes_max
+        self._sources, self._store, self._object_bytes_max = list(sources), store, object_bytes_max
         self._workers: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
