@@ -243,3 +243,10 @@ def any_block_fits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvtide.codec.tide.codec.check_promise", lambda fit, tokens: 0)
         yield
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loads take longer than computing, which takes such small layers a hundredth of a second."""
+    monkeypatch.setattr("kvtide.plan.Judge.deadline_s", lambda judge, tokens: 30.0)
+    monkeypatch.setattr("kvtide.store.cache.Cache.is_worth", lambda cache, tokens, is_near, namespace: True)

@@ -187,6 +187,7 @@ def test_beginning_between_batches_leaves_no_window_without_rows(
     assert said[0].is_same(said[1])
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_state_of_a_restored_context_is_no_beginning_of_another(opened: Any, tokens: list[int], tmp_path: Path) -> None:
     # As LlamaRAMCache saves and loads it: rows that have left the windows are not there.
     options: dict[str, Any] = {"model": "gemma3", "swa_full": False, "n_batch": 64}
